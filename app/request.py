@@ -1,0 +1,117 @@
+"""The domain: what a request is to the picker. Pure; no I/O, no clock, no randomness of its own."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class Band(enum.IntEnum):
+    """Priority of a flow; lower numbers are served first (specs/003, criticality)."""
+
+    CRITICAL = 0
+    DEFAULT = 1
+    SHEDDABLE = 2
+
+    @classmethod
+    def parse(cls, value: object) -> "Band":
+        """The band named `value` (`Critical`, `Default`, `Sheddable`, any case).
+
+        Raises:
+            ValueError: no band has that name.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            return cls[str(value).upper()]
+        except KeyError:
+            names = ", ".join(band.name.capitalize() for band in cls)
+            raise ValueError(f"{str(value)[:40]!r} is no criticality; valid: {names}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Who asks (specs/001). `registered` is false for an `auto-` id, which leaves no registry entry."""
+
+    id: str
+    criticality: int  # 1 (lowest) to 5
+    registered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One request as the gate sees it, whatever mode it came by.
+
+    `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
+    `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
+    """
+
+    id: str
+    model: str
+    target_model: str
+    stream: bool
+    flow: str
+    band: Band
+    weight: float
+    workload: Workload
+    cost: float
+    ttl_s: float
+    subset: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes: `endpoints` best first (`ip:port`), and what the access log must bring back.
+
+    `ticket` is opaque to Envoy: it carries what is needed to account for the request if the shared state
+    has been lost meanwhile.
+    """
+
+    endpoints: tuple[str, ...]
+    ticket: str
+
+    @property
+    def header(self) -> str:
+        """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike."""
+        return ",".join(self.endpoints)
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended; the metric label."""
+
+    COMPLETED = "completed"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_FAILED = "upstream_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of one request, from the end of its stream or from its final access-log entry."""
+
+    id: str
+    outcome: Outcome
+    status: int  # 0: none was sent
+    served: str | None  # ip:port
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    duration_s: float | None
+    first_byte_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life of a request in flight. `ticket` lets a lost record be rebuilt; '' if unknown."""
+
+    id: str
+    served: str | None
+    ticket: str
+
+
+def finite_number(value: object) -> float | None:
+    """`value` as a finite float if it is a JSON number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
