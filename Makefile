@@ -27,7 +27,7 @@ lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	bash .ci/luacheck
+	bash .ci/luacheck $(BIN)/python
 
 format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 	$(BIN)/ruff check --fix .

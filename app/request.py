@@ -63,11 +63,12 @@ class Placement:
     """Where a request goes: `endpoints` best first (`ip:port`), and what the access log must bring back.
 
     `ticket` is opaque to Envoy: it carries what is needed to account for the request if the shared state
-    has been lost meanwhile.
+    has been lost meanwhile. `attempt` is the gate's own mark of who may take the placement back.
     """
 
     endpoints: tuple[str, ...]
     ticket: str
+    attempt: int = 0
 
     @property
     def header(self) -> str:

@@ -28,8 +28,8 @@ class Gate(Protocol):
         """
         ...
 
-    def withdraw(self, request_id: str) -> None:
-        """Take back a placed request whose answer never reached Envoy. Returns at once."""
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        """Take back a placement that never reached Envoy. Returns at once."""
         ...
 
     def settle(self, completion: Completion) -> None:

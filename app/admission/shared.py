@@ -1,0 +1,265 @@
+"""The gate on shared state: one queue and one stock for all replicas.
+
+A request's way through here: `admit` it; if queued, wait for the grant, which comes in the reply of any
+call, by wake-up, or with a heartbeat; then `place` it. `attempt` numbers a stream's try, so that what a
+dead stream leaves behind never touches the stream that took over its request.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.admission import ticket
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import (
+    ClientGone,
+    ExpiredTtl,
+    InsufficientFlowCapacity,
+    NoEndpoints,
+    RequestError,
+    ShuttingDown,
+    StateUnavailable,
+    TooManyFlows,
+)
+from app.request import Alive, Completion, InferenceRequest, Placement
+from app.state.store import Store, Verdict
+from app.telemetry.metrics import Metrics
+
+# The replica's own timer trails the queue's, which decides; it only answers where no news came.
+_EXPIRY_SLACK_S = 0.05
+# A request whose time is up is answered within this, whether the shared state answers or not (G5).
+_EXPIRY_ANSWER_S = 0.5
+# How often an admission is tried again when the shared state has just been lost and is being rebuilt.
+_REBUILD_TRIES = 20
+_REBUILD_PAUSE_S = 0.1
+
+_REFUSALS: dict[str, tuple[type[RequestError], str]] = {
+    "too-many-flows": (TooManyFlows, "the queue is full"),
+    "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
+    "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
+}
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A request between its admission and its placement. `news` brings what happens to it meanwhile."""
+
+    request: InferenceRequest
+    attempt: int
+    arrived: float  # event-loop time
+    news: asyncio.Future[Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A placed request whose stream this replica holds; the only one who can renew its lease."""
+
+    attempt: int
+    ticket: str
+    served: str
+
+
+class SharedGate:
+    """`app.admission.gate.Gate` over `Store`. One event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        fallbacks: int,
+        on_unknown_pool: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._endpoints = endpoints
+        self._fallbacks = fallbacks
+        self._on_unknown_pool = on_unknown_pool
+        self._attempts = itertools.count(1)
+        self._waiting: dict[str, _Waiter] = {}
+        self._held: dict[str, _Held] = {}
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this replica that wait for their turn."""
+        return len(self._waiting)
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        waiter = _Waiter(request, next(self._attempts), self._loop.time(), self._loop.create_future())
+        displaced = self._waiting.get(request.id)
+        if displaced is not None and not displaced.news.done():
+            # Envoy has re-driven the request over a new stream; the old one has no client any more.
+            displaced.news.set_exception(ClientGone("taken over by a newer stream"))
+        self._waiting[request.id] = waiter
+        try:
+            placed_on = await self._place(waiter)
+        except (asyncio.CancelledError, StateUnavailable):
+            # What the call did, if it arrived, is undone by whoever still owns the attempt.
+            self._cancel(request.id, waiter.attempt, "cancelled")
+            raise
+        finally:
+            if self._waiting.get(request.id) is waiter:
+                del self._waiting[request.id]
+        note = ticket.write(request, placed_on[0])
+        if held:
+            self._held[request.id] = _Held(waiter.attempt, note, placed_on[0])
+        return Placement(placed_on, note, waiter.attempt)
+
+    async def _place(self, waiter: _Waiter) -> tuple[str, ...]:
+        """The endpoints of a request, once its turn has come."""
+        request = waiter.request
+        verdict = await self._admit_known(waiter)
+        if verdict.what == "placed":
+            self._metrics.bypassed(request.model)
+            return tuple(verdict.detail.split(","))
+        while True:
+            verdict = await self._turn(waiter, verdict)
+            if verdict.what == "granted":
+                verdict = self._accepted(
+                    request, await self._store.place(request.id, waiter.attempt, request.subset)
+                )
+            if verdict.what == "placed":
+                self._metrics.waited(request.model, self._loop.time() - waiter.arrived, True)
+                return tuple(verdict.detail.split(","))
+            if verdict.what == "gone":
+                # The grant was lost with the shared state, or reaped: ask again, as old as it is.
+                waiter.news = self._loop.create_future()
+                verdict = await self._admit_known(waiter)
+                if verdict.what == "placed":
+                    return tuple(verdict.detail.split(","))
+
+    async def _admit_known(self, waiter: _Waiter) -> Verdict:
+        """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
+        request = waiter.request
+        for _ in range(_REBUILD_TRIES):
+            age_s = self._loop.time() - waiter.arrived
+            verdict = await self._store.admit(request, waiter.attempt, age_s if age_s > 0.001 else 0.0)
+            if verdict.what != "unknown-pool":
+                return self._accepted(request, verdict)
+            self._on_unknown_pool()
+            await asyncio.sleep(_REBUILD_PAUSE_S)
+        raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
+
+    def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
+        if verdict.what == "refused":
+            error, message = _REFUSALS[verdict.detail]
+            self._metrics.push_error(request.model, error.code)
+            raise error(message, retry_after_s=1)
+        if verdict.what == "expired":
+            self._metrics.expired(request.model)
+            raise ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=1)
+        return verdict
+
+    async def _turn(self, waiter: _Waiter, queued: Verdict) -> Verdict:
+        """Wait for the grant of a queued request; `granted`, or `placed` if it was placed meanwhile."""
+        request = waiter.request
+        left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
+        timer = self._loop.call_later(left_s, _tell, waiter.news, Verdict("late", ""))
+        try:
+            verdict = await waiter.news
+        except asyncio.CancelledError:
+            self._metrics.cancelled(request.model)
+            raise
+        finally:
+            timer.cancel()
+        if verdict.what == "late":
+            verdict = Verdict(await self._expire(waiter), "")
+        if verdict.what == "expired":
+            self._metrics.waited(request.model, self._loop.time() - waiter.arrived, False)
+        return self._accepted(request, verdict)
+
+    async def _expire(self, waiter: _Waiter) -> str:
+        """`granted` if the grant came in time after all, else `expired`."""
+        try:
+            async with asyncio.timeout(_EXPIRY_ANSWER_S):
+                answer = await self._store.cancel(waiter.request.id, waiter.attempt, "expired")
+        except TimeoutError:
+            return "expired"  # the shared state is away; it learns of the expiry when it returns
+        return "granted" if answer == "granted" else "expired"
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        ready = [e.address for e in self._endpoints.current.endpoints if not e.draining]
+        if subset is not None:
+            ready = [address for address in ready if address in subset]
+        if not ready:
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        self._held.pop(request_id, None)
+        self._cancel(request_id, placement.attempt, "withdrawn")
+
+    def settle(self, completion: Completion) -> None:
+        self._held.pop(completion.id, None)
+        answer = self._store.settle(completion.id, completion.outcome)
+        answer.add_done_callback(lambda done: self._settled(completion, done))
+
+    def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        what, _, model = answer.result().partition(" ")
+        if what == "settled":
+            self._metrics.completed(completion, model)
+
+    def renew(self, alive: Alive) -> None:
+        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.ticket))
+
+    def renew_held(self) -> None:
+        """Renew every lease that this replica's own streams keep."""
+        for request_id, held in self._held.items():
+            _ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
+
+    def hear(self, what: str, request_id: str) -> None:
+        """News of a waiting request: `granted` or `expired`. Repeated or late news changes nothing."""
+        waiter = self._waiting.get(request_id)
+        if waiter is not None:
+            _tell(waiter.news, Verdict(what, ""))
+
+    async def register_again(self) -> None:
+        """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first."""
+        self.renew_held()
+        waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
+        async with asyncio.TaskGroup() as tasks:
+            for waiter in waiters:
+                tasks.create_task(self._register_waiter(waiter))
+
+    async def _register_waiter(self, waiter: _Waiter) -> None:
+        if waiter.news.done():
+            return
+        age_s = self._loop.time() - waiter.arrived
+        try:
+            verdict = self._accepted(
+                waiter.request, await self._store.admit(waiter.request, waiter.attempt, age_s)
+            )
+        except StateUnavailable:
+            return  # the next heartbeat tries again
+        except RequestError as refusal:
+            if not waiter.news.done():
+                waiter.news.set_exception(refusal)
+            return
+        if verdict.what == "placed":
+            _tell(waiter.news, verdict)
+
+    def refuse_waiting(self) -> None:
+        """Answer everything that still waits: the replica's time is up."""
+        for request_id, waiter in self._waiting.items():
+            if not waiter.news.done():
+                waiter.news.set_exception(ShuttingDown("this picker is shutting down", retry_after_s=1))
+                self._cancel(request_id, waiter.attempt, "cancelled")
+
+    def _cancel(self, request_id: str, attempt: int, why: str) -> None:
+        _ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+def _tell(news: asyncio.Future[Verdict], verdict: Verdict) -> None:
+    if not news.done():
+        news.set_result(verdict)
+
+
+def _ignore_loss(answer: asyncio.Future[str]) -> None:
+    """A call whose failure its lease or its repetition makes good; its exception is looked at and left."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())

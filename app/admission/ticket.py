@@ -1,0 +1,24 @@
+"""The ticket: what Envoy carries for a placed request, so that any replica can account for it.
+
+It travels in dynamic metadata and comes back with each access-log entry. Fields joined by tabs, in the
+order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters.
+"""
+
+from app.request import InferenceRequest
+
+
+def write(request: InferenceRequest, endpoint: str) -> str:
+    """The ticket of `request` placed on `endpoint` (`ip:port`)."""
+    workload = request.workload
+    return "\t".join(
+        (
+            request.flow,
+            str(int(request.band)),
+            repr(request.weight),
+            repr(request.cost),
+            workload.id if workload.registered else "",
+            str(workload.criticality),
+            request.model,
+            endpoint,
+        )
+    )

@@ -1,0 +1,30 @@
+"""The only place in Python that spells a Redis key. `lua/lib/keys.lua` has the whole table, with types
+and who removes what; docs/redis-schema.md is the same list for operators."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys of one pool. All carry the hash tag `{POOL}`, so that a Cluster keeps them in one slot."""
+
+    prefix: str
+
+    @classmethod
+    def of(cls, pool: str) -> "Keys":
+        return cls(prefix=f"epp:{{{pool}}}:")
+
+    @property
+    def pool(self) -> str:
+        return self.prefix + "pool"
+
+    @property
+    def endpoints(self) -> str:
+        return self.prefix + "endpoints"
+
+    @property
+    def log(self) -> str:
+        return self.prefix + "log"
+
+    def wake(self, replica: str) -> str:
+        return f"{self.prefix}wake:{replica}"

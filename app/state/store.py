@@ -1,0 +1,250 @@
+"""The shared state as typed methods, one a script. Nothing else in the code names a script or reads its
+replies. Arguments and replies are those of the files in `lua/`; times in seconds unless named `_ms`.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.endpoints.snapshot import Endpoint
+from app.request import InferenceRequest, Outcome
+from app.state.keys import Keys
+from app.state.link import CallMetrics, Link
+
+_ALL = "*"
+_ADOPTED = " adopted"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Reply about one request: `what` it is told, and `detail` (endpoints, a time, a reason, a model)."""
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a heartbeat learns. `born` identifies the life of the shared state; 0 while it is unknown."""
+
+    born: str
+    was_known: bool
+    leader: bool
+    live: int
+    config_version: str
+    endpoints_version: str
+    stock: float
+    queued: int
+    upper: float
+    lower: float
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    ran: bool
+    expired: int
+    reclaimed: int
+    more: bool
+
+
+class Store:
+    """Typed access to one pool's shared state for one replica.
+
+    `on_news(what, request_id)` is called with each grant or expiry that a reply carries;
+    `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
+    was already known.
+    Every method raises StateUnavailable when Redis does not answer within the call's deadline.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        pool: str,
+        replica: str,
+        call_timeout_s: float,
+        connect_timeout_s: float,
+        metrics: CallMetrics,
+        on_news: Callable[[str, str], None],
+        on_dequeued: Callable[[int, int], None],
+        on_adopted: Callable[[], None],
+    ) -> None:
+        self.keys = Keys.of(pool)
+        self.born = "0"
+        self._replica = replica
+        self._on_news = on_news
+        self._on_dequeued = on_dequeued
+        self._on_adopted = on_adopted
+        self._link = Link(
+            url,
+            key=self.keys.pool,
+            caller=replica,
+            call_timeout_s=call_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            metrics=metrics,
+            on_batch=self._take_head,
+        )
+
+    async def run(self) -> None:
+        """Carry calls until cancelled."""
+        await self._link.run()
+
+    @property
+    def fault(self) -> str | None:
+        """Why the shared state cannot be reached at the moment; None while it can."""
+        return self._link.fault
+
+    async def admit(self, request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
+        """placed a,b,c | queued TTL_LEFT_MS | refused REASON | expired | unknown-pool"""
+        workload = request.workload
+        reply = await self._link.submit(
+            "admit",
+            (
+                request.id,
+                attempt,
+                request.flow,
+                int(request.band),
+                request.weight,
+                request.cost,
+                int(request.ttl_s * 1000),
+                int(age_s * 1000),
+                workload.id if workload.registered else "",
+                workload.criticality,
+                request.model,
+                _candidates(request.subset),
+            ),
+        )
+        if reply.endswith(_ADOPTED):
+            reply = reply.removesuffix(_ADOPTED)
+            self._on_adopted()
+        return _verdict(reply)
+
+    async def place(self, request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+        """placed a,b,c | refused no-endpoints | gone"""
+        return _verdict(await self._link.submit("place", (request_id, attempt, _candidates(subset))))
+
+    def settle(self, request_id: str, outcome: Outcome) -> asyncio.Future[str]:
+        """settled MODEL | left MODEL | unknown. Kept until Redis takes it."""
+        return self._link.submit("settle", (request_id, outcome.value), lasting=True)
+
+    def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
+        """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
+        return self._link.submit("cancel", (request_id, attempt, why), lasting=True)
+
+    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+        """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it."""
+        mine = "" if attempt is None else attempt
+        return self._link.submit("renew", (request_id, mine, served, ticket))
+
+    async def heartbeat(self, about: str, silence_s: float) -> Pulse:
+        reply = await self._link.call("heartbeat", self._replica, about, int(silence_s * 1000))
+        self._take_head(reply)
+        known, leader, live, config, endpoints, stock, queued, upper, lower, ready = reply[4:]
+        return Pulse(
+            reply[0], known == 1, leader == 1, live, config, endpoints,
+            float(stock), queued, float(upper), float(lower), ready,
+        )  # fmt: skip
+
+    async def publish(
+        self,
+        settings: dict[str, float],
+        endpoints: Sequence[Endpoint],
+        *,
+        config_version: str,
+        endpoints_version: str,
+    ) -> None:
+        pairs = [part for name, number in settings.items() for part in (name, number)]
+        for endpoint in endpoints:
+            about = {"labels": endpoint.labels, "draining": endpoint.draining}
+            pairs += [endpoint.address, json.dumps(about, separators=(",", ":"))]
+        reply = await self._link.call(
+            "publish", self._replica, config_version, endpoints_version, len(settings), *pairs
+        )
+        self._take_head(reply)
+
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:
+        times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s))
+        reply = await self._link.call("sweep", self._replica, *times)
+        self._take_head(reply)
+        ran, expired, reclaimed, more = reply[4:]
+        return Sweep(ran == 1, expired, reclaimed, more == 1)
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        """The pool's endpoints as published, by address."""
+        flat = await self._link.command("HGETALL", self.keys.endpoints)
+        pairs = dict(zip(flat[::2], flat[1::2], strict=True)) if isinstance(flat, list) else flat
+        found = []
+        for address, text in sorted(pairs.items()):
+            about = json.loads(text)
+            found.append(Endpoint(address, labels=about["labels"] or {}, draining=about["draining"]))
+        return tuple(found)
+
+    async def state(self, silence_s: float) -> dict[str, Any]:
+        """The contract's `state`, as the scripts see it now."""
+        reply = await self._link.call("state", int(silence_s * 1000))
+        born, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
+        bands, replicas, load = reply[10:]
+        names = ("Critical", "Default", "Sheddable")
+        return {
+            "born_us": int(born),
+            "now_us": int(now_us),
+            "stock": float(stock),
+            "queued": queued,
+            "upper_bound": float(upper),
+            "lower_bound": float(lower),
+            "ready_backends": ready,
+            "inflight": inflight,
+            "dispatched_total": int(dispatched),
+            "ended_total": int(ended),
+            "bands": {
+                name: {
+                    "virtual_time": float(bands[3 * i]),
+                    "flows": bands[3 * i + 1],
+                    "queued": bands[3 * i + 2],
+                }
+                for i, name in enumerate(names)
+            },
+            "replicas": [
+                {**json.loads(replicas[i + 2]), "id": replicas[i], "last_heartbeat_ms": int(replicas[i + 1])}
+                for i in range(0, len(replicas), 3)
+            ],
+            "endpoints": _loads(load),
+        }
+
+    def _take_head(self, head: Sequence[Any]) -> None:
+        self.born = head[0]
+        if head[2]:
+            self._on_dequeued(head[2], head[3])
+        for item in head[1]:
+            what, _, request_id = item.partition(" ")
+            self._on_news(what, request_id)
+
+
+def _candidates(subset: tuple[str, ...] | None) -> str:
+    return _ALL if subset is None else ",".join(subset)
+
+
+def _verdict(reply: str) -> Verdict:
+    what, _, detail = reply.partition(" ")
+    return Verdict(what, detail)
+
+
+_UNPICKABLE = 1e9  # as in lua/lib/endpoints.lua
+
+
+def _loads(flat: Sequence[str]) -> list[dict[str, Any]]:
+    found = []
+    for address, score in zip(flat[::2], flat[1::2], strict=True):
+        load = float(score)
+        pickable = load < _UNPICKABLE
+        found.append(
+            {
+                "address": address,
+                "inflight": int(load if pickable else load - _UNPICKABLE),
+                "pickable": pickable,
+            }
+        )
+    return found

@@ -1,0 +1,36 @@
+-- include: dispatch
+-- A replica says that it lives, and learns what it must know: whether the shared state is the one it
+-- knew, who publishes, the bounds, and the news that a lost wake-up may have left in its inbox.
+--
+-- KEYS[1] epp:{POOL}:pool
+-- ARGV[1] the calling replica
+-- ARGV[2] JSON it gives of itself
+-- ARGV[3] silence_ms after which a replica counts as gone
+-- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
+--   live replicas, config version, endpoints version, stock, queued, upper, lower, ready}; numbers as strings
+local owner, about, silence_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+news.caller = owner
+local last = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0)
+local was_known = last > now_ms - silence_ms and 1 or 0
+redis.call('ZADD', key.replicas, now_ms, owner)
+redis.call('HSET', key.about, owner, about)
+local live = redis.call('ZRANGEBYSCORE', key.replicas, now_ms - silence_ms, '+inf')
+local leader = 1
+for _, other in ipairs(live) do
+  if other < owner then leader = 0 end
+end
+local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version')
+local inbox = redis.call('HGETALL', key.inbox(owner))
+local left = {}
+for i = 1, #inbox, 2 do
+  left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
+  -- A grant stays until place takes it; an ending has no other trace and is told once.
+  if inbox[i + 1] ~= 'granted' then redis.call('HDEL', key.inbox(owner), inbox[i]) end
+end
+local born, mine, attempts, served = conclude()
+for _, item in ipairs(mine) do left[#left + 1] = item end
+return {
+  born, left, attempts, served, was_known, leader, #live, versions[1] or '', versions[2] or '',
+  string.format('%.17g', pool.stock), pool.queued, string.format('%.17g', pool.upper),
+  string.format('%.17g', pool.lower), pool.ready,
+}

@@ -1,0 +1,16 @@
+-- include: keys
+-- News for the replicas that own requests: durable in each one's inbox until taken, with a wake-up as a
+-- hint. News for the calling replica goes home in the script's own reply instead of a wake-up.
+local news = {mine = {}, others = {}}
+function news.tell(owner, id, what)
+  redis.call('HSET', key.inbox(owner), id, what)
+  if owner == news.caller then
+    news.mine[#news.mine + 1] = what .. ' ' .. id
+  else
+    local text = news.others[owner]
+    news.others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
+  end
+end
+function news.send()
+  for owner, text in pairs(news.others) do redis.call('PUBLISH', key.wake(owner), text) end
+end
