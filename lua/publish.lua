@@ -43,9 +43,10 @@ for _, address in ipairs(redis.call('HKEYS', key.endpoints)) do
 end
 
 pool.set('ready', ready)
--- The epsilon undoes binary rounding: 20 backends at 1.15 are 23, not 22.999….
-pool.set('upper', per.upper_per * ready + 1e-9)
-pool.set('lower', math.max(per.lower_per * ready, 1e-9)) -- at 0 an empty pool still takes one
+-- Nine digits undo binary rounding: 20 backends at 1.15 are 23, not 22.999….
+local function scaled(bound) return tonumber(string.format('%.9g', bound * ready)) end
+pool.set('upper', scaled(per.upper_per))
+pool.set('lower', math.max(scaled(per.lower_per), 1e-9)) -- at 0 an empty pool still takes one
 if not pool.known then
   pool.set('born', now_us)
   pool.known = true

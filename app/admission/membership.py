@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from app.admission.shared import SharedGate
 from app.config import Settings
@@ -47,6 +48,7 @@ class Membership:
         self._poke = asyncio.Event()
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
+        self._left = False
 
     @property
     def pulse(self) -> Pulse | None:
@@ -56,6 +58,14 @@ class Membership:
     async def known(self) -> None:
         """Wait until this replica has joined a pool that may admit."""
         await self._known.wait()
+
+    async def state(self) -> dict[str, Any]:
+        """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable."""
+        state = await self._store.state(self._settings.leases.replica_silence)
+        watermark = self._settings.request_queue_controller.watermark_per_backend
+        state["bounds"]["watermark"] = watermark * state["ready_backends"]
+        state["degraded"] = False
+        return state
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
         """Take the endpoints that discovery reports; published at once if this replica publishes."""
@@ -76,9 +86,18 @@ class Membership:
             tasks.create_task(self._sweep_forever())
             tasks.create_task(self._renew_forever(leases.inflight / 3))
 
+    async def leave(self, deadline_s: float) -> None:
+        """Say goodbye, so that nobody waits out this replica's silence."""
+        self._left = True
+        with contextlib.suppress(StateUnavailable, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._store.leave()
+
     async def _beat_forever(self, interval_s: float) -> None:
         while True:
             self._poke.clear()
+            if self._left:
+                return
             with contextlib.suppress(StateUnavailable):
                 await self._beat()
             with contextlib.suppress(TimeoutError):
@@ -103,6 +122,7 @@ class Membership:
             await self._gate.register_again()
         self._born = pulse.born
         self._known.set()
+        self._metrics.pool(await self.state())
 
     def _differs(self, pulse: Pulse) -> bool:
         return (pulse.config_version, pulse.endpoints_version) != (

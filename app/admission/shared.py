@@ -19,7 +19,6 @@ from app.errors import (
     InsufficientFlowCapacity,
     NoEndpoints,
     RequestError,
-    ShuttingDown,
     StateUnavailable,
     TooManyFlows,
 )
@@ -243,13 +242,6 @@ class SharedGate:
             return
         if verdict.what == "placed":
             _tell(waiter.news, verdict)
-
-    def refuse_waiting(self) -> None:
-        """Answer everything that still waits: the replica's time is up."""
-        for request_id, waiter in self._waiting.items():
-            if not waiter.news.done():
-                waiter.news.set_exception(ShuttingDown("this picker is shutting down", retry_after_s=1))
-                self._cancel(request_id, waiter.attempt, "cancelled")
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))

@@ -23,6 +23,10 @@ class Keys:
         return self.prefix + "endpoints"
 
     @property
+    def replicas(self) -> str:
+        return self.prefix + "replicas"
+
+    @property
     def log(self) -> str:
         return self.prefix + "log"
 

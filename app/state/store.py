@@ -14,6 +14,8 @@ from app.state.keys import Keys
 from app.state.link import CallMetrics, Link
 
 _ALL = "*"
+_BANDS = ("Critical", "Default", "Sheddable")
+_UNPICKABLE = 10**9  # as in lua/lib/endpoints.lua: the load of an endpoint that takes nothing new is above it
 _ADOPTED = " adopted"
 
 
@@ -148,6 +150,10 @@ class Store:
             float(stock), queued, float(upper), float(lower), ready,
         )  # fmt: skip
 
+    async def leave(self) -> None:
+        """Take this replica off the list of live ones; the sweep looks after what it may have left."""
+        await self._link.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
+
     async def publish(
         self,
         settings: dict[str, float],
@@ -183,35 +189,29 @@ class Store:
         return tuple(found)
 
     async def state(self, silence_s: float) -> dict[str, Any]:
-        """The contract's `state`, as the scripts see it now."""
+        """What the scripts hold at this moment, under the names of the contract's `state`."""
         reply = await self._link.call("state", int(silence_s * 1000))
         born, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load = reply[10:]
-        names = ("Critical", "Default", "Sheddable")
+        vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
         return {
             "born_us": int(born),
             "now_us": int(now_us),
             "stock": float(stock),
-            "queued": queued,
-            "upper_bound": float(upper),
-            "lower_bound": float(lower),
+            "bounds": {"lower": float(lower), "upper": float(upper)},
             "ready_backends": ready,
-            "inflight": inflight,
+            "queued": queued,
+            "queue_length": dict(zip(_BANDS, lengths, strict=True)),
+            "active_flows": sum(flows),
+            "virtual_times": {name: float(v) for name, v in zip(_BANDS, vtimes, strict=True)},
+            "leases": inflight,
             "dispatched_total": int(dispatched),
             "ended_total": int(ended),
-            "bands": {
-                name: {
-                    "virtual_time": float(bands[3 * i]),
-                    "flows": bands[3 * i + 1],
-                    "queued": bands[3 * i + 2],
-                }
-                for i, name in enumerate(names)
+            "replicas": replicas[::3],
+            "in_flight": {
+                address: int(float(score) % _UNPICKABLE)
+                for address, score in zip(load[::2], load[1::2], strict=True)
             },
-            "replicas": [
-                {**json.loads(replicas[i + 2]), "id": replicas[i], "last_heartbeat_ms": int(replicas[i + 1])}
-                for i in range(0, len(replicas), 3)
-            ],
-            "endpoints": _loads(load),
         }
 
     def _take_head(self, head: Sequence[Any]) -> None:
@@ -230,21 +230,3 @@ def _candidates(subset: tuple[str, ...] | None) -> str:
 def _verdict(reply: str) -> Verdict:
     what, _, detail = reply.partition(" ")
     return Verdict(what, detail)
-
-
-_UNPICKABLE = 1e9  # as in lua/lib/endpoints.lua
-
-
-def _loads(flat: Sequence[str]) -> list[dict[str, Any]]:
-    found = []
-    for address, score in zip(flat[::2], flat[1::2], strict=True):
-        load = float(score)
-        pickable = load < _UNPICKABLE
-        found.append(
-            {
-                "address": address,
-                "inflight": int(load if pickable else load - _UNPICKABLE),
-                "pickable": pickable,
-            }
-        )
-    return found

@@ -1,0 +1,148 @@
+"""One replica: every part, put together and run in one event loop until it is told to go."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from app.admin import api
+from app.admin import server as admin_server
+from app.admin.fleet_view import FleetView
+from app.admission.membership import Membership
+from app.admission.shared import SharedGate
+from app.config import Settings, inert, split_host_port
+from app.endpoints.discovery import source_of
+from app.endpoints.snapshot import SnapshotCell
+from app.extproc import accesslog, eds
+from app.extproc.door import Door
+from app.extproc.exchange import Desk
+from app.extproc.server import Server
+from app.extproc.service import Service
+from app.intake import Intake
+from app.state.store import Store
+from app.state.wakeups import listen
+from app.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_GOODBYE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a replica listens."""
+
+    id: str
+    grpc: str  # host:port
+    admin: str  # http://host:port
+
+
+async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
+    """Run one replica until SIGTERM or SIGINT, then drain and return.
+
+    `on_bound` is called once both listeners are bound. Redis may be away: the replica starts, says that it
+    is not ready, and joins when Redis comes.
+
+    Raises:
+        StartupError: a listener cannot be bound, or discovery has no list to begin with.
+    """
+    metrics = Metrics(model.name for model in settings.models)
+    endpoints = SnapshotCell()
+    store = Store(
+        settings.redis.url,
+        pool=settings.pool,
+        replica=replica,
+        call_timeout_s=settings.redis.call_timeout,
+        connect_timeout_s=settings.redis.connect_timeout,
+        metrics=metrics,
+        on_news=lambda what, request_id: gate.hear(what, request_id),
+        on_dequeued=metrics.dequeued,
+        on_adopted=metrics.adopted,
+    )
+    gate = SharedGate(
+        store,
+        metrics=metrics,
+        endpoints=endpoints,
+        fallbacks=settings.scheduling.fallbacks,
+        on_unknown_pool=lambda: membership.poke(),
+    )
+    about = {"host": socket.gethostname()}
+    membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
+    door = Door(gate)
+    intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
+    clock = asyncio.get_running_loop().time
+    desk = Desk(settings=settings, intake=intake, gate=gate, door=door, metrics=metrics, clock=clock)
+    grpc_server = Server(
+        Service(desk),
+        door,
+        settings.extproc,
+        extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
+    )
+    view = FleetView(store, membership, replica=replica, pool=settings.pool)
+    stopping = _on_signal()
+    source = source_of(settings.discovery)
+
+    port = await grpc_server.start()
+    try:
+        async with admin_server.serving(api.create(view, metrics, settings), settings.admin.listen) as admin:
+            host, _ = split_host_port(settings.extproc.listen)
+            on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
+            for key in inert(settings):
+                _log.warning("%s is accepted and not yet in effect", key)
+            async with _background() as start:
+                start(store.run(), "redis-link")
+                start(listen(settings.redis.url, store.keys.wake(replica), gate.hear), "wake-ups")
+                start(source.watch(membership.discovered), "discovery")
+                start(membership.run(), "membership")
+                start(_announce(membership, grpc_server), "readiness")
+                await stopping.wait()
+                _log.info("draining")
+                await grpc_server.drain()
+                await membership.leave(_GOODBYE_S)
+    finally:
+        await grpc_server.stop()
+
+
+async def _announce(membership: Membership, server: Server) -> None:
+    """Readiness follows the first contact with a pool that may admit."""
+    await membership.known()
+    await server.set_ready(True)
+    _log.info("ready")
+    await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def _background() -> Any:
+    """Tasks that live as long as the block; one that fails ends the replica with its own error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[None]] = []
+
+            def start(work: Coroutine[Any, Any, None], name: str) -> None:
+                tasks.append(group.create_task(work, name=name))
+
+            yield start
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as faults:
+        # One part's failure cancels the rest; its own error says what happened.
+        raise faults.exceptions[0] from None
+
+
+def _on_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def new_incarnation() -> str:
+    """An id no replica has had: the host's name and a random part, fresh at each start."""
+    return f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"

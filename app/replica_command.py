@@ -1,0 +1,31 @@
+"""`picker serve`: one replica in this process."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import uvloop
+
+from app.config import load
+from app.replica import Bound, new_incarnation, serve
+from app.telemetry import logs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration (YAML)")
+    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 after a drain. Prints one JSON line once the listeners are bound."""
+    settings = load(args.config, os.environ)
+    replica = new_incarnation()
+    logs.setup(args.log_level, replica=replica, pool=settings.pool)
+    uvloop.run(serve(settings, replica, _report))
+    return 0
+
+
+def _report(bound: Bound) -> None:
+    print(json.dumps({"ready": True, **asdict(bound)}), flush=True)
