@@ -1,263 +1,70 @@
 """The one settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
 
 Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
-starts. Names follow specs/003 where it has them. Durations are written `30s`, `500ms`, `5m` (a bare
-number is seconds) and held as float seconds in fields that end in nothing, milliseconds where a field
-says `_ms`.
+starts. The sections are in `app.sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
+seconds) and held as float seconds.
 """
 
-import math
 import re
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from app.errors import ConfigError
-from app.request import Band
+from app.sections import Admin as Admin
+from app.sections import DecisionLog as DecisionLog
+from app.sections import Discovery as Discovery
+from app.sections import Dns as Dns
+from app.sections import ExtProc as ExtProc
+from app.sections import FairRequestQueue as FairRequestQueue
+from app.sections import Leases as Leases
+from app.sections import Model as Model
+from app.sections import Objective as Objective
+from app.sections import Redis as Redis
+from app.sections import RequestQueueController as RequestQueueController
+from app.sections import Scheduling as Scheduling
+from app.sections import Scraping as Scraping
+from app.sections import Section as Section
+from app.sections import StaticEndpoint as StaticEndpoint
+from app.sections import TargetModel as TargetModel
+from app.sections import Workloads as Workloads
+from app.units import Duration as Duration
+from app.units import duration_s as duration_s
+from app.units import endpoint_address as endpoint_address
+from app.units import host_port as host_port
+from app.units import split_host_port as split_host_port
+from app.yaml_source import YamlFault, read_yaml
 
 ENV_PREFIX = "PICKER_"
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
-_UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
+# Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
+_SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
+# Keys accepted and checked whose feature does not exist yet.
+INERT: Mapping[str, tuple[str, ...]] = {
+    "admin": ("token",),
+    "fair_request_queue": ("band_weights", "overload", "starvation_after", "guard_share"),
+    "workloads": (
+        "wait_weight",
+        "criticality_weight",
+        "rate_weight",
+        "wait_cap",
+        "rate_cap",
+        "wait_signal",
+    ),
+    "scheduling": ("scorers",),
+    "scraping": ("interval", "stale_after", "engine"),
+}
 
-def duration_s(value: object) -> float:
-    """Seconds in `value`: a number of seconds or a string such as `500ms`, `30s`, `5m`.
-
-    Raises:
-        ValueError: `value` is neither, is negative, or is not finite.
-    """
-    if isinstance(value, bool):
-        raise ValueError("a duration such as 30s or 500ms is needed")
-    if isinstance(value, int | float):
-        if not math.isfinite(value) or value < 0:
-            raise ValueError("a duration must be finite and not negative")
-        return float(value)
-    match = _DURATION.match(str(value).strip())
-    if match is None:
-        raise ValueError(f"{str(value)[:40]!r} is no duration: write 500ms, 30s, 5m or 1h")
-    return float(match[1]) * _UNIT_S[match[2]]
-
-
-def host_port(value: object) -> str:
-    """`host:port`, IPv6 in brackets, as given; the port may be 0 (any free one).
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    host, port = split_host_port(str(value))
-    if not host or not 0 <= port <= 65535:
-        raise ValueError(f"{str(value)[:60]!r} is no host:port")
-    return str(value)
-
-
-def split_host_port(address: str) -> tuple[str, int]:
-    """('10.0.0.1', 8000) of '10.0.0.1:8000'; brackets around IPv6 are taken off.
-
-    Raises:
-        ValueError: no port, or an unbracketed IPv6 address.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
-        raise ValueError(f"{address[:60]!r} is no host:port (IPv6 goes in brackets)")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def endpoint_address(value: object) -> str:
-    """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
-
-    Raises:
-        ValueError: the host is no IP address (Envoy is told addresses, never names) or the port is 0.
-    """
-    host, port = split_host_port(str(value))
-    if not 1 <= port <= 65535:
-        raise ValueError(f"{str(value)[:60]!r}: the port must be 1 to 65535")
-    try:
-        address = ip_address(host)
-    except ValueError:
-        raise ValueError(f"{str(value)[:60]!r} is no ip:port; names go in discovery.dns") from None
-    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
-
-
-Duration = Annotated[float, BeforeValidator(duration_s)]
-HostPort = Annotated[str, BeforeValidator(host_port)]
-EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
-BandName = Annotated[Band, BeforeValidator(Band.parse)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Redis(Section):
-    url: str = "redis://127.0.0.1:6379/0"
-    call_timeout: Duration = 0.5  # one script call; past it the answer counts as unknown
-    connect_timeout: Duration = 1.0
-
-    @model_validator(mode="after")
-    def _scheme(self) -> Self:
-        if not self.url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("url must begin with redis://, rediss:// or unix://")
-        return self
-
-
-class ExtProc(Section):
-    listen: HostPort = "0.0.0.0:9002"
-    max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024)
-    drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
-    drain_timeout: Duration = 60.0  # what still waits then is refused
-
-
-class Admin(Section):
-    listen: HostPort = "0.0.0.0:8081"
-    token: str | None = None
-
-
-class StaticEndpoint(Section):
-    address: EndpointAddress
-    labels: dict[str, str] = {}
-
-
-class Dns(Section):
-    name: str = Field(min_length=1)
-    port: int = Field(ge=1, le=65535)
-    interval: Duration = 5.0
-
-
-class Discovery(Section):
-    """Exactly one source; none at all means a pool without endpoints."""
-
-    static: tuple[StaticEndpoint, ...] | None = None
-    file: Path | None = None
-    dns: Dns | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        named = [name for name in ("static", "file", "dns") if getattr(self, name) is not None]
-        if len(named) > 1:
-            raise ValueError(f"give one of static, file, dns; {' and '.join(named)} are set")
-        if self.static:
-            seen: set[str] = set()
-            for endpoint in self.static:
-                if endpoint.address in seen:
-                    raise ValueError(f"static lists {endpoint.address} twice")
-                seen.add(endpoint.address)
-        return self
-
-
-class TargetModel(Section):
-    name: str = Field(min_length=1)
-    weight: int = Field(1, ge=1)
-
-
-class Model(Section):
-    name: str = Field(min_length=1)
-    criticality: BandName = Band.DEFAULT
-    weight: float = Field(1.0, gt=0, le=1e6)
-    max_inflight_per_endpoint: int | None = Field(None, ge=1)
-    target_models: tuple[TargetModel, ...] = ()
-
-
-class Objective(Section):
-    name: str = Field(min_length=1)
-    criticality: BandName = Band.DEFAULT
-    weight: float = Field(1.0, gt=0, le=1e6)
-
-
-class FairRequestQueue(Section):
-    total_capacity: int = Field(1000, ge=1)
-    flow_capacity: int = Field(100, ge=1)
-    queue_ttl: Duration = Field(30.0, gt=0)
-    flow_key: Literal["fairness-id", "model"] = "fairness-id"
-    fairness: Literal["weighted-fair"] = "weighted-fair"
-    ordering: Literal["fcfs"] = "fcfs"
-    band_policy: Literal["strict"] = "strict"
-    overload_status: Literal[503, 429] = 503
-
-    @model_validator(mode="after")
-    def _flow_fits(self) -> Self:
-        if self.flow_capacity > self.total_capacity:
-            raise ValueError(
-                f"flow_capacity {self.flow_capacity} exceeds total_capacity {self.total_capacity}"
-            )
-        return self
-
-
-class RequestQueueController(Section):
-    watermark_per_backend: float = Field(2, gt=0)
-    percentage_deviation_for_bounds: float = Field(0.1, gt=0, lt=1)
-    lower_bound_per_backend: float | None = Field(None, ge=0)
-    upper_bound_per_backend: float | None = None
-    unit: Literal["requests"] = "requests"
-    expiry_cleanup_interval: Duration = Field(1.0, gt=0)
-
-    @property
-    def upper_per_backend(self) -> float:
-        if self.upper_bound_per_backend is not None:
-            return self.upper_bound_per_backend
-        return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
-
-    @property
-    def lower_per_backend(self) -> float:
-        if self.lower_bound_per_backend is not None:
-            return self.lower_bound_per_backend
-        return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
-
-    @model_validator(mode="after")
-    def _band_holds_watermark(self) -> Self:
-        if self.lower_per_backend > self.watermark_per_backend:
-            raise ValueError(
-                f"lower_bound_per_backend {self.lower_per_backend:g} is above "
-                f"watermark_per_backend {self.watermark_per_backend:g}"
-            )
-        if self.upper_per_backend < self.watermark_per_backend:
-            raise ValueError(
-                f"upper_bound_per_backend {self.upper_per_backend:g} is below "
-                f"watermark_per_backend {self.watermark_per_backend:g}"
-            )
-        return self
-
-
-class Workloads(Section):
-    rate_window: Duration = Field(60.0, gt=0)
-    ema_alpha: float = Field(0.2, gt=0, le=1)
-    idle_after: Duration = Field(300.0, gt=0)
-
-
-class Scheduling(Section):
-    fallbacks: int = Field(2, ge=0, le=8)
-
-
-class Leases(Section):
-    """How long a silent request, replica or grant is believed."""
-
-    inflight: Duration = Field(15.0, ge=1)  # must outlive Envoy's access-log flush interval
-    access_log_interval: Duration = Field(5.0, ge=1)
-    replica_silence: Duration = Field(5.0, ge=1)
-    adoption_grace: Duration = Field(3.0, gt=0)
-    heartbeat: Duration = Field(1.0, gt=0)
-
-    @model_validator(mode="after")
-    def _renewed_in_time(self) -> Self:
-        if self.inflight < 2 * self.access_log_interval:
-            raise ValueError("inflight must be at least twice access_log_interval, or live requests are reaped")
-        if self.replica_silence < 2 * self.heartbeat:
-            raise ValueError("replica_silence must be at least twice heartbeat")
-        return self
-
-
-class DecisionLog(Section):
-    enabled: bool = False
-    max_entries: int = Field(100_000, ge=100)
+Loc = tuple[str | int, ...]
 
 
 class Settings(Section):
     """A replica's whole configuration."""
 
-    pool: str = Field("default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    pool: str = Field("default", pattern=r"\A[A-Za-z0-9._-]{1,64}\z")
     redis: Redis = Redis()
     extproc: ExtProc = ExtProc()
     admin: Admin = Admin()
@@ -268,6 +75,7 @@ class Settings(Section):
     request_queue_controller: RequestQueueController = RequestQueueController()
     workloads: Workloads = Workloads()
     scheduling: Scheduling = Scheduling()
+    scraping: Scraping = Scraping()
     leases: Leases = Leases()
     decision_log: DecisionLog = DecisionLog()
 
@@ -280,76 +88,136 @@ class Settings(Section):
                 raise ValueError(f"{kind} names {', '.join(twice)} more than once")
         return self
 
+    @model_validator(mode="after")
+    def _two_doors(self) -> Self:
+        if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
+            raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
+        return self
+
+
+def inert(settings: Settings) -> tuple[str, ...]:
+    """`section.key` of every key that was set (to more than null) and has no effect yet."""
+    return tuple(
+        f"{section}.{key}"
+        for section, keys in INERT.items()
+        for key in keys
+        if key in getattr(settings, section).model_fields_set
+        and getattr(getattr(settings, section), key) is not None
+    )
+
 
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
     """Settings of the YAML file at `path` (none: the defaults), overlaid by the environment.
 
+    A relative `discovery.file` in the file is relative to the file; one in the environment, to the
+    working directory.
+
     Raises:
         ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
-            one line a fault, each naming the key.
+            one line a fault, each naming the key, and the variable where the value came from one.
     """
     tree: object = {}
     if path is not None:
         try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as fault:
-            raise ConfigError(f"{path}: cannot be read: {fault}") from fault
-        except yaml.YAMLError as fault:
-            raise ConfigError(f"{path}: is not YAML: {fault}") from fault
+            tree = read_yaml(path.read_text(encoding="utf-8"))
+        except OSError as fault:
+            raise ConfigError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+        except UnicodeDecodeError as fault:
+            raise ConfigError(f"{path}: is not UTF-8 at byte {fault.start}") from fault
+        except YamlFault as fault:
+            raise ConfigError(f"{path}: {fault}") from fault
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections")
-    return parse(_overlay(tree, environ))
+    discovery = tree.get("discovery")
+    if path is not None and isinstance(discovery, dict):
+        file = discovery.get("file")
+        if isinstance(file, str) and file:
+            discovery["file"] = str(path.parent / file)
+    return _validated(tree, _overlay(tree, environ))
 
 
 def parse(tree: Mapping[str, Any]) -> Settings:
     """Settings of an already parsed tree. Raises ConfigError as `load` does."""
+    return _validated(tree, {})
+
+
+def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as fault:
-        raise ConfigError("\n".join(_explain(error) for error in fault.errors())) from fault
+        raise ConfigError("\n".join(_explain(error, variables) for error in fault.errors())) from fault
 
 
-def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
+    """Put the environment's values into `tree`; returns which variable each place came from."""
+    variables: dict[Loc, str] = {}
     for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or _SERVICE_LINK.fullmatch(name):
             continue
-        *sections, key = name.removeprefix(ENV_PREFIX).lower().split("__")
+        loc = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
         at = tree
-        for section in sections:
-            at = at.setdefault(section, {})
+        for section in loc[:-1]:
+            if at.get(section) is None:
+                at[section] = {}
+            at = at[section]
             if not isinstance(at, dict):
                 raise ConfigError(f"{name}: {section} is not a section")
         try:
-            at[key] = yaml.safe_load(text)
-        except yaml.YAMLError as fault:
-            raise ConfigError(f"{name}: its value is not YAML: {fault}") from fault
-    return tree
+            # A text key's value is the text itself: a token of digits is no number.
+            at[loc[-1]] = text if _is_text(loc) else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as fault:
+            raise ConfigError(f"{name}: its value is not YAML: {' '.join(str(fault).split())}") from fault
+        variables[loc] = name
+    return variables
 
 
-def _explain(error: Any) -> str:
-    """`section.key: what is wrong (what would be valid)`."""
-    where = ".".join(str(part) for part in error["loc"]) or "configuration"
+def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
+    """`section.key: what is wrong (what would be valid)`, on one line."""
+    loc: Loc = error["loc"]
+    where = ".".join(str(part) for part in loc) or "configuration"
+    for length in range(len(loc), 0, -1):
+        if loc[:length] in variables:
+            where = f"{variables[loc[:length]]}: {where}"
+            break
     if error["type"] == "extra_forbidden":
-        parent: Any = Settings
-        for part in error["loc"][:-1]:
-            if isinstance(part, int):
-                continue
-            parent = _section_type(parent, str(part))
+        parent = _section(loc[:-1])
         valid = ", ".join(parent.model_fields) if parent is not None else ""
-        return f"{where}: unknown key" + (f"; valid here: {valid}" if valid else "")
-    return f"{where}: {error['msg'].removeprefix('Value error, ')} (got {str(error['input'])[:60]!r})"
+        text = "unknown key" + (f"; valid here: {valid}" if valid else "")
+    else:
+        text = error["msg"].removeprefix("Value error, ")
+        # A URL or a token may hold a secret, and a whole section is no news to whoever wrote it.
+        if error["type"] != "missing" and not isinstance(error["input"], dict) and not _is_secret(loc):
+            text += f" (got {str(error['input'])[:60]!r})"
+    return " ".join(f"{where}: {text}".split())
 
 
-def _section_type(parent: Any, field: str) -> Any:
-    """The Section class behind `field` of `parent`, through tuples and optionals; None if there is none."""
-    if parent is None or field not in parent.model_fields:
-        return None
-    pending: list[Any] = [parent.model_fields[field].annotation]
-    while pending:
-        annotation = pending.pop()
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            return annotation
-        pending.extend(getattr(annotation, "__args__", ()))
-    return None
+def _is_secret(loc: Loc) -> bool:
+    return loc[:2] in (("redis", "url"), ("admin", "token"))
+
+
+def _is_text(loc: tuple[str, ...]) -> bool:
+    parent = _section(loc[:-1])
+    if parent is None or loc[-1] not in parent.model_fields:
+        return False
+    annotation = parent.model_fields[loc[-1]].annotation
+    return annotation is str or _is_secret(loc)
+
+
+def _section(loc: Loc) -> type[Section] | None:
+    """The Section class at `loc`, through tuples and optionals; None if there is none."""
+    parent: type[Section] | None = Settings
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        if parent is None or part not in parent.model_fields:
+            return None
+        pending: list[Any] = [parent.model_fields[part].annotation]
+        parent = None
+        while pending and parent is None:
+            annotation = pending.pop()
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                parent = annotation
+            pending.extend(getattr(annotation, "__args__", ()))
+    return parent

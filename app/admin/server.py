@@ -1,0 +1,74 @@
+"""The admin API's HTTP server: uvicorn inside the replica's own event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from app.config import split_host_port
+from app.errors import StartupError
+
+_GRACE_S = 2
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the replica, and tells when it accepts."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
+    """Serve `app` at `listen` (`host:port`; port 0: a free one); the value is the bound `host:port`.
+
+    Leaving waits up to 2 s for answers that are being sent.
+
+    Raises:
+        StartupError: the address cannot be bound.
+    """
+    bound = _bind(listen)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[bound]), name="admin-server")
+    accepting = asyncio.create_task(server.accepting.wait())
+    try:
+        await asyncio.wait((task, accepting), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            raise StartupError(f"the admin API at {listen} ended before it accepted: {task.exception()}")
+        host, port = bound.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        accepting.cancel()
+        server.should_exit = True
+        await asyncio.wait((task,), timeout=_GRACE_S + 2)
+        task.cancel()
+        bound.close()
+
+
+def _bind(listen: str) -> socket.socket:
+    host, port = split_host_port(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as fault:
+        raise StartupError(f"the admin API cannot listen on {listen}: {fault.strerror or fault}") from fault

@@ -1,0 +1,52 @@
+"""The command `picker`. Each subcommand's module is imported only when it is asked for."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from app.errors import ConfigError, PickerError
+
+_COMMANDS = {
+    "up": ("app.fleet.up_command", "a whole fleet on this machine until Ctrl-C"),
+    "serve": ("app.replica_command", "one replica: picker, access log and discovery for Envoy, admin API"),
+    "sim": ("app.sim.command", "one simulated model server"),
+    "envoy-config": ("app.fleet.envoy_command", "Envoy's bootstrap on stdout"),
+    "check": ("app.check_command", "validate a configuration"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; its exit status. Faults are on stderr, one line each: 2 for configuration, else 1."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        args = _parser(words).parse_args(words)
+        status: int = args.run(args)
+    except PickerError as fault:
+        print(fault, file=sys.stderr)
+        return 2 if isinstance(fault, ConfigError) else 1
+    except BrokenPipeError:  # `picker envoy-config | head`
+        sys.stderr.close()
+        return 1
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="picker", description="A fleet of endpoint pickers for LLM inference behind Envoy."
+    )
+    parser.add_argument("--version", action="version", version=f"picker {version('picker-fleet')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for name, (module_name, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == asked:
+            module = importlib.import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The ext_proc messages: what is read from them and what is answered (PROTOCOL.md, "Out").
+
+What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import orjson
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+
+from app.errors import RequestError
+from app.request import Placement
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+
+LB = "envoy.lb"  # metadata namespaces
+SUBSET_HINT = "envoy.lb.subset_hint"
+PICKER = "picker"  # {id, ticket}: comes back in the access log
+REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
+
+CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
+_RETRY_AFTER_S = 1
+_OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def _constant(part: str) -> ProcessingResponse:
+    answer = ProcessingResponse()
+    getattr(answer, part).SetInParent()
+    return answer
+
+
+REQUEST_TRAILERS = _constant("request_trailers")
+RESPONSE_HEADERS = _constant("response_headers")
+RESPONSE_TRAILERS = _constant("response_trailers")
+RESPONSE_HEADERS_UNSIZED = _constant("response_headers")  # for a body whose length will change
+RESPONSE_HEADERS_UNSIZED.response_headers.response.header_mutation.remove_headers.append("content-length")
+
+
+def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
+    """Raw values of the headers in `wanted` (lower case) of an HttpHeaders; the first of each name."""
+    found: dict[str, bytes] = {}
+    for field in message.headers.headers:
+        name = field.key.lower()
+        if name in wanted and name not in found:
+            found[name] = field.raw_value or field.value.encode()
+    return found
+
+
+def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
+    """The fields of one namespace of a ProcessingRequest's filter metadata; None if it is not there.
+
+    Numbers are floats, lists are lists; nested structures are left out.
+    """
+    if not message.HasField("metadata_context"):
+        return None
+    spaces = message.metadata_context.filter_metadata
+    if namespace not in spaces:
+        return None
+    return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
+
+
+def placed(placement: Placement, request_id: str, content_length: int | None) -> ProcessingResponse:
+    """The request-headers answer that sends a request to its endpoints.
+
+    `request_id` is '' for a request without admission; `content_length` None for an unchanged body.
+    """
+    answer = ProcessingResponse()
+    common = answer.request_headers.response
+    common.clear_route_cache = True
+    header = placement.header
+    mutations = common.header_mutation.set_headers
+    mutations.add(append_action=_OVERWRITE, header={"key": DESTINATION, "raw_value": header.encode()})
+    if content_length is not None:
+        length = {"key": "content-length", "raw_value": b"%d" % content_length}
+        mutations.add(append_action=_OVERWRITE, header=length)
+    spaces = answer.dynamic_metadata.fields
+    spaces[LB].struct_value.fields[DESTINATION].string_value = header
+    if request_id:
+        account = spaces[PICKER].struct_value.fields
+        account["id"].string_value = request_id
+        account["ticket"].string_value = placement.ticket
+    return answer
+
+
+def request_body(body: bytes, *, ended: bool) -> Iterator[ProcessingResponse]:
+    """`body` in chunks; the last one ends the stream if `ended` (else trailers follow)."""
+    last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
+    for start in range(0, last + 1, CHUNK_BYTES):
+        answer = ProcessingResponse()
+        echo = answer.request_body.response.body_mutation.streamed_response
+        echo.body = body[start : start + CHUNK_BYTES] if last else body
+        echo.end_of_stream = ended and start == last
+        yield answer
+
+
+def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
+    """One chunk of the model server's answer, passed on."""
+    answer = ProcessingResponse()
+    echo = answer.response_body.response.body_mutation.streamed_response
+    echo.body = body
+    echo.end_of_stream = ended
+    return answer
+
+
+def refused(error: RequestError, status: int) -> ProcessingResponse:
+    """The picker's own answer to the client: `status` and an OpenAI-style body that says why."""
+    answer = ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = status
+    immediate.details = f"picker_{error.code}"
+    immediate.body = orjson.dumps(
+        {"error": {"message": str(error), "type": error.kind, "code": error.code}},
+        option=orjson.OPT_APPEND_NEWLINE,
+    )
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None or status in (429, 503):
+        headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
+    if error.reason is not None:
+        headers[DROPPED_REASON] = error.reason
+    for key, value in headers.items():
+        immediate.headers.set_headers.add(
+            append_action=_OVERWRITE, header={"key": key, "raw_value": value.encode()}
+        )
+    return answer
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        return [_plain(entry) for entry in value.list_value.values]
+    if kind in ("string_value", "number_value", "bool_value"):
+        return getattr(value, kind)
+    return None

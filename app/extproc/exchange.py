@@ -1,0 +1,279 @@
+"""One ext_proc exchange as a state machine: messages of Envoy in, answers out; no gRPC.
+
+    OPEN ── headers ──► BODY ── whole body ──► PLACED ── told, standard ──► RESPONSE ──► DONE
+      └─ header-only request, headers mode ──────▲  └─── told, lean and headers ──────────▲
+
+The mode is what Envoy says it will send (`protocol_config` of the first message, ENVOY.md):
+
+    request body           response body          mode
+    FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
+    FULL_DUPLEX_STREAMED   NONE                   lean
+    NONE                   NONE                   headers
+
+Nothing goes out until the whole body has come and the request is placed: until then Envoy can take the
+exchange to another replica (G7). A placed request whose answer certainly never reached Envoy is withdrawn,
+one that is held through its response is settled, exactly once (G6); the access log settles the others.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+
+from app.admission.gate import Gate
+from app.config import Settings
+from app.errors import BadRequest, Dropped, PayloadTooLarge, RequestError, Unsupported
+from app.extproc import codec
+from app.extproc.door import Door
+from app.extproc.rename import ModelRename
+from app.extproc.response import Response
+from app.intake import CONTENT_LENGTH, HEADERS, Ask, Intake, read_body, read_metadata, read_subset
+from app.request import InferenceRequest, Placement
+from app.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+_NONE = ProcessingMode.NONE
+_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
+_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): "headers"}
+
+
+class Step(enum.Enum):
+    """Where an exchange is; the drawing above."""
+
+    OPEN = enum.auto()
+    BODY = enum.auto()
+    PLACED = enum.auto()
+    RESPONSE = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all exchanges of a replica share. `clock` is in seconds and only its differences count."""
+
+    settings: Settings
+    intake: Intake
+    gate: Gate
+    door: Door
+    metrics: Metrics
+    clock: Callable[[], float]
+
+
+class Exchange:
+    """One request of Envoy: `receive` a message, write what it gives, at the end `close`.
+
+    `told` is said before the last answer of a `receive` is written, not after: Envoy ends the stream as soon
+    as it has that one, often before the write returns, and would have its request taken back otherwise.
+    """
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_code",
+        "_desk",
+        "_headers",
+        "_mode",
+        "_model",
+        "_response",
+        "_started_s",
+        "_step",
+        "_subset",
+        "_target_model",
+        "_untold",
+    )
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._step = Step.OPEN
+        self._started_s = desk.clock()
+        self._mode = ""
+        self._headers: dict[str, bytes] = {}
+        self._subset: tuple[str, ...] | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._model = ""
+        self._target_model = ""
+        self._code = ""  # of a decision that is not counted yet
+        self._untold: tuple[str, Placement] | None = None  # placed, and Envoy does not know it yet
+        self._response: Response | None = None
+
+    @property
+    def done(self) -> bool:
+        """Nothing more is to be read; what `receive` gave last is still to be written."""
+        return self._step is Step.DONE
+
+    async def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Take Envoy's next message; the answers to write now, in order.
+
+        Raises:
+            CancelledError: the client went away while the request waited.
+        """
+        try:
+            return await self._take(message)
+        except RequestError as error:
+            return self._refuse(error)
+        except Exception:
+            if self._step is Step.RESPONSE:
+                raise  # too late for an answer
+            _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
+            self.close()
+            return self._refuse(RequestError("the picker failed on this request; its log says why"))
+
+    def told(self) -> None:
+        """The last of what `receive` gave is about to be written: from here on Envoy may know it."""
+        if self._code:
+            seconds = self._desk.clock() - self._started_s
+            self._desk.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
+            self._code = ""
+        if self._step is Step.PLACED:
+            self._untold = None
+            self._step = Step.DONE if self._response is None else Step.RESPONSE
+
+    def close(self) -> None:
+        """The stream is over, for whatever reason: nothing stays taken that nobody will release."""
+        self._step = Step.DONE
+        if self._untold is not None:
+            self._desk.gate.withdraw(*self._untold)
+        elif self._response is not None:
+            self._response.cut()
+        self._untold = self._response = None
+
+    async def _take(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        part = message.WhichOneof("request")
+        if self._step is Step.RESPONSE:
+            return self._pass_on(part, message)
+        if self._step is Step.OPEN and part == "request_headers":
+            return await self._begin(message)
+        if self._step is Step.BODY:
+            if part == "request_body":
+                return await self._collect(message.request_body)
+            if part == "request_trailers":
+                return [*await self._place_body(ended=False), codec.REQUEST_TRAILERS]
+            if part == "response_headers" and self._mode == "standard":
+                # an answer of Envoy's own to a request that never became whole: let it pass
+                self._step = Step.RESPONSE
+                self._response = self._answer_of("", None)
+                return self._pass_on(part, message)
+        came = (part or "an empty message").replace("_", " ")
+        wanted = "the request's headers" if self._step is Step.OPEN else "the rest of the request"
+        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
+
+    async def _begin(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        self._mode = _mode(message)
+        hint = codec.read_metadata(message, codec.SUBSET_HINT)
+        if hint is not None and codec.SUBSET in hint:
+            self._subset = read_subset(hint[codec.SUBSET])
+        headers = message.request_headers
+        if headers.end_of_stream:
+            return [self._placed(await self._desk.gate.route(self._subset), "", None)]
+        self._headers = codec.read_headers(headers, HEADERS)
+        length = self._headers.get(CONTENT_LENGTH, b"")
+        if length.isdigit():
+            self._check_size(int(length[:20]))
+        if self._mode != "headers":
+            self._step = Step.BODY
+            return ()
+        fields = codec.read_metadata(message, codec.REQUEST)
+        if fields is None:
+            raise BadRequest("no model could be read from the body; is its content-type application/json?")
+        request = self._request(read_metadata(fields))
+        if request.target_model != request.model:
+            raise Unsupported(
+                f"headers mode cannot send model {request.model} as {request.target_model}; "
+                "lean and standard can"
+            )
+        return [self._placed(await self._admit(request), request.id, None)]
+
+    async def _collect(self, part: HttpBody) -> Sequence[ProcessingResponse]:
+        chunk = part.body
+        self._body.append(chunk)
+        self._body_bytes += len(chunk)
+        self._check_size(self._body_bytes)
+        return await self._place_body(ended=True) if part.end_of_stream else ()
+
+    async def _place_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        ask = read_body(body)
+        request = self._request(ask)
+        length = rename = None
+        if request.target_model != request.model:
+            body = ask.renamed(request.target_model)
+            length = len(body)
+            rename = ModelRename(request.target_model, request.model)
+        del ask  # a long wait should not hold the parsed body too
+        placement = await self._admit(request)
+        if self._mode == "standard":
+            self._response = self._answer_of(request.id, rename)
+        return [self._placed(placement, request.id, length), *codec.request_body(body, ended=ended)]
+
+    def _request(self, ask: Ask) -> InferenceRequest:
+        self._model = ask.model
+        trusted = self._mode != "standard"
+        request = self._desk.intake.request(ask, self._headers, subset=self._subset, trusted=trusted)
+        self._target_model = request.target_model
+        return request
+
+    async def _admit(self, request: InferenceRequest) -> Placement:
+        placement = await self._desk.door.admit(request, held=self._mode == "standard")
+        self._untold = (request.id, placement)
+        return placement
+
+    def _placed(self, placement: Placement, request_id: str, length: int | None) -> ProcessingResponse:
+        self._step = Step.PLACED
+        self._code = "ok"
+        if self._response is None and self._mode == "standard":
+            self._response = self._answer_of("", None)
+        return codec.placed(placement, request_id, length)
+
+    def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._response is None or part is None or not part.startswith("response_"):
+            return ()  # the rest of a request that is answered already
+        answers = self._response.pass_on(part, message)
+        if self._response.ended:
+            self._step = Step.DONE
+        return answers
+
+    def _answer_of(self, request_id: str, rename: ModelRename | None) -> Response:
+        desk = self._desk
+        settle = desk.gate.settle
+        return Response(request_id, rename, settle=settle, clock=desk.clock, started_s=self._started_s)
+
+    def _refuse(self, error: RequestError) -> Sequence[ProcessingResponse]:
+        self._step = Step.DONE
+        self._code = error.code
+        overload = self._desk.settings.fair_request_queue.overload_status
+        return [codec.refused(error, overload if isinstance(error, Dropped) else error.status)]
+
+    def _check_size(self, size_bytes: int) -> None:
+        limit_bytes = self._desk.settings.extproc.max_body_bytes
+        if size_bytes > limit_bytes:
+            raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes")
+
+
+def _mode(message: ProcessingRequest) -> str:
+    """The mode that Envoy speaks.
+
+    Raises:
+        Unsupported: it would send bodies in a way that is none of the three modes.
+    """
+    if not message.HasField("protocol_config"):
+        return "standard"
+    config = message.protocol_config
+    request, response = config.request_body_mode, config.response_body_mode
+    mode = _MODES.get((request, response))
+    if mode is None:
+        name = ProcessingMode.BodySendMode.Name
+        raise Unsupported(
+            f"request_body_mode {name(request)} with response_body_mode {name(response)} is not supported; "
+            "FULL_DUPLEX_STREAMED or NONE is, for both or with NONE for the response"
+        )
+    return mode

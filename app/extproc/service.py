@@ -1,0 +1,59 @@
+"""The ext_proc service: carries each gRPC stream's messages to its exchange and back."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+
+from app.extproc.exchange import Desk, Exchange
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+class Service:
+    """Serves exchanges, and knows when none is open.
+
+    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator, and one
+    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def quiet(self) -> None:
+        """Wait, without end, until no exchange is open."""
+        await self._idle.wait()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service, to be added to a `grpc.aio` server."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+    async def _process(self, _: object, context: Any) -> None:
+        exchange = Exchange(self._desk)
+        self._open += 1
+        self._idle.clear()
+        try:
+            # No deadline here: Envoy ends the stream when its request ends, which cancels this, and
+            # the server's keepalive ends the streams of an Envoy that vanished.
+            while not exchange.done:
+                message = await context.read()
+                if message is grpc.aio.EOF:
+                    return
+                answers = await exchange.receive(message)
+                if answers:
+                    for answer in answers[:-1]:
+                        await context.write(answer)
+                    exchange.told()
+                    await context.write(answers[-1])
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+            exchange.close()

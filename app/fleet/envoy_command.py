@@ -1,0 +1,68 @@
+"""`picker envoy-config`: the bootstrap for an Envoy of one's own, on stdout."""
+
+import argparse
+import os
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+
+from app import config
+from app.fleet.modes import MODES
+from app.units import split_host_port
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
+    add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
+    add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
+    add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
+    add(
+        "--picker",
+        type=_host_port,
+        action="append",
+        metavar="HOST:PORT",
+        help="a replica's gRPC address or a name that resolves to all; may be repeated",
+    )
+    add("--debug-headers", action="store_true", help="answers show what was picked and who served")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the bootstrap as YAML.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    from app.fleet.bootstrap import build, to_yaml  # slow to import: not before the configuration is good
+
+    settings = config.load(args.config, os.environ)
+    bootstrap = build(
+        settings,
+        mode=args.mode,
+        listen=args.listen,
+        admin=args.envoy_admin,
+        pickers=args.picker or [_own_picker(settings)],
+        debug_headers=args.debug_headers,
+    )
+    sys.stdout.write(to_yaml(bootstrap))
+    return 0
+
+
+def _own_picker(settings: config.Settings) -> tuple[str, int]:
+    """A replica of this configuration on the same machine."""
+    host, port = split_host_port(settings.extproc.listen)
+    try:
+        everywhere = ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    return ("127.0.0.1" if everywhere else host), port
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    try:
+        host, port = split_host_port(text)
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
+    if not host or port > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no host:port")
+    return host, port

@@ -1,0 +1,236 @@
+"""Envoy's configuration messages, as `envoy-data-plane` types them, and how extensions are packed.
+
+The one place that imports the package, for two reasons: it takes half a second, so only the commands
+that configure Envoy may come here; and its generated classes still use a form that pydantic has
+deprecated, which is silenced here for the import alone.
+"""
+
+import warnings
+from datetime import timedelta
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import betterproto2
+    from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
+    from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+    from envoy_data_plane.envoy.config.cluster.v3 import (
+        CircuitBreakers,
+        CircuitBreakersThresholds,
+        Cluster,
+        ClusterCommonLbConfig,
+        ClusterDiscoveryType,
+        ClusterEdsClusterConfig,
+        ClusterLbPolicy,
+        LoadBalancingPolicy,
+        LoadBalancingPolicyPolicy,
+    )
+    from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
+    from envoy_data_plane.envoy.config.core.v3 import (
+        Address,
+        ApiConfigSource,
+        ApiConfigSourceApiType,
+        ApiVersion,
+        BackoffStrategy,
+        CidrRange,
+        ConfigSource,
+        GrpcService,
+        GrpcServiceEnvoyGrpc,
+        HeaderValue,
+        HeaderValueOption,
+        HealthCheck,
+        HealthCheckGrpcHealthCheck,
+        HealthStatus,
+        HealthStatusSet,
+        Http2ProtocolOptions,
+        KeepaliveSettings,
+        Node,
+        RetryPolicy,
+        RetryPolicyRetryHostPredicate,
+        RoutingPriority,
+        SocketAddress,
+        TypedExtensionConfig,
+    )
+    from envoy_data_plane.envoy.config.endpoint.v3 import (
+        ClusterLoadAssignment,
+        Endpoint,
+        LbEndpoint,
+        LocalityLbEndpoints,
+    )
+    from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+    from envoy_data_plane.envoy.config.route.v3 import RetryPolicy as RouteRetryPolicy
+    from envoy_data_plane.envoy.config.route.v3 import (
+        RetryPolicyRetryHostPredicate as RouteRetryHostPredicate,
+    )
+    from envoy_data_plane.envoy.config.route.v3 import (
+        Route,
+        RouteAction,
+        RouteConfiguration,
+        RouteMatch,
+        VirtualHost,
+    )
+    from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
+        CommonGrpcAccessLogConfig,
+        HttpGrpcAccessLogConfig,
+    )
+    from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import (
+        JsonContentParser,
+        JsonContentParserRuleConfig,
+    )
+    from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+        ExternalProcessor,
+        MetadataOptions,
+        MetadataOptionsMetadataNamespaces,
+        ProcessingMode,
+        ProcessingModeBodySendMode,
+        ProcessingModeHeaderSendMode,
+    )
+    from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
+        JsonToMetadata,
+        JsonToMetadataKeyValuePair,
+        JsonToMetadataMatchRules,
+        JsonToMetadataRule,
+        JsonToMetadataSelector,
+        JsonToMetadataValueType,
+    )
+    from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+    from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
+        SseToMetadata,
+        SseToMetadataProcessingRules,
+    )
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+        HttpConnectionManager,
+        HttpConnectionManagerHcmAccessLogOptions,
+        HttpConnectionManagerInternalAddressConfig,
+        HttpFilter,
+    )
+    from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
+        HeaderMutation as EarlyHeaderMutation,
+    )
+    from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
+    from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+        OverrideHost,
+        OverrideHostOverrideHostSource,
+    )
+    from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+        HttpProtocolOptions,
+        HttpProtocolOptionsExplicitHttpConfig,
+    )
+    from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher
+    from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+    from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
+    from envoy_data_plane.google.protobuf import Any, Value
+
+__all__ = [
+    "AccessLog",
+    "Address",
+    "Admin",
+    "Any",
+    "ApiConfigSource",
+    "ApiConfigSourceApiType",
+    "ApiVersion",
+    "BackoffStrategy",
+    "Bootstrap",
+    "BootstrapStaticResources",
+    "CidrRange",
+    "CircuitBreakers",
+    "CircuitBreakersThresholds",
+    "Cluster",
+    "ClusterCommonLbConfig",
+    "ClusterDiscoveryType",
+    "ClusterEdsClusterConfig",
+    "ClusterLbPolicy",
+    "ClusterLoadAssignment",
+    "CommonGrpcAccessLogConfig",
+    "ConfigSource",
+    "EarlyHeaderMutation",
+    "Endpoint",
+    "ExternalProcessor",
+    "Filter",
+    "FilterChain",
+    "GrpcService",
+    "GrpcServiceEnvoyGrpc",
+    "HeaderMutation",
+    "HeaderValue",
+    "HeaderValueOption",
+    "HealthCheck",
+    "HealthCheckGrpcHealthCheck",
+    "HealthStatus",
+    "HealthStatusSet",
+    "Http2ProtocolOptions",
+    "HttpConnectionManager",
+    "HttpConnectionManagerHcmAccessLogOptions",
+    "HttpConnectionManagerInternalAddressConfig",
+    "HttpFilter",
+    "HttpGrpcAccessLogConfig",
+    "HttpProtocolOptions",
+    "HttpProtocolOptionsExplicitHttpConfig",
+    "HttpStatus",
+    "JsonContentParser",
+    "JsonContentParserRuleConfig",
+    "JsonToMetadata",
+    "JsonToMetadataKeyValuePair",
+    "JsonToMetadataMatchRules",
+    "JsonToMetadataRule",
+    "JsonToMetadataSelector",
+    "JsonToMetadataValueType",
+    "KeepaliveSettings",
+    "LbEndpoint",
+    "LeastRequest",
+    "Listener",
+    "LoadBalancingPolicy",
+    "LoadBalancingPolicyPolicy",
+    "LocalityLbEndpoints",
+    "MetadataKey",
+    "MetadataKeyPathSegment",
+    "MetadataOptions",
+    "MetadataOptionsMetadataNamespaces",
+    "Node",
+    "OverrideHost",
+    "OverrideHostOverrideHostSource",
+    "Percent",
+    "PreviousHostsPredicate",
+    "ProcessingMode",
+    "ProcessingModeBodySendMode",
+    "ProcessingModeHeaderSendMode",
+    "RegexMatcher",
+    "RetryPolicy",
+    "RetryPolicyRetryHostPredicate",
+    "Route",
+    "RouteAction",
+    "RouteConfiguration",
+    "RouteMatch",
+    "RouteRetryHostPredicate",
+    "RouteRetryPolicy",
+    "Router",
+    "RoutingPriority",
+    "SocketAddress",
+    "SseToMetadata",
+    "SseToMetadataProcessingRules",
+    "StatusCode",
+    "Value",
+    "VirtualHost",
+    "address",
+    "extension",
+    "packed",
+    "seconds",
+]
+
+
+def packed(message: betterproto2.Message) -> Any:
+    """`message` with its type URL, as Envoy nests extensions."""
+    return Any.pack(message)
+
+
+def extension(name: str, message: betterproto2.Message) -> TypedExtensionConfig:
+    """The extension `name`, configured by `message`."""
+    return TypedExtensionConfig(name=name, typed_config=packed(message))
+
+
+def address(host: str, port: int) -> Address:
+    """A TCP address; port 0 lets Envoy take any free one."""
+    return Address(socket_address=SocketAddress(address=host, port_value=port))
+
+
+def seconds(value_s: float) -> timedelta:
+    return timedelta(seconds=value_s)

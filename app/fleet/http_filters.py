@@ -1,0 +1,196 @@
+"""Envoy's HTTP filters for each mode: what it reads itself, what it asks the picker, what it sends on.
+
+Modes are those of ENVOY's table: `standard` sends the picker both directions; `lean` the request only;
+`headers` no body at all, but what Envoy's own JSON parser found in it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from app.config import Settings
+from app.fleet.clusters import LB_NAMESPACE, picker_grpc
+from app.fleet.envoy_types import (
+    BackoffStrategy,
+    ExternalProcessor,
+    HttpFilter,
+    HttpStatus,
+    JsonContentParser,
+    JsonContentParserRuleConfig,
+    JsonToMetadata,
+    JsonToMetadataKeyValuePair,
+    JsonToMetadataMatchRules,
+    JsonToMetadataRule,
+    JsonToMetadataSelector,
+    JsonToMetadataValueType,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    PreviousHostsPredicate,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+    RegexMatcher,
+    RetryPolicy,
+    RetryPolicyRetryHostPredicate,
+    Router,
+    SseToMetadata,
+    SseToMetadataProcessingRules,
+    StatusCode,
+    Value,
+    extension,
+    packed,
+    seconds,
+)
+from app.fleet.modes import Mode
+
+USAGE_NAMESPACE = "picker.usage"
+REQUEST_NAMESPACE = "picker.request"
+PICKER_NAMESPACE = "picker"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+
+_SEND = ProcessingModeHeaderSendMode.SEND
+_SKIP = ProcessingModeHeaderSendMode.SKIP
+_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+_NONE = ProcessingModeBodySendMode.NONE
+
+# The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
+_MAX_EVENT_BYTES = 4 * 1024 * 1024
+# Only `headers` mode is bound by it: while a request waits in the queue, Envoy waits for this one message.
+_MIN_MESSAGE_TIMEOUT_S = 1000.0
+
+# Where usage is: completions and chat, the Responses API, and the latter's last streamed event.
+_USAGE_IN_ANSWER = {
+    "prompt_tokens": (("usage", "prompt_tokens"), ("usage", "input_tokens")),
+    "completion_tokens": (("usage", "completion_tokens"), ("usage", "output_tokens")),
+}
+_USAGE_IN_EVENTS = {
+    "prompt_tokens": (*_USAGE_IN_ANSWER["prompt_tokens"], ("response", "usage", "input_tokens")),
+    "completion_tokens": (*_USAGE_IN_ANSWER["completion_tokens"], ("response", "usage", "output_tokens")),
+}
+
+
+def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
+    """The filters of `mode` in the order a request meets them; answers meet them in reverse."""
+    filters: list[HttpFilter] = []
+    if mode != "standard":  # there the picker reads the answer itself
+        filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
+        filters.append(_named("envoy.filters.http.json_to_metadata", _json(read_request=mode == "headers")))
+    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode, settings)))
+    filters.append(_named("envoy.filters.http.router", Router()))
+    return filters
+
+
+def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
+    forwarded = [SUBSET_NAMESPACE]
+    if mode == "headers":
+        forwarded.append(REQUEST_NAMESPACE)
+    return ExternalProcessor(
+        grpc_service=picker_grpc(_redrive()),
+        failure_mode_allow=False,
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+        message_timeout=seconds(
+            max(_MIN_MESSAGE_TIMEOUT_S, settings.fair_request_queue.queue_ttl + 60),
+        ),
+        metadata_options=MetadataOptions(
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=forwarded),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, PICKER_NAMESPACE]),
+        ),
+        processing_mode=_processing_mode(mode),
+    )
+
+
+def _processing_mode(mode: Mode) -> ProcessingMode:
+    body = _NONE if mode == "headers" else _DUPLEX
+    answer = mode == "standard"
+    return ProcessingMode(
+        request_header_mode=_SEND,
+        request_body_mode=body,
+        request_trailer_mode=_SKIP if mode == "headers" else _SEND,
+        response_header_mode=_SEND if answer else _SKIP,
+        response_body_mode=_DUPLEX if answer else _NONE,
+        response_trailer_mode=_SEND if answer else _SKIP,
+    )
+
+
+def _redrive() -> RetryPolicy:
+    """A request queued on a replica that dies is asked again of another (G7).
+
+    Never of the same one: until its health check fails, a dead replica has the fewest streams and would
+    be chosen again and again.
+    """
+    return RetryPolicy(
+        retry_on="reset,connect-failure,unavailable,refused-stream,cancelled,internal",
+        num_retries=3,
+        retry_back_off=BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(0.5)),
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts",
+                typed_config=packed(PreviousHostsPredicate()),
+            )
+        ],
+        host_selection_retry_max_attempts=5,
+    )
+
+
+def _sse_usage() -> SseToMetadata:
+    rules = [JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(_USAGE_IN_EVENTS)]
+    return SseToMetadata(
+        response_rules=SseToMetadataProcessingRules(
+            content_parser=extension("envoy.content_parsers.json", JsonContentParser(rules=rules)),
+            max_event_size=_MAX_EVENT_BYTES,
+        )
+    )
+
+
+def _json(*, read_request: bool) -> JsonToMetadata:
+    request = None
+    if read_request:
+        # Any content type: a body is JSON or the picker refuses it, whatever it says it is.
+        request = JsonToMetadataMatchRules(
+            rules=_request_rules(),
+            allow_empty_content_type=True,
+            allow_content_types_regex=RegexMatcher(regex=".*"),
+        )
+    answer = JsonToMetadataMatchRules(
+        rules=_usage_rules(_USAGE_IN_ANSWER),
+        allow_content_types_regex=RegexMatcher(regex=r"(?i)application/json\s*(;.*)?"),
+    )
+    return JsonToMetadata(request_rules=request, response_rules=answer)
+
+
+def _request_rules() -> list[JsonToMetadataRule]:
+    model = _rule(("model",), REQUEST_NAMESPACE, "model")
+    model.on_missing = _constant("model", "")
+    model.on_error = _constant("error", "invalid-json")
+    number = JsonToMetadataValueType.NUMBER
+    return [
+        model,
+        _rule(("stream",), REQUEST_NAMESPACE, "stream"),
+        _rule(("max_tokens",), REQUEST_NAMESPACE, "max_tokens", number),
+        _rule(("max_completion_tokens",), REQUEST_NAMESPACE, "max_tokens", number),
+    ]
+
+
+def _usage_rules(paths: Mapping[str, Sequence[tuple[str, ...]]]) -> list[JsonToMetadataRule]:
+    number = JsonToMetadataValueType.NUMBER
+    return [_rule(path, USAGE_NAMESPACE, key, number) for key, ways in paths.items() for path in ways]
+
+
+def _rule(
+    path: tuple[str, ...],
+    namespace: str,
+    key: str,
+    kind: JsonToMetadataValueType = JsonToMetadataValueType.PROTOBUF_VALUE,
+) -> JsonToMetadataRule:
+    return JsonToMetadataRule(
+        selectors=[JsonToMetadataSelector(key=step) for step in path],
+        on_present=JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
+    )
+
+
+def _constant(key: str, text: str) -> JsonToMetadataKeyValuePair:
+    return JsonToMetadataKeyValuePair(
+        metadata_namespace=REQUEST_NAMESPACE, key=key, value=Value(string_value=text)
+    )
+
+
+def _named(name: str, message: ExternalProcessor | JsonToMetadata | SseToMetadata | Router) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=packed(message))

@@ -1,0 +1,244 @@
+"""What comes in, made into an `InferenceRequest`. Pure: ids and chance come in as arguments.
+
+Names and meanings are PROTOCOL's "In" table; both spellings of a header count, the gateway's first.
+Faults of a body or header are `BadRequest` and name what is wrong (G10). The one lenient part is the
+workload context (DESIGN, "Decisions where the specifications differ"): whatever is in it, the request goes
+on, as an anonymous workload of criticality 3 if need be.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import orjson
+
+from app.config import Model, Settings
+from app.errors import BadRequest
+from app.request import Band, InferenceRequest, Workload, finite_number
+from app.units import duration_s, endpoint_address
+
+REQUEST_ID = "x-request-id"
+CONTENT_LENGTH = "content-length"
+FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
+OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
+TTL = ("x-llm-d-inference-ttl",)
+WORKLOAD = ("x-workload-context",)
+HEADERS = frozenset((REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL))
+
+MAX_NAME_BYTES = 256  # of a model or a fairness id
+MAX_WORKLOAD_ID_BYTES = 128
+DEFAULT_CRITICALITY = 3
+_MIN_TTL_S = 0.001
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request's body asks for. `document` is the parsed body, None if Envoy read it (`headers`)."""
+
+    model: str
+    stream: bool
+    document: dict[str, Any] | None
+
+    def renamed(self, target: str) -> bytes:
+        """The body with `target` as its model, everything else as it was."""
+        return orjson.dumps({**(self.document or {}), "model": target})
+
+
+def read_body(body: bytes) -> Ask:
+    """What a JSON body asks for.
+
+    Raises:
+        BadRequest: it is empty, not JSON, not an object, or its model is missing or unusable.
+    """
+    if not body:
+        raise BadRequest("the body is empty; a JSON object with a model is needed")
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as fault:
+        raise BadRequest(f"the body is not valid JSON: {fault}") from None
+    if not isinstance(document, dict):
+        raise BadRequest("the body must be a JSON object")
+    if "model" not in document:
+        raise BadRequest("the body has no model")
+    return Ask(_model(document["model"]), document.get("stream") is True, document)
+
+
+def read_metadata(fields: Mapping[str, object]) -> Ask:
+    """What Envoy read from the body (`headers` mode): model, stream, error.
+
+    Raises:
+        BadRequest: Envoy could not parse the body, or its model is missing or unusable.
+    """
+    if fields.get("error"):
+        raise BadRequest(f"the body is not valid JSON ({str(fields['error'])[:40]})")
+    if fields.get("model", "") == "":
+        raise BadRequest("the body has no model")
+    return Ask(_model(fields["model"]), fields.get("stream") in (True, "true"), None)
+
+
+def read_subset(hint: object) -> tuple[str, ...]:
+    """Endpoints (`ip:port`, canonical) of a subset hint: a list or a comma-separated string.
+
+    What is no address names no endpoint and is left out; a hint that is neither form is empty.
+    """
+    entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
+    found: list[str] = []
+    for entry in entries:
+        try:
+            found.append(endpoint_address(str(entry).strip()))
+        except ValueError:
+            continue
+    return tuple(found)
+
+
+class Intake:
+    """Makes requests of headers and bodies under one configuration.
+
+    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models.
+    """
+
+    def __init__(self, settings: Settings, *, new_id: Callable[[], str], choose: Callable[[], float]) -> None:
+        queue = settings.fair_request_queue
+        self._new_id = new_id
+        self._choose = choose
+        self._ttl_s = queue.queue_ttl
+        self._by_fairness_id = queue.flow_key == "fairness-id"
+        self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
+        self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
+        self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
+
+    def request(
+        self,
+        ask: Ask,
+        headers: Mapping[str, bytes],
+        *,
+        subset: tuple[str, ...] | None,
+        trusted: bool,
+    ) -> InferenceRequest:
+        """The request that `ask` and `headers` (lower-case names of HEADERS, raw values) amount to.
+
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made.
+
+        Raises:
+            BadRequest: a header in use is malformed; the message names it.
+        """
+        model = ask.model
+        fairness_id = _name(headers, FAIRNESS_ID)
+        band, weight = self._rank(model, _text(headers, OBJECTIVE))
+        raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
+        request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
+        return InferenceRequest(
+            id=request_id,
+            model=model,
+            target_model=_name(headers, REWRITE) or self._target(model),
+            stream=ask.stream,
+            flow=fairness_id if fairness_id and self._by_fairness_id else model,
+            band=band,
+            weight=weight,
+            workload=_workload(_text(headers, WORKLOAD), request_id),
+            cost=1.0,
+            ttl_s=self._ttl(_text(headers, TTL)),
+            subset=subset,
+        )
+
+    def _rank(self, model: str, objective: str) -> tuple[Band, float]:
+        ranks, name = (self._objectives, objective) if objective else (self._models, model)
+        return ranks.get(name, (Band.DEFAULT, 1.0))
+
+    def _target(self, model: str) -> str:
+        split = self._targets.get(model)
+        if split is None:
+            return model
+        names, bounds = split
+        # choose() may round up to the last bound
+        return names[min(bisect_right(bounds, self._choose() * bounds[-1]), len(names) - 1)]
+
+    def _ttl(self, text: str) -> float:
+        if not text:
+            return self._ttl_s
+        try:
+            ttl_s = duration_s(text)
+        except ValueError as fault:
+            raise BadRequest(f"header {TTL[0]}: {fault}") from None
+        if ttl_s <= 0:
+            raise BadRequest(f"header {TTL[0]}: must be above zero")
+        return min(max(ttl_s, _MIN_TTL_S), self._ttl_s)
+
+
+def _workload(text: str, request_id: str) -> Workload:
+    """The workload that the header's `text` tells; an anonymous one is named after its only request."""
+    context: object = None
+    if text:
+        try:
+            context = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            context = None
+    if not isinstance(context, dict):
+        return Workload(f"auto-{request_id}", DEFAULT_CRITICALITY, registered=False)
+    number = finite_number(context.get("criticality"))
+    criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
+    name = context.get("workload_id")
+    stripped = name.strip() if isinstance(name, str) else ""
+    if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or _CONTROL.search(stripped):
+        return Workload(f"auto-{request_id}", criticality, registered=False)
+    return Workload(stripped, criticality, registered=True)
+
+
+def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and cumulated weights of a model's targets."""
+    targets = model.target_models
+    return tuple(entry.name for entry in targets), tuple(accumulate(entry.weight for entry in targets))
+
+
+def _model(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRequest("the model must be a string")
+    fault = _name_fault(value)
+    if fault:
+        raise BadRequest(f"the model {fault}")
+    return value
+
+
+def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    """The first header of `names` that says something, fit for a key; '' if none does."""
+    text = _text(headers, names)
+    fault = _name_fault(text) if text else None
+    if fault:
+        raise BadRequest(f"header {_present(headers, names)} {fault}")
+    return text
+
+
+def _name_fault(text: str) -> str | None:
+    """Why `text` can't be a name in the shared state, where 0x1f separates records; None if it can."""
+    if not text.strip():
+        return "is empty"
+    if _too_long(text, MAX_NAME_BYTES):
+        return f"is longer than {MAX_NAME_BYTES} bytes"
+    return "contains a control character" if _CONTROL.search(text) else None
+
+
+def _too_long(text: str, limit_bytes: int) -> bool:
+    return len(text) > limit_bytes or (not text.isascii() and len(text.encode()) > limit_bytes)
+
+
+def _text(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    """The value of the first header of `names` that has one; '' if none has."""
+    for name in names:
+        raw = headers.get(name)
+        if raw:
+            try:
+                return raw.decode()
+            except UnicodeDecodeError:
+                raise BadRequest(f"header {name} is not valid UTF-8") from None
+    return ""
+
+
+def _present(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    return next(name for name in names if headers.get(name))

@@ -1,0 +1,260 @@
+"""The sections of the settings tree, each with its defaults and the faults it can find by itself.
+
+Names follow specs/003 where it has them. Keys that are accepted before their feature exists are listed in
+`app.config.INERT`; values that would change what the picker does, and cannot yet, are refused.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from app.request import Band
+from app.units import (
+    BandName,
+    Count,
+    Duration,
+    EndpointAddress,
+    FilePath,
+    Flag,
+    HostPort,
+    Name,
+    Number,
+    not_yet,
+    starting_with,
+)
+
+RedisUrl = Annotated[
+    str,
+    AfterValidator(
+        starting_with("redis://", "rediss://", "unix://", later=("redis+sentinel://", "redis+cluster://"))
+    ),
+]
+
+
+class Section(BaseModel):
+    """Frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Redis(Section):
+    url: RedisUrl = "redis://127.0.0.1:6379/0"
+    call_timeout: Duration = Field(0.5, gt=0)  # one script call; past it the answer counts as unknown
+    connect_timeout: Duration = Field(1.0, gt=0)
+
+
+class ExtProc(Section):
+    listen: HostPort = "0.0.0.0:9002"
+    max_body_bytes: Count = Field(16 * 1024 * 1024, ge=1024)
+    drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
+    drain_timeout: Duration = 60.0  # what still waits then is refused
+
+
+class Admin(Section):
+    listen: HostPort = "0.0.0.0:8081"
+    token: Name | None = None
+
+
+class StaticEndpoint(Section):
+    address: EndpointAddress
+    labels: dict[str, str] = {}
+
+
+def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
+    """`endpoints` as they are. Raises ValueError if one address is listed twice."""
+    seen: set[str] = set()
+    for endpoint in endpoints:
+        if endpoint.address in seen:
+            raise ValueError(f"{endpoint.address} is listed twice")
+        seen.add(endpoint.address)
+    return endpoints
+
+
+EndpointList = Annotated[tuple[StaticEndpoint, ...], AfterValidator(unlike)]
+
+
+class Dns(Section):
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    port: Count = Field(ge=1, le=65535)
+    interval: Duration = Field(5.0, ge=0.05)
+
+
+class Discovery(Section):
+    """At most one source; none at all means a pool without endpoints."""
+
+    static: EndpointList | None = None
+    file: FilePath | None = None  # as written in a configuration file it is relative to that file
+    dns: Dns | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        named = [name for name in ("static", "file", "dns") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"give one of static, file, dns; {' and '.join(named)} are set")
+        return self
+
+
+class TargetModel(Section):
+    name: Name
+    weight: Count = Field(1, ge=1)
+
+
+class Model(Section):
+    name: Name
+    criticality: BandName = Band.DEFAULT
+    weight: Number = Field(1.0, gt=0, le=1e6)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1)
+    target_models: tuple[TargetModel, ...] = ()
+
+    @model_validator(mode="after")
+    def _no_limit_yet(self) -> Self:
+        # A limit that is read and not kept would be a promise broken in silence.
+        if self.max_inflight_per_endpoint is not None:
+            raise ValueError("max_inflight_per_endpoint is not available yet; valid: null")
+        return self
+
+
+class Objective(Section):
+    name: Name
+    criticality: BandName = Band.DEFAULT
+    weight: Number = Field(1.0, gt=0, le=1e6)
+
+
+class FairRequestQueue(Section):
+    total_capacity: Count = Field(1000, ge=1)
+    flow_capacity: Count = Field(100, ge=1)
+    queue_ttl: Duration = Field(30.0, gt=0)
+    flow_key: Literal["fairness-id", "model"] = "fairness-id"
+    band_policy: Annotated[Literal["strict"], not_yet("weighted", valid="strict")] = "strict"
+    band_weights: dict[BandName, Annotated[Number, Field(gt=0)]] = {
+        Band.CRITICAL: 70,
+        Band.DEFAULT: 20,
+        Band.SHEDDABLE: 10,
+    }
+    fairness: Annotated[Literal["weighted-fair"], not_yet("round-robin", "none", valid="weighted-fair")] = (
+        "weighted-fair"
+    )
+    ordering: Annotated[Literal["fcfs"], not_yet("edf", "workload-aware", valid="fcfs")] = "fcfs"
+    overload: Annotated[Literal["preempt"], not_yet("reject-noncritical", valid="preempt")] = "preempt"
+    starvation_after: Annotated[Duration, Field(gt=0)] | None = None
+    guard_share: Number = Field(0.1, ge=0, lt=1)
+    overload_status: Literal[503, 429] = 503
+
+    @model_validator(mode="after")
+    def _flow_fits(self) -> Self:
+        if self.flow_capacity > self.total_capacity:
+            raise ValueError(
+                f"flow_capacity {self.flow_capacity} exceeds total_capacity {self.total_capacity}"
+            )
+        if self.starvation_after is not None and self.starvation_after > self.queue_ttl:
+            raise ValueError(
+                f"starvation_after {self.starvation_after:g}s exceeds queue_ttl {self.queue_ttl:g}s"
+            )
+        return self
+
+
+class RequestQueueController(Section):
+    """Bounds per ready backend, in requests."""
+
+    watermark_per_backend: Number = Field(2, gt=0)
+    percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
+    lower_bound_per_backend: Number | None = Field(None, ge=0)
+    upper_bound_per_backend: Number | None = Field(None, gt=0)
+    unit: Annotated[Literal["requests"], not_yet("tokens", valid="requests")] = "requests"
+    expiry_cleanup_interval: Duration = Field(1.0, gt=0)
+
+    @property
+    def upper_per_backend(self) -> float:
+        if self.upper_bound_per_backend is not None:
+            return self.upper_bound_per_backend
+        return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
+
+    @property
+    def lower_per_backend(self) -> float:
+        if self.lower_bound_per_backend is not None:
+            return self.lower_bound_per_backend
+        return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
+
+    @model_validator(mode="after")
+    def _band_holds_watermark(self) -> Self:
+        if self.lower_per_backend > self.watermark_per_backend:
+            raise ValueError(
+                f"lower_bound_per_backend {self.lower_per_backend:g} is above "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        if self.upper_per_backend < self.watermark_per_backend:
+            raise ValueError(
+                f"upper_bound_per_backend {self.upper_per_backend:g} is below "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        return self
+
+
+class Workloads(Section):
+    """Workload statistics (specs/001), and the weights and caps of the workload-aware score."""
+
+    wait_weight: Number = Field(0.4, ge=0)
+    criticality_weight: Number = Field(0.4, ge=0)
+    rate_weight: Number = Field(0.2, ge=0)
+    wait_cap: Duration = Field(60.0, gt=0)
+    rate_cap: Number = Field(100, gt=0)  # requests/s
+    rate_window: Duration = Field(60.0, gt=0)
+    ema_alpha: Number = Field(0.2, gt=0, le=1)
+    idle_after: Duration = Field(300.0, gt=0)
+    wait_signal: Literal["request", "workload_average"] = "request"
+
+
+class Scorer(Section):
+    name: Literal[
+        "queue-depth",
+        "kv-cache",
+        "running-requests",
+        "in-flight",
+        "lora-affinity",
+        "latency",
+        "prefix-affinity",
+        "session-affinity",
+    ]
+    weight: Number = Field(1, gt=0, le=1e6)
+
+
+class Scheduling(Section):
+    scorers: tuple[Scorer, ...] = ()
+    fallbacks: Count = Field(2, ge=0, le=8)
+
+
+class Scraping(Section):
+    interval: Duration = Field(0.1, ge=0.01)
+    stale_after: Duration = Field(1.0, gt=0)
+    engine: Literal["vllm", "sglang", "tensorrt-llm"] = "vllm"
+
+    @model_validator(mode="after")
+    def _fresh_between_scrapes(self) -> Self:
+        if self.stale_after < self.interval:
+            raise ValueError("stale_after must be at least interval, or every figure counts as unknown")
+        return self
+
+
+class Leases(Section):
+    """How long a silent request, replica or grant is believed."""
+
+    inflight: Duration = Field(15.0, ge=1)  # must outlive Envoy's access-log flush interval
+    access_log_interval: Duration = Field(5.0, ge=1)
+    replica_silence: Duration = Field(5.0, ge=1)
+    adoption_grace: Duration = Field(3.0, gt=0)
+    heartbeat: Duration = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> Self:
+        if self.inflight < 2 * self.access_log_interval:
+            raise ValueError(
+                "inflight must be at least twice access_log_interval, or live requests are reaped"
+            )
+        if self.replica_silence < 2 * self.heartbeat:
+            raise ValueError("replica_silence must be at least twice heartbeat")
+        return self
+
+
+class DecisionLog(Section):
+    enabled: Flag = False
+    max_entries: Count = Field(100_000, ge=100)

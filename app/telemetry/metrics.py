@@ -1,0 +1,193 @@
+"""What a replica counts and times, and the Prometheus page that shows it.
+
+Names are those of specs/003 with the prefix `epp_`, and what operators of such systems expect besides.
+Counters and histograms are this replica's own and add up over the fleet; gauges of shared state (bounds,
+stock, queue) are the same on every replica and are to be read with `max`. Label values are capped at 1000 a
+label, then `other`. Times are seconds. `target_model` is empty where the variant is not known.
+
+Every method returns at once and belongs to the event loop; `page` may be called from a thread.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+
+from app.request import Completion
+from app.telemetry.series import Counters, Gauges, Histograms, LabelCap
+
+PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of `page`
+
+_DECISION = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0)
+_DURATION = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FIRST_BYTE = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_REDIS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
+_ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+
+_MODEL = ("model", "target_model")
+
+
+class Metrics:
+    """A replica's metrics. `models` keep their own label value whatever names clients send."""
+
+    def __init__(self, models: Iterable[str] = ()) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        known = tuple(models)
+        self._model = LabelCap(known=known)
+        self._target = LabelCap(known=("", *known))
+        self._endpoint = LabelCap()
+
+        def counters(name: str, about: str, labels: tuple[str, ...] = ()) -> Counters:
+            return Counters(registry, f"epp_{name}", about, labels)
+
+        def gauges(name: str, about: str, labels: tuple[str, ...] = ()) -> Gauges:
+            return Gauges(registry, f"epp_{name}", about, labels)
+
+        def histograms(
+            name: str, about: str, bounds: tuple[float, ...], labels: tuple[str, ...]
+        ) -> Histograms:
+            return Histograms(registry, f"epp_{name}", about, bounds, labels)
+
+        self._requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
+        self._decision = histograms(
+            "decision_latency_seconds",
+            "From a request's first message to its decision.",
+            _DECISION,
+            ("mode",),
+        )
+        self._waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
+        self._bypasses = counters("bypass", "Requests that went past the queue.", _MODEL)
+        self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
+        self._cancelled = counters("requests_cancelled", "Requests whose client went away.", _MODEL)
+        self._push_errors = counters(
+            "queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
+        )
+        self._attempts = counters("popper_dequeue_attempts", "Dispatch attempts.")
+        self._successes = counters("popper_dequeue_successes", "Dispatch attempts that served a request.")
+        self._adopted = counters("adoptions", "Requests taken over from another replica.")
+        self._reclaimed = counters("lease_reclaims", "Requests released because nothing kept their lease.")
+
+        self._completions = counters("completions", "Requests that ended, by outcome.", ("model", "outcome"))
+        self._tokens_in = counters("input_tokens", "Prompt tokens, as the model servers count.", ("model",))
+        self._tokens_out = counters("output_tokens", "Completion tokens, as they count.", ("model",))
+        self._duration = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
+        self._first_byte = histograms(
+            "time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
+        )
+
+        self._entries = counters("access_log_entries", "Entries Envoy sent, by what they told.", ("kind",))
+        self._calls = histograms("redis_call_seconds", "One batched script call.", _REDIS, ("script",))
+        self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
+        self._errors = counters("redis_errors", "Script calls that failed or timed out.", ("script",))
+
+        self._scalars = {
+            name: gauges(name, about)
+            for name, about in (
+                ("stock_level", "Requests in flight, fleet-wide."),
+                ("lower_bound", "Dispatch runs below it."),
+                ("watermark", "The stock that is aimed at."),
+                ("upper_bound", "The stock is never above it."),
+                ("active_flows", "Flows with a queued request."),
+                ("ready_backends", "Endpoints that take new requests."),
+                ("live_replicas", "Replicas that report."),
+                ("degraded", "1 while this replica works without the shared state."),
+            )
+        }
+        self._queue_length = gauges("queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
+
+    def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
+        """One decision was sent: `code` is `ok` or the RequestError's code."""
+        self._requests.add((self._model(model), self._target(target_model), code, mode))
+        self._decision.observe(seconds, (mode,))
+
+    def completed(self, completion: Completion, model: str) -> None:
+        """A request ended. Fields of `completion` that are None are not counted."""
+        name = self._model(model)
+        self._completions.add((name, completion.outcome.value))
+        label = (name,)
+        if completion.prompt_tokens:
+            self._tokens_in.add(label, completion.prompt_tokens)
+        if completion.completion_tokens:
+            self._tokens_out.add(label, completion.completion_tokens)
+        if completion.duration_s is not None:
+            self._duration.observe(completion.duration_s, label)
+        if completion.first_byte_s is not None:
+            self._first_byte.observe(completion.first_byte_s, label)
+
+    def access_log(self, kind: str, n: int) -> None:
+        """`n` access-log entries came: `kind` is `ended`, `alive` or `ignored`."""
+        self._entries.add((kind,), n)
+
+    def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
+        """A request left the queue; `success` says that it was dispatched."""
+        labels = (self._model(model), self._target(target_model), "true" if success else "false")
+        self._waits.observe(seconds, labels)
+
+    def bypassed(self, model: str, target_model: str = "") -> None:
+        self._bypasses.add((self._model(model), self._target(target_model)))
+
+    def expired(self, model: str, target_model: str = "") -> None:
+        self._expired.add((self._model(model), self._target(target_model)))
+
+    def cancelled(self, model: str, target_model: str = "") -> None:
+        self._cancelled.add((self._model(model), self._target(target_model)))
+
+    def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
+        """The queue refused a request; `error_type` is the Dropped error's code."""
+        self._push_errors.add((self._model(model), self._target(target_model), error_type))
+
+    def dequeued(self, attempts: int, successes: int) -> None:
+        self._attempts.add(amount=attempts)
+        self._successes.add(amount=successes)
+
+    def adopted(self, n: int = 1) -> None:
+        self._adopted.add(amount=n)
+
+    def reclaimed(self, n: int = 1) -> None:
+        self._reclaimed.add(amount=n)
+
+    def redis_call(self, script: str, seconds: float, items: int) -> None:
+        """One answered call of `script` that carried `items` items."""
+        label = (script,)
+        self._calls.observe(seconds, label)
+        self._items.observe(items, label)
+
+    def redis_error(self, script: str) -> None:
+        self._errors.add((script,))
+
+    def pool(self, state: Mapping[str, Any]) -> None:
+        """Set the gauges of shared state from a state of the shape of `app.admin.view.StateView.state`.
+
+        Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests},
+        `active_flows`, `ready_backends`, `replicas` (a list), `degraded` and `in_flight` {ip:port:
+        requests}. A key that is absent leaves its gauge as it was.
+        """
+        bounds = state.get("bounds", {})
+        replicas = state.get("replicas")
+        for name, value in (
+            ("stock_level", state.get("stock")),
+            ("lower_bound", bounds.get("lower")),
+            ("watermark", bounds.get("watermark")),
+            ("upper_bound", bounds.get("upper")),
+            ("active_flows", state.get("active_flows")),
+            ("ready_backends", state.get("ready_backends")),
+            ("live_replicas", None if replicas is None else len(replicas)),
+            ("degraded", state.get("degraded")),
+        ):
+            if value is not None:
+                self._scalars[name].set(float(value))
+        if "queue_length" in state:
+            self._queue_length.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
+        if "in_flight" in state:
+            loads: dict[tuple[str, ...], float] = {}
+            for address, count in state["in_flight"].items():
+                label = (self._endpoint(address),)
+                loads[label] = loads.get(label, 0.0) + count
+            self._in_flight.replace(loads)
+
+    def page(self) -> bytes:
+        """The Prometheus text page, of type `PAGE_TYPE`."""
+        return generate_latest(self._registry)

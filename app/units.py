@@ -1,0 +1,132 @@
+"""Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
+
+import re
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from app.request import Band
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
+_UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
+_MOST = 1e9  # counts and weights stay exact in the scripts' doubles
+
+
+def duration_s(value: object) -> float:
+    """Seconds in `value`: a number of seconds or a string such as `500ms`, `30s`, `5m`.
+
+    Raises:
+        ValueError: `value` is neither, is negative, is not finite, or is longer than a year.
+    """
+    seconds: float
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
+    elif isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(f"{value[:40]!r} is no duration: write 500ms, 30s, 5m or 1h")
+        seconds = float(match[1]) * _UNIT_S[match[2]]
+    else:
+        raise ValueError("a duration such as 30s or 500ms is needed")
+    if not 0 <= seconds <= _LONGEST_S:  # NaN is neither
+        raise ValueError("a duration must be finite, not negative, and at most a year")
+    return float(seconds)
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """('10.0.0.1', 8000) of '10.0.0.1:8000'; brackets around IPv6 are taken off.
+
+    Raises:
+        ValueError: no port, or an IPv6 address without its brackets.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    digits = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not colon or not digits or (not bracketed and any(mark in host for mark in ":[]")):
+        raise ValueError(f"{address[:60]!r} is no host:port (IPv6 goes in brackets)")
+    return host[1:-1] if bracketed else host, int(port)
+
+
+def host_port(value: object) -> str:
+    """`host:port`, IPv6 in brackets, as given; the port may be 0 (any free one).
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    host, port = split_host_port(str(value))
+    if not host or host.isspace() or port > 65535:
+        raise ValueError(f"{str(value)[:60]!r} is no host:port")
+    return str(value)
+
+
+def endpoint_address(value: object) -> str:
+    """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
+
+    Raises:
+        ValueError: the host is no IP address (Envoy is told addresses, never names) or the port is 0.
+    """
+    host, port = split_host_port(str(value))
+    if not 1 <= port <= 65535:
+        raise ValueError(f"{str(value)[:60]!r}: the port must be 1 to 65535")
+    try:
+        address = ip_address(host)
+    except ValueError:
+        raise ValueError(f"{str(value)[:60]!r} is no ip:port; names go in discovery.dns") from None
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def file_path(value: object) -> Path:
+    """The path `value` spells. Raises ValueError if it is no text, empty, or holds a NUL."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("a file's path is needed")
+    return Path(value)
+
+
+def not_yet(*later: str, valid: str) -> BeforeValidator:
+    """Refuses values that are planned but would silently behave as another one today."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value in later:
+            raise ValueError(f"{value} is not available yet; valid: {valid}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def starting_with(*prefixes: str, later: tuple[str, ...] = ()) -> Callable[[str], str]:
+    """A check that a URL begins with one of `prefixes`; `later` ones are refused as not available yet."""
+    valid = ", ".join(prefixes)
+
+    def check(url: str) -> str:
+        if url.startswith(prefixes):
+            return url
+        for prefix in later:
+            if url.startswith(prefix):
+                raise ValueError(f"{prefix} is not available yet; valid: {valid}")
+        raise ValueError(f"must begin with one of {valid}")
+
+    return check
+
+
+def _countable(value: float) -> float:
+    if abs(value) > _MOST:
+        raise ValueError(f"must be at most {_MOST:g}")
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(duration_s)]
+HostPort = Annotated[str, BeforeValidator(host_port)]
+EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
+FilePath = Annotated[Path, BeforeValidator(file_path)]
+BandName = Annotated[Band, BeforeValidator(Band.parse)]
+# Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.
+Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]

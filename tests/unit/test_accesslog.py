@@ -1,0 +1,242 @@
+"""The access log over real gRPC: what each entry tells the gate, in order, whatever comes between."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+
+from app.extproc import accesslog
+from app.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from app.telemetry.metrics import Metrics
+
+Entry = accesslog_pb2.HTTPAccessLogEntry
+METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"
+
+
+class Book:
+    """A gate that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Completion | Alive] = []
+
+    def settle(self, completion: Completion) -> None:
+        self.told.append(completion)
+
+    def renew(self, alive: Alive) -> None:
+        self.told.append(alive)
+
+    def withdraw(self, request_id: str) -> None:
+        raise AssertionError("the access log withdraws nothing")
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        raise AssertionError("the access log admits nothing")
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        raise AssertionError("the access log routes nothing")
+
+
+def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
+    message = Entry()
+    message.request.request_id = request_id
+    message.response.response_code.value = status
+    message.common_properties.access_log_type = accesslog_pb2.AccessLogType.Value(kind)
+    return message
+
+
+def full() -> Entry:
+    message = entry(request_id="from-envoy")
+    common = message.common_properties
+    common.metadata.filter_metadata["picker"].update({"id": "from-picker", "ticket": "t-1"})
+    common.metadata.filter_metadata["picker.usage"].update({"prompt_tokens": 7, "completion_tokens": 100})
+    common.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: "10.0.0.1:8000"})
+    common.upstream_remote_address.socket_address.address = "10.9.9.9"
+    common.upstream_remote_address.socket_address.port_value = 1
+    common.time_to_first_downstream_tx_byte.FromMilliseconds(250)
+    common.time_to_last_downstream_tx_byte.FromMilliseconds(3500)
+    return message
+
+
+def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
+    message = als_pb2.StreamAccessLogsMessage()
+    message.http_logs.log_entry.extend(entries)
+    return message
+
+
+@asynccontextmanager
+async def serving(gate: Book, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((accesslog.handler(gate, metrics),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def send(channel: grpc.aio.Channel, *messages: bytes) -> als_pb2.StreamAccessLogsResponse:
+    call = channel.stream_unary(METHOD, response_deserializer=als_pb2.StreamAccessLogsResponse.FromString)(
+        timeout=10
+    )
+    for message in messages:
+        await call.write(message)
+    await call.done_writing()
+    return await call
+
+
+async def told(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[Completion | Alive]:
+    gate = Book()
+    async with serving(gate, Metrics()) as channel:
+        raw = [message if isinstance(message, bytes) else message.SerializeToString() for message in messages]
+        await send(channel, *raw)
+    return gate.told
+
+
+async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_it_tells() -> None:
+    assert await told(batch(full())) == [
+        Completion(
+            id="from-picker",
+            outcome=Outcome.COMPLETED,
+            status=200,
+            served="10.0.0.1:8000",
+            prompt_tokens=7,
+            completion_tokens=100,
+            duration_s=3.5,
+            first_byte_s=0.25,
+        )
+    ]
+
+
+async def test_given_a_bare_entry_when_it_comes_then_envoys_request_id_is_the_id() -> None:
+    assert await told(batch(entry())) == [
+        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None)
+    ]
+
+
+async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_with_its_ticket() -> None:
+    message = full()
+    message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
+    assert await told(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", "t-1")]
+
+
+async def test_given_an_envoy_without_entry_types_when_it_reports_then_the_intermediate_mark_counts() -> None:
+    alive, over = entry("NotSet", "a"), entry("NotSet", "b")
+    alive.common_properties.intermediate_log_entry = True
+    first, second = await told(batch(alive, over))
+    assert first == Alive("a", None, "")
+    assert isinstance(second, Completion)
+
+
+@pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
+async def test_given_another_kind_of_entry_when_it_comes_then_it_is_ignored(kind: str) -> None:
+    assert await told(batch(entry(kind))) == []
+
+
+async def test_given_entries_of_one_request_when_they_come_then_their_order_is_kept() -> None:
+    ids = [f"r{number}" for number in range(50)]
+    messages = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
+    heard = await told(*messages)
+    assert [(type(item), item.id) for item in heard] == [
+        (kind, one) for one in ids for kind in (Alive, Completion)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "status", "outcome"),
+    [
+        ("downstream_connection_termination", 0, Outcome.CLIENT_GONE),
+        ("downstream_connection_termination", 200, Outcome.CLIENT_GONE),
+        ("downstream_remote_reset", 200, Outcome.CLIENT_GONE),
+        ("upstream_connection_failure", 503, Outcome.UPSTREAM_FAILED),
+        ("upstream_remote_reset", 200, Outcome.UPSTREAM_FAILED),
+        ("delay_injected", 200, Outcome.COMPLETED),
+        (None, 500, Outcome.UPSTREAM_FAILED),
+        (None, 404, Outcome.COMPLETED),
+    ],
+)
+async def test_given_flags_and_status_when_an_entry_ends_then_the_outcome_follows(
+    flag: str | None, status: int, outcome: Outcome
+) -> None:
+    message = entry(status=status)
+    if flag is not None:
+        setattr(message.common_properties.response_flags, flag, True)
+    (completion,) = await told(batch(message))
+    assert isinstance(completion, Completion)
+    assert (completion.outcome, completion.status) == (outcome, status)
+
+
+async def test_given_no_served_key_when_an_entry_ends_then_the_upstream_address_is_used() -> None:
+    message = entry()
+    socket = message.common_properties.upstream_remote_address.socket_address
+    socket.address, socket.port_value = "fd00::1", 8000
+    (completion,) = await told(batch(message))
+    assert completion.served == "[fd00::1]:8000"
+
+
+def nan_usage(message: Entry) -> None:
+    message.common_properties.metadata.filter_metadata["picker.usage"].update(
+        {"prompt_tokens": float("nan"), "completion_tokens": -5}
+    )
+
+
+def text_usage(message: Entry) -> None:
+    message.common_properties.metadata.filter_metadata["picker.usage"].update(
+        {"prompt_tokens": "many", "completion_tokens": None}
+    )
+
+
+def huge_usage(message: Entry) -> None:
+    message.common_properties.metadata.filter_metadata["picker.usage"].update(
+        {"prompt_tokens": 1e300, "completion_tokens": float("inf")}
+    )
+
+
+def negative_time(message: Entry) -> None:
+    message.common_properties.time_to_last_downstream_tx_byte.seconds = -3
+
+
+def odd_picker(message: Entry) -> None:
+    message.common_properties.metadata.filter_metadata["picker"].update({"id": 7, "ticket": [1]})
+
+
+@pytest.mark.parametrize("spoil", [nan_usage, text_usage, huge_usage, negative_time, odd_picker])
+async def test_given_senseless_values_when_an_entry_ends_then_they_count_as_unknown(
+    spoil: Callable[[Entry], None],
+) -> None:
+    message = entry()
+    spoil(message)
+    assert await told(batch(message)) == [
+        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None)
+    ]
+
+
+async def test_given_garbage_between_entries_when_it_comes_then_the_others_are_not_lost() -> None:
+    tcp = als_pb2.StreamAccessLogsMessage()
+    tcp.tcp_logs.log_entry.add().common_properties.upstream_cluster = "pool"
+    heard = await told(
+        batch(entry(request_id="first")),
+        b"\xff\xff not a message",
+        als_pb2.StreamAccessLogsMessage(),
+        tcp,
+        batch(entry(request_id=""), entry(request_id="x" * 5000), entry(request_id="last")),
+    )
+    assert [item.id for item in heard] == ["first", "last"]
+
+
+async def test_given_entries_when_taken_then_the_metrics_say_what_they_told() -> None:
+    metrics = Metrics()
+    accesslog.take([entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")], Book(), metrics)
+    page = metrics.page().decode()
+    for kind in ("ended", "alive", "ignored"):
+        assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
+
+
+async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None:
+    async with serving(Book(), Metrics()) as channel:
+        call = channel.stream_unary(METHOD)(timeout=30)
+        await call.write(batch(entry()).SerializeToString())
+    assert await call.code() is not grpc.StatusCode.OK

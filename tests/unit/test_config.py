@@ -1,0 +1,312 @@
+"""Configuration: the documented example, clear faults, the environment's overlay, and `picker check`."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import check_command
+from app.config import Settings, inert, load, parse
+from app.errors import ConfigError
+from app.request import Band
+
+# The configuration of the contract, key for key.
+WHOLE = """
+pool: default
+redis: {url: redis://127.0.0.1:6379/0}
+extproc: {listen: 0.0.0.0:9002}
+admin: {listen: 0.0.0.0:8081, token: null}
+discovery: {static: [{address: 10.0.0.1:8000, labels: {}}]}
+models: [{name: llama, criticality: Default, weight: 1.0, max_inflight_per_endpoint: null,
+          target_models: [{name: llama-v2, weight: 100}]}]
+objectives: [{name: premium, criticality: Critical, weight: 3.0}]
+fair_request_queue: {total_capacity: 1000, flow_capacity: 100, queue_ttl: 30s, flow_key: fairness-id,
+                     band_policy: strict, band_weights: {Critical: 70, Default: 20, Sheddable: 10},
+                     fairness: weighted-fair, ordering: fcfs, overload: preempt, starvation_after: null,
+                     guard_share: 0.1, overload_status: 503}
+request_queue_controller: {watermark_per_backend: 2, percentage_deviation_for_bounds: 0.1,
+                           lower_bound_per_backend: null, upper_bound_per_backend: null, unit: requests,
+                           expiry_cleanup_interval: 1s}
+workloads: {wait_weight: 0.4, criticality_weight: 0.4, rate_weight: 0.2, wait_cap: 60s, rate_cap: 100,
+            rate_window: 60s, ema_alpha: 0.2, idle_after: 5m, wait_signal: request}
+scheduling: {scorers: [{name: queue-depth, weight: 2}, {name: kv-cache, weight: 2},
+                       {name: lora-affinity, weight: 3}], fallbacks: 2}
+scraping: {interval: 100ms, stale_after: 1s, engine: vllm}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "picker.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def fault(tree: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(tree)
+    return str(caught.value)
+
+
+def test_given_the_documented_example_when_loaded_then_it_is_valid(tmp_path: Path) -> None:
+    settings = load(written(tmp_path, WHOLE), {})
+    assert settings.models[0].target_models[0].name == "llama-v2"
+    assert settings.objectives[0].criticality is Band.CRITICAL
+    assert settings.workloads.idle_after == 300
+    assert settings.scraping.interval == pytest.approx(0.1)
+    assert settings.request_queue_controller.upper_per_backend == pytest.approx(2.2)
+
+
+def test_given_the_documented_example_when_compared_then_it_spells_the_defaults(tmp_path: Path) -> None:
+    settings, defaults = load(written(tmp_path, WHOLE), {}), Settings()
+    for section in ("redis", "extproc", "admin", "fair_request_queue", "request_queue_controller"):
+        assert getattr(settings, section) == getattr(defaults, section)
+    assert settings.workloads == defaults.workloads
+    assert settings.scraping == defaults.scraping
+
+
+def test_given_keys_without_a_feature_when_set_then_they_are_named_as_inert(tmp_path: Path) -> None:
+    named = inert(load(written(tmp_path, WHOLE), {}))
+    assert "fair_request_queue.overload" in named
+    assert "scheduling.scorers" in named
+    assert "scraping.interval" in named
+    assert "fair_request_queue.starvation_after" not in named  # null sets nothing
+    assert "fair_request_queue.queue_ttl" not in named
+
+
+def test_given_the_defaults_when_asked_for_inert_keys_then_there_are_none() -> None:
+    assert inert(Settings()) == ()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "valid"),
+    [
+        ("fair_request_queue", "ordering", "edf", "fcfs"),
+        ("fair_request_queue", "ordering", "workload-aware", "fcfs"),
+        ("fair_request_queue", "band_policy", "weighted", "strict"),
+        ("fair_request_queue", "fairness", "none", "weighted-fair"),
+        ("fair_request_queue", "fairness", "round-robin", "weighted-fair"),
+        ("fair_request_queue", "overload", "reject-noncritical", "preempt"),
+        ("request_queue_controller", "unit", "tokens", "requests"),
+        ("redis", "url", "redis+sentinel://h:1/m", "redis://"),
+        ("redis", "url", "redis+cluster://h:1", "redis://"),
+    ],
+)
+def test_given_a_planned_value_when_parsed_then_the_fault_says_not_available_yet(
+    section: str, key: str, value: str, valid: str
+) -> None:
+    message = fault({section: {key: value}})
+    assert message.startswith(f"{section}.{key}: ")
+    assert "not available yet; valid: " + valid in message
+
+
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [
+        ({"fair_request_queue": {"total_capacity": True}}, "fair_request_queue.total_capacity"),
+        ({"fair_request_queue": {"total_capacity": "5"}}, "fair_request_queue.total_capacity"),
+        ({"fair_request_queue": {"total_capacity": 5.5}}, "fair_request_queue.total_capacity"),
+        ({"fair_request_queue": {"total_capacity": 0}}, "fair_request_queue.total_capacity"),
+        ({"fair_request_queue": {"total_capacity": 10**30}}, "fair_request_queue.total_capacity"),
+        ({"fair_request_queue": {"total_capacity": 5, "flow_capacity": 6}}, "fair_request_queue"),
+        ({"fair_request_queue": {"queue_ttl": "soon"}}, "fair_request_queue.queue_ttl"),
+        ({"fair_request_queue": {"queue_ttl": True}}, "fair_request_queue.queue_ttl"),
+        ({"fair_request_queue": {"queue_ttl": "0s"}}, "fair_request_queue.queue_ttl"),
+        ({"fair_request_queue": {"queue_ttl": float("nan")}}, "fair_request_queue.queue_ttl"),
+        ({"fair_request_queue": {"queue_ttl": 10**400}}, "fair_request_queue.queue_ttl"),
+        ({"fair_request_queue": {"overload_status": 500}}, "fair_request_queue.overload_status"),
+        ({"fair_request_queue": {"ordering": "lifo"}}, "fair_request_queue.ordering"),
+        ({"fair_request_queue": {"guard_share": 1}}, "fair_request_queue.guard_share"),
+        ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue"),
+        (
+            {"request_queue_controller": {"watermark_per_backend": float("inf")}},
+            "request_queue_controller.watermark_per_backend",
+        ),
+        ({"request_queue_controller": {"upper_bound_per_backend": 1}}, "request_queue_controller"),
+        ({"request_queue_controller": {"lower_bound_per_backend": 3}}, "request_queue_controller"),
+        ({"workloads": {"ema_alpha": 2}}, "workloads.ema_alpha"),
+        ({"decision_log": {"enabled": "yes"}}, "decision_log.enabled"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "configuration"),
+        ({"models": [{"name": "a", "max_inflight_per_endpoint": 4}]}, "models.0"),
+        ({"models": [{"name": "a", "criticality": "Urgent"}]}, "models.0.criticality"),
+        ({"scheduling": {"scorers": [{"name": "luck"}]}}, "scheduling.scorers.0.name"),
+        ({"scraping": {"stale_after": "10ms"}}, "scraping"),
+        ({"discovery": {"static": [{"address": "model:8000"}]}}, "discovery.static.0.address"),
+        ({"discovery": {"static": [{"address": "10.0.0.1:0"}]}}, "discovery.static.0.address"),
+        ({"discovery": {"static": [{"address": "::1:80"}]}}, "discovery.static.0.address"),
+        ({"discovery": {"static": [{"address": "[::1]:80"}, {"address": "[0::1]:80"}]}}, "discovery.static"),
+        ({"discovery": {"static": [], "file": "x"}}, "discovery"),
+        ({"discovery": {"file": ""}}, "discovery.file"),
+        ({"extproc": {"listen": "9002"}}, "extproc.listen"),
+        ({"extproc": {"listen": "0.0.0.0:99999"}}, "extproc.listen"),
+        ({"extproc": {"listen": "0.0.0.0:8081"}}, "configuration"),
+        ({"pool": "a b"}, "pool"),
+        ({"pool": "a\n"}, "pool"),
+        ({"redis": None}, "redis"),
+    ],
+)
+def test_given_a_wrong_value_when_parsed_then_one_line_names_its_key(
+    tree: dict[str, object], where: str
+) -> None:
+    message = fault(tree)
+    assert message.startswith(f"{where}: ")
+    assert "\n" not in message
+
+
+def test_given_an_unknown_key_when_parsed_then_the_fault_lists_the_valid_ones() -> None:
+    message = fault({"fair_request_queue": {"capacity": 3}})
+    assert message.startswith("fair_request_queue.capacity: unknown key; valid here: total_capacity,")
+
+
+def test_given_several_faults_when_parsed_then_each_has_its_line() -> None:
+    lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]
+
+
+def test_given_a_bad_url_with_a_password_when_parsed_then_the_fault_keeps_it_secret() -> None:
+    assert "hunter2" not in fault({"redis": {"url": "http://:hunter2@host"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("pool: [", "is not YAML"),
+        ("- a\n- b", "top level must be a mapping"),
+        ("pool: a\npool: b", "'pool' is there twice"),
+        ("[" * 5000, "is not YAML"),
+        ("pool: 2026-99-99", "is not YAML"),
+    ],
+)
+def test_given_a_broken_file_when_loaded_then_the_fault_names_the_file(
+    tmp_path: Path, text: str, needle: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"picker\.yaml") as caught:
+        load(path, {})
+    assert needle in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_given_no_such_file_when_loaded_then_the_fault_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        load(tmp_path / "absent.yaml", {})
+
+
+def test_given_variables_when_loaded_then_they_overlay_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
+    variables = {
+        "PICKER_REDIS__URL": "redis://b:2",
+        "PICKER_ADMIN__TOKEN": "123456",  # text, whatever YAML would make of it
+        "PICKER_FAIR_REQUEST_QUEUE__QUEUE_TTL": "5s",
+        "PICKER_MODELS": "[{name: llama}]",
+        "PATH": "/bin",
+    }
+    settings = load(path, variables)
+    assert settings.pool == "one"
+    assert settings.redis.url == "redis://b:2"
+    assert settings.admin.token == "123456"
+    assert settings.fair_request_queue.queue_ttl == 5
+    assert settings.models[0].name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PICKER_REDIS__ADDRESS", "x"),
+        ("PICKER_NONSENSE", "1"),
+        ("PICKER_POOL__NAME", "x"),
+        ("PICKER_SCHEDULING__FALLBACKS", "many"),
+        ("PICKER_SCHEDULING__FALLBACKS", "[1"),
+    ],
+)
+def test_given_a_wrong_variable_when_loaded_then_the_fault_names_it(
+    tmp_path: Path, name: str, value: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, "pool: one"), {name: value})
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_given_the_links_of_a_kubernetes_service_when_loaded_then_they_are_passed_over() -> None:
+    links = {
+        "PICKER_PORT": "tcp://10.0.0.9:9002",
+        "PICKER_SERVICE_HOST": "10.0.0.9",
+        "PICKER_SERVICE_PORT_GRPC": "9002",
+        "PICKER_FLEET_PORT_9002_TCP_ADDR": "10.0.0.9",
+    }
+    assert load(None, links) == Settings()
+
+
+def test_given_a_relative_endpoints_file_when_loaded_then_it_is_beside_the_configuration(
+    tmp_path: Path,
+) -> None:
+    settings = load(written(tmp_path, "discovery: {file: endpoints.yaml}"), {})
+    assert settings.discovery.file == tmp_path / "endpoints.yaml"
+
+
+def test_given_two_settings_when_one_is_frozen_then_defaults_are_not_shared_and_change_is_refused() -> None:
+    settings = Settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.pool = "other"
+    weights = settings.fair_request_queue.model_copy(deep=True).band_weights
+    weights.clear()
+    assert len(Settings().fair_request_queue.band_weights) == 3
+
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(10**400)
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(
+            st.sampled_from(["url", "listen", "static", "address", "name", "weight", "queue_ttl", "unit"])
+            | st.integers(),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(Settings.model_fields)) | st.integers(), trees, max_size=3))
+def test_given_any_tree_when_parsed_then_it_is_settings_or_a_named_fault(tree: dict[str, object]) -> None:
+    settings = None
+    message = ""
+    try:
+        settings = parse(tree)
+    except ConfigError as fault:
+        message = str(fault)
+    assert (settings is None) == bool(message)
+
+
+def checked(path: Path) -> int:
+    parser = argparse.ArgumentParser()
+    check_command.add_arguments(parser)
+    return check_command.run(parser.parse_args([str(path)]))
+
+
+def test_given_a_valid_file_when_checked_then_a_summary_and_notes_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, WHOLE)
+    assert checked(path) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith(f"{path}: valid\n")
+    assert "endpoints: static, 1 listed" in out.out
+    assert "lower 1.8, watermark 2, upper 2.2" in out.out
+    assert "note: scheduling.scorers is accepted and not yet in effect" in out.out
+    assert out.err == ""
+
+
+def test_given_a_faulty_file_when_checked_then_each_fault_is_a_line_and_the_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}")
+    assert checked(path) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert len(out.err.splitlines()) == 2

@@ -1,0 +1,295 @@
+"""Discovery: each source reports at once and on change, and keeps its last good list."""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import dns.asyncresolver
+import dns.flags
+import dns.message
+import dns.rcode
+import dns.rdatatype
+import dns.rrset
+import pytest
+
+from app.config import parse
+from app.endpoints.discovery import Source, source_of
+from app.endpoints.dns_source import DnsSource
+from app.endpoints.file_source import FileFault, FileSource, listed
+from app.endpoints.snapshot import Endpoint
+from app.errors import StartupError
+
+
+class Reports:
+    """Receives a source's lists; `next` waits for one."""
+
+    def __init__(self) -> None:
+        self._lists: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
+
+    def __call__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self._lists.put_nowait(endpoints)
+
+    async def next(self) -> list[str]:
+        async with asyncio.timeout(20):
+            return [endpoint.address for endpoint in await self._lists.get()]
+
+    @property
+    def none_waiting(self) -> bool:
+        return self._lists.empty()
+
+
+@asynccontextmanager
+async def watching(source: Source) -> AsyncIterator[Reports]:
+    reports = Reports()
+    task = asyncio.create_task(source.watch(reports))
+    try:
+        yield reports
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+
+class Lines(logging.Handler):
+    """Receives the log; `saying` waits for a line with a text in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put_nowait(record.getMessage())
+
+    async def saying(self, text: str) -> str:
+        async with asyncio.timeout(20):
+            while text not in (line := await self._lines.get()):
+                pass
+        return line
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    lines = Lines()
+    logger = logging.getLogger("app.endpoints")
+    logger.addHandler(lines)
+    yield lines
+    logger.removeHandler(lines)
+
+
+# --- static
+
+
+async def test_given_a_static_list_when_watched_then_it_is_reported_once() -> None:
+    settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
+    async with watching(source_of(settings.discovery)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        assert reports.none_waiting
+
+
+async def test_given_no_discovery_when_watched_then_the_pool_is_empty() -> None:
+    async with watching(source_of(parse({}).discovery)) as reports:
+        assert await reports.next() == []
+
+
+def test_given_each_kind_of_source_when_asked_for_then_it_is_made(tmp_path: Path) -> None:
+    by_file = parse({"discovery": {"file": str(tmp_path / "e.yaml")}})
+    by_dns = parse({"discovery": {"dns": {"name": "models", "port": 8000}}})
+    assert isinstance(source_of(by_file.discovery), FileSource)
+    assert isinstance(source_of(by_dns.discovery), DnsSource)
+
+
+# --- file
+
+
+def entries(*addresses: str) -> str:
+    return json.dumps([{"address": address, "labels": {"gpu": "a"}} for address in addresses])
+
+
+def replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+async def test_given_a_file_when_it_changes_in_place_or_is_replaced_then_the_list_follows(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("- address: 10.0.0.1:8000\n  labels: {gpu: a}\n")
+    async with watching(FileSource(path, recheck_s=0.2)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        path.write_text(entries("10.0.0.2:8000"))
+        assert await reports.next() == ["10.0.0.2:8000"]
+        replace(path, entries("10.0.0.3:8000", "[::1]:8000"))
+        assert await reports.next() == ["10.0.0.3:8000", "[::1]:8000"]
+        replace(path, "[]")
+        assert await reports.next() == []
+
+
+async def test_given_a_mounted_config_map_when_its_symlink_is_swapped_then_the_list_follows(
+    tmp_path: Path,
+) -> None:
+    for version, address in (("v1", "10.0.0.1:8000"), ("v2", "10.0.0.2:8000")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "endpoints.yaml").write_text(entries(address))
+    (tmp_path / "..data").symlink_to("v1")
+    (tmp_path / "endpoints.yaml").symlink_to("..data/endpoints.yaml")
+    async with watching(FileSource(tmp_path / "endpoints.yaml", recheck_s=0.2)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        (tmp_path / "..data_tmp").symlink_to("v2")
+        os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
+        assert await reports.next() == ["10.0.0.2:8000"]
+
+
+async def test_given_a_file_that_breaks_when_watched_then_the_last_good_list_stays_and_the_log_says_why(
+    tmp_path: Path, log: Lines
+) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(entries("10.0.0.1:8000"))
+    async with watching(FileSource(path, recheck_s=0.2)) as reports:
+        await reports.next()
+        replace(path, entries("model-server:8000"))
+        assert str(path) in await log.saying("'model-server:8000' is no ip:port")
+        path.unlink()
+        await log.saying("cannot be read")
+        assert reports.none_waiting
+        replace(path, entries("10.0.0.2:8000"))
+        assert await reports.next() == ["10.0.0.2:8000"]
+
+
+@pytest.mark.parametrize("content", [None, "", "- 7", "{"])
+async def test_given_no_usable_file_at_the_start_when_watched_then_the_fault_names_it(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "endpoints.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(StartupError, match=r"endpoints\.yaml: "):
+        await FileSource(path).watch(Reports())
+
+
+async def test_given_no_folder_at_the_start_when_watched_then_the_fault_names_the_file(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(StartupError, match=r"endpoints\.yaml: cannot be read"):
+        await FileSource(tmp_path / "absent" / "endpoints.yaml").watch(Reports())
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("", "is empty"),
+        ("endpoints: []", "the list: "),
+        ("- address: 10.0.0.1:8000\n- address: 10.0.0.1:8000", "10.0.0.1:8000 is listed twice"),
+        ("- addres: 10.0.0.1:8000", "0."),
+        ("- {address: '10.0.0.1:8000', labels: {a: 1}}", "0.labels.a: "),
+    ],
+)
+def test_given_a_wrong_list_when_read_then_the_fault_says_where(text: str, needle: str) -> None:
+    with pytest.raises(FileFault) as caught:
+        listed(text)
+    assert needle in str(caught.value)
+
+
+# --- dns
+
+
+class Zone(asyncio.DatagramProtocol):
+    """A name server for one name: `records` by type; None is a server failure, no key is no answer."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[str] | None] = {}
+        self.port = 0
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self.port = transport.get_extra_info("sockname")[1]
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        query = dns.message.from_wire(data)
+        response = dns.message.make_response(query)
+        response.flags |= dns.flags.RA
+        question = query.question[0]
+        family = dns.rdatatype.to_text(question.rdtype)
+        found = self.records.get(family, [])
+        if found is None:
+            response.set_rcode(dns.rcode.SERVFAIL)
+        elif found:
+            response.answer.append(dns.rrset.from_text(question.name, 1, "IN", family, *found))
+        self._transport.sendto(response.to_wire(), addr)
+
+
+@pytest.fixture
+async def zone() -> AsyncIterator[Zone]:
+    loop = asyncio.get_running_loop()
+    transport, server = await loop.create_datagram_endpoint(Zone, local_addr=("127.0.0.1", 0))
+    yield server
+    transport.close()
+
+
+def by_dns(zone: Zone, name: str = "models.test.") -> DnsSource:
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    resolver.nameservers = ["127.0.0.1"]
+    resolver.port = zone.port
+    return DnsSource(name, 8000, interval_s=0.02, lookup_s=2, resolver=resolver)
+
+
+async def test_given_records_of_both_families_when_they_change_then_the_list_follows(zone: Zone) -> None:
+    zone.records = {"A": ["10.0.0.2", "10.0.0.1"], "AAAA": ["fd00::1"]}
+    async with watching(by_dns(zone)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
+        zone.records = {"A": ["10.0.0.1"]}
+        lists = [await reports.next()]
+        while lists[-1] != ["10.0.0.1:8000"]:  # the families are asked apart
+            lists.append(await reports.next())
+        zone.records = {}
+        assert await reports.next() == []
+
+
+async def test_given_a_failing_name_server_when_watched_then_the_last_good_list_stays(
+    zone: Zone, log: Lines
+) -> None:
+    zone.records = {"A": ["10.0.0.1"]}
+    async with watching(by_dns(zone)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        zone.records = {"A": None, "AAAA": None}
+        await log.saying("models.test. A failed")
+        assert reports.none_waiting
+        zone.records = {"A": ["10.0.0.9"]}
+        assert await reports.next() == ["10.0.0.9:8000"]
+
+
+async def test_given_a_server_that_fails_one_family_when_watched_then_the_other_counts(zone: Zone) -> None:
+    zone.records = {"A": ["10.0.0.1"], "AAAA": None}
+    async with watching(by_dns(zone)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+
+
+async def test_given_a_failing_server_at_the_start_when_it_recovers_then_the_first_list_comes(
+    zone: Zone, log: Lines
+) -> None:
+    zone.records = {"A": None, "AAAA": None}
+    async with watching(by_dns(zone)) as reports:
+        await log.saying("models.test. A failed")
+        assert reports.none_waiting
+        zone.records = {"A": ["10.0.0.1"], "AAAA": []}
+        assert await reports.next() == ["10.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(("name", "address"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
+async def test_given_an_address_for_a_name_when_watched_then_it_is_the_endpoint(
+    name: str, address: str
+) -> None:
+    async with watching(DnsSource(name, 8000)) as reports:
+        assert await reports.next() == [address]
+
+
+async def test_given_localhost_when_watched_then_the_system_answers() -> None:
+    async with watching(DnsSource("localhost", 8000)) as reports:
+        assert "127.0.0.1:8000" in await reports.next()

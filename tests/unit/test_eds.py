@@ -1,0 +1,199 @@
+"""EDS over real gRPC: what Envoy is told of the pool, when, and what its answers do."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from envoy.config.core.v3 import health_check_pb2
+from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.service.discovery.v3 import discovery_pb2
+
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.extproc import eds
+
+Request = discovery_pb2.DiscoveryRequest
+Response = discovery_pb2.DiscoveryResponse
+
+
+@asynccontextmanager
+async def serving(cell: SnapshotCell) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((eds.handler(cell),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+def subscribe(channel: grpc.aio.Channel) -> Any:
+    return channel.stream_stream(
+        f"/{eds.SERVICE}/StreamEndpoints",
+        request_serializer=Request.SerializeToString,
+        response_deserializer=Response.FromString,
+    )(timeout=20)
+
+
+def asking(*names: str, after: Response | None = None, error: str = "") -> Request:
+    request = Request(type_url=eds.TYPE_URL, resource_names=names)
+    if after is not None:
+        request.response_nonce = after.nonce
+        request.version_info = after.version_info
+    if error:
+        request.error_detail.message = error
+    return request
+
+
+def read(response: Response) -> dict[str, dict[str, int]]:
+    """{cluster: {ip:port: health status}} of a response."""
+    clusters: dict[str, dict[str, int]] = {}
+    for resource in response.resources:
+        message = endpoint_pb2.ClusterLoadAssignment()
+        assert resource.Unpack(message)
+        clusters[message.cluster_name] = {
+            f"{host.endpoint.address.socket_address.address}:"
+            f"{host.endpoint.address.socket_address.port_value}": host.health_status
+            for locality in message.endpoints
+            for host in locality.lb_endpoints
+        }
+    return clusters
+
+
+def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
+    return Snapshot(version, tuple(Endpoint(one, draining=one == draining) for one in addresses))
+
+
+def filled(version: str, *addresses: str) -> SnapshotCell:
+    cell = SnapshotCell()
+    cell.publish(snapshot(version, *addresses))
+    return cell
+
+
+async def test_given_a_pool_when_envoy_asks_then_it_gets_the_endpoints() -> None:
+    async with serving(filled("v1", "10.0.0.1:8000", "[fd00::1]:8001")) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        response = await call.read()
+    assert response.version_info == "v1"
+    assert response.type_url == eds.TYPE_URL
+    healthy = health_check_pb2.HEALTHY
+    assert read(response) == {"pool": {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}}
+
+
+async def test_given_a_subscription_when_the_pool_changes_then_the_change_is_pushed() -> None:
+    cell = filled("v1", "10.0.0.1:8000")
+    async with serving(cell) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        first = await call.read()
+        await call.write(asking("pool", after=first))
+        cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000", draining="10.0.0.1:8000"))
+        second = await call.read()
+    assert second.nonce != first.nonce
+    assert read(second)["pool"] == {
+        "10.0.0.1:8000": health_check_pb2.DRAINING,
+        "10.0.0.2:8000": health_check_pb2.HEALTHY,
+    }
+
+
+async def test_given_no_snapshot_yet_when_envoy_asks_then_nothing_is_sent_until_there_is_one() -> None:
+    cell = SnapshotCell()
+    async with serving(cell) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        await call.write(asking("pool", "other"))
+        cell.publish(snapshot("v1", "10.0.0.1:8000"))
+        response = await call.read()
+    assert response.version_info == "v1"
+    assert "10.0.0.1:8000" in read(response)["pool"]
+
+
+async def test_given_an_unknown_cluster_when_asked_then_its_assignment_is_empty() -> None:
+    async with serving(filled("v1", "10.0.0.1:8000")) as channel:
+        call = subscribe(channel)
+        await call.write(asking("elsewhere"))
+        response = await call.read()
+    assert read(response) == {"elsewhere": {}}
+
+
+async def test_given_a_refusal_when_envoy_sends_it_then_only_the_next_snapshot_is_sent() -> None:
+    cell = filled("v1", "10.0.0.1:8000")
+    async with serving(cell) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        first = await call.read()
+        await call.write(asking("pool", after=first, error="no such thing"))
+        await call.write(asking("pool", after=first, error="no such thing"))
+        await call.write(asking("pool", "more", after=first))  # a new question proves the others were read
+        second = await call.read()
+        cell.publish(snapshot("v2", "10.0.0.2:8000"))
+        third = await call.read()
+    assert (second.version_info, int(second.nonce)) == ("v1", int(first.nonce) + 1)
+    assert set(read(second)) == {"pool", "more"}
+    assert third.version_info == "v2"
+
+
+async def test_given_an_answer_to_an_older_push_when_it_comes_then_it_changes_nothing() -> None:
+    cell = filled("v1", "10.0.0.1:8000")
+    async with serving(cell) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        first = await call.read()
+        cell.publish(snapshot("v2", "10.0.0.2:8000"))
+        second = await call.read()
+        await call.write(asking("stale", after=first))
+        await call.write(asking("pool", "fresh", after=second))
+        third = await call.read()
+    assert set(read(third)) == {"pool", "fresh"}
+
+
+async def test_given_two_envoys_when_the_pool_changes_then_both_are_told() -> None:
+    cell = filled("v1", "10.0.0.1:8000")
+    async with serving(cell) as channel:
+        calls = [subscribe(channel), subscribe(channel)]
+        for call in calls:
+            await call.write(asking("pool"))
+            await call.read()
+        cell.publish(snapshot("v2"))
+        responses = [await call.read() for call in calls]
+    assert [read(response) for response in responses] == [{"pool": {}}, {"pool": {}}]
+
+
+async def test_given_another_type_when_asked_then_the_stream_is_refused_by_name() -> None:
+    async with serving(filled("v1")) as channel:
+        call = subscribe(channel)
+        await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert eds.TYPE_URL in str(caught.value.details())
+
+
+async def test_given_the_client_is_done_when_it_ends_the_stream_then_it_ends_well() -> None:
+    async with serving(filled("v1")) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        await call.read()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None:
+    async with serving(filled("v1")) as channel:
+        call = subscribe(channel)
+        await call.write(asking("pool"))
+        await call.read()
+    assert await call.code() is not grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", ["DeltaEndpoints", "FetchEndpoints"])
+async def test_given_another_method_when_called_then_it_is_unimplemented(method: str) -> None:
+    async with serving(filled("v1")) as channel:
+        call = channel.stream_stream(f"/{eds.SERVICE}/{method}")(timeout=10)
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

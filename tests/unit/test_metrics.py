@@ -1,0 +1,191 @@
+"""Metrics: the names on the page, capped labels, and JSON log lines."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.request import Completion, Outcome
+from app.telemetry import logs
+from app.telemetry.metrics import Metrics
+from app.telemetry.series import OTHER, LabelCap
+
+STATE = {
+    "stock": 7,
+    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8},
+    "ready_backends": 4,
+    "queue_length": {"Critical": 0, "Default": 3},
+    "active_flows": 2,
+    "replicas": ["a", "b"],
+    "in_flight": {"10.0.0.1:8000": 2},
+    "degraded": True,
+}
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Every sample of the page by (name, label=value…)."""
+    page = metrics.page().decode()
+    return {
+        (
+            sample.name,
+            *sorted(f"{key}={value}" for key, value in sample.labels.items() if value),
+        ): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def ended(**changes: object) -> Completion:
+    fields: dict[str, object] = {
+        "id": "r",
+        "outcome": Outcome.COMPLETED,
+        "status": 200,
+        "served": None,
+        "prompt_tokens": 7,
+        "completion_tokens": 100,
+        "duration_s": 2.0,
+        "first_byte_s": 0.2,
+    }
+    return Completion(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_given_a_decision_when_counted_then_code_mode_and_latency_are_on_the_page() -> None:
+    metrics = Metrics()
+    metrics.answered("lean", "llama", "ok", 0.003)
+    metrics.answered("lean", "llama", "expired_ttl", 3)
+    page = samples(metrics)
+    assert page["epp_requests_total", "code=ok", "mode=lean", "model=llama"] == 1
+    assert page["epp_requests_total", "code=expired_ttl", "mode=lean", "model=llama"] == 1
+    assert page["epp_decision_latency_seconds_bucket", "le=0.0025", "mode=lean"] == 0
+    assert page["epp_decision_latency_seconds_bucket", "le=0.005", "mode=lean"] == 1
+    assert page["epp_decision_latency_seconds_bucket", "le=+Inf", "mode=lean"] == 2
+    assert page["epp_decision_latency_seconds_sum", "mode=lean"] == pytest.approx(3.003)
+
+
+def test_given_completions_when_counted_then_tokens_and_durations_add_up_and_unknowns_are_left_out() -> None:
+    metrics = Metrics()
+    metrics.completed(ended(), "llama")
+    metrics.completed(
+        ended(
+            outcome=Outcome.CLIENT_GONE,
+            prompt_tokens=None,
+            completion_tokens=None,
+            duration_s=None,
+            first_byte_s=None,
+        ),
+        "llama",
+    )
+    page = samples(metrics)
+    assert page["epp_input_tokens_total", "model=llama"] == 7
+    assert page["epp_output_tokens_total", "model=llama"] == 100
+    assert page["epp_completions_total", "model=llama", "outcome=client_gone"] == 1
+    assert page["epp_request_duration_seconds_count", "model=llama"] == 1
+    assert page["epp_time_to_first_token_seconds_count", "model=llama"] == 1
+
+
+def test_given_queue_events_when_counted_then_they_have_the_specified_names() -> None:
+    metrics = Metrics()
+    metrics.waited("m", 0.3, True)
+    metrics.waited("m", 30, False)
+    metrics.bypassed("m", "m-v2")
+    metrics.expired("m")
+    metrics.cancelled("m")
+    metrics.push_error("m", "too_many_flows")
+    metrics.dequeued(3, 2)
+    metrics.adopted(4)
+    metrics.reclaimed(5)
+    metrics.redis_call("admit", 0.0004, 8)
+    metrics.redis_error("settle")
+    metrics.access_log("ended", 6)
+    page = samples(metrics)
+    assert page["epp_queue_latency_seconds_count", "model=m", "success=true"] == 1
+    assert page["epp_queue_latency_seconds_count", "model=m", "success=false"] == 1
+    assert page["epp_bypass_total", "model=m", "target_model=m-v2"] == 1
+    assert page["epp_requests_expired_total", "model=m"] == 1
+    assert page["epp_requests_cancelled_total", "model=m"] == 1
+    assert page["epp_queue_push_errors_total", "error_type=too_many_flows", "model=m"] == 1
+    assert page["epp_popper_dequeue_attempts_total",] == 3
+    assert page["epp_popper_dequeue_successes_total",] == 2
+    assert page["epp_adoptions_total",] == 4
+    assert page["epp_lease_reclaims_total",] == 5
+    assert page["epp_redis_call_seconds_count", "script=admit"] == 1
+    assert page["epp_redis_call_items_sum", "script=admit"] == 8
+    assert page["epp_redis_errors_total", "script=settle"] == 1
+    assert page["epp_access_log_entries_total", "kind=ended"] == 6
+
+
+def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoints_end() -> None:
+    metrics = Metrics()
+    metrics.pool(STATE)
+    metrics.pool({"in_flight": {"10.0.0.2:8000": 1}})
+    page = samples(metrics)
+    assert page["epp_stock_level",] == 7
+    assert page["epp_upper_bound",] == pytest.approx(8.8)
+    assert page["epp_lower_bound",] == pytest.approx(7.2)
+    assert page["epp_watermark",] == 8
+    assert page["epp_queue_length", "band=Default"] == 3
+    assert page["epp_live_replicas",] == 2
+    assert page["epp_degraded",] == 1
+    assert page["epp_endpoint_in_flight", "endpoint=10.0.0.2:8000"] == 1
+    assert ("epp_endpoint_in_flight", "endpoint=10.0.0.1:8000") not in page
+
+
+def test_given_more_names_than_the_cap_when_counted_then_the_rest_is_other_and_known_models_stay() -> None:
+    metrics = Metrics(models=["llama"])
+    for number in range(1500):
+        metrics.bypassed(f"made-up-{number}")
+    metrics.bypassed("llama")
+    page = samples(metrics)
+    models = [key for key in page if key[0] == "epp_bypass_total"]
+    assert len(models) == 1001
+    assert page["epp_bypass_total", f"model={OTHER}"] == 501
+    assert page["epp_bypass_total", "model=llama"] == 1
+
+
+@pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
+def test_given_a_hostile_model_name_when_counted_then_the_page_still_parses(name: str) -> None:
+    metrics = Metrics()
+    metrics.answered("lean", name, "ok", 0.1)
+    assert len(metrics.page()) < 50_000
+    assert any(key[0] == "epp_requests_total" for key in samples(metrics))
+
+
+def test_given_a_cap_when_a_known_value_comes_again_then_it_keeps_its_name() -> None:
+    cap = LabelCap(limit=1)
+    assert [cap("a"), cap("b"), cap("a")] == ["a", OTHER, "a"]
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup("INFO", stream, replica="r-1")
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_given_a_log_line_when_written_then_it_is_one_json_object_with_its_fields(lines: io.StringIO) -> None:
+    logging.getLogger("app.x").warning("took %d", 3, extra=logs.about("id-1", "flow-1", "expired"))
+    line = json.loads(lines.getvalue())
+    assert lines.getvalue().count("\n") == 1
+    assert line["message"] == "took 3"
+    assert line["level"] == "warning"
+    assert (line["request_id"], line["flow"], line["decision"]) == ("id-1", "flow-1", "expired")
+    assert line["replica"] == "r-1"
+
+
+def test_given_values_json_does_not_know_when_logged_then_the_line_is_written_all_the_same(
+    lines: io.StringIO,
+) -> None:
+    try:
+        raise ValueError("bad \ud800 text\nsecond line")
+    except ValueError:
+        logging.getLogger("app.x").exception("failed \ud800", extra={"what": {1, 2}, "size": 2**70})
+    line = json.loads(lines.getvalue())
+    assert "ValueError" in line["exception"]
+    assert lines.getvalue().count("\n") == 1
