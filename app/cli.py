@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PickerError as fault:
         print(fault, file=sys.stderr)
         return 2 if isinstance(fault, ConfigError) else 1
+    except KeyboardInterrupt:  # before a command that handles it was running
+        return 130
     except BrokenPipeError:  # `picker envoy-config | head`
         sys.stderr.close()
         return 1

@@ -28,6 +28,7 @@ REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 TTL = ("x-llm-d-inference-ttl",)
 WORKLOAD = ("x-workload-context",)
 HEADERS = frozenset((REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL))
+_PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
 MAX_WORKLOAD_ID_BYTES = 128
@@ -130,21 +131,27 @@ class Intake:
             BadRequest: a header in use is malformed; the message names it.
         """
         model = ask.model
-        fairness_id = _name(headers, FAIRNESS_ID)
-        band, weight = self._rank(model, _text(headers, OBJECTIVE))
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
+        fairness_id = objective = rewrite = ttl = context = ""
+        if not headers.keys() <= _PLAIN:
+            fairness_id = _name(headers, FAIRNESS_ID)
+            objective = _text(headers, OBJECTIVE)
+            rewrite = _name(headers, REWRITE)
+            ttl = _text(headers, TTL)
+            context = _text(headers, WORKLOAD)
+        band, weight = self._rank(model, objective)
         return InferenceRequest(
             id=request_id,
             model=model,
-            target_model=_name(headers, REWRITE) or self._target(model),
+            target_model=rewrite or self._target(model),
             stream=ask.stream,
             flow=fairness_id if fairness_id and self._by_fairness_id else model,
             band=band,
             weight=weight,
-            workload=_workload(_text(headers, WORKLOAD), request_id),
+            workload=_workload(context, request_id),
             cost=1.0,
-            ttl_s=self._ttl(_text(headers, TTL)),
+            ttl_s=self._ttl(ttl) if ttl else self._ttl_s,
             subset=subset,
         )
 
@@ -161,8 +168,6 @@ class Intake:
         return names[min(bisect_right(bounds, self._choose() * bounds[-1]), len(names) - 1)]
 
     def _ttl(self, text: str) -> float:
-        if not text:
-            return self._ttl_s
         try:
             ttl_s = duration_s(text)
         except ValueError as fault:

@@ -28,32 +28,34 @@ end
 local function adopt(r, attempt, candidates, turn)
   local old_owner = r.owner
   r.owner, r.attempt = news.caller, attempt
+  if r.state == 'queued' or r.state == 'held' then
+    if r.deadline_ms <= now_ms then
+      finish_request(r, 'expired')
+      return 'expired'
+    end
+    if r.state == 'held' then
+      redis.call('ZREM', key.deadlines, r.id)
+      r.state = 'queued'
+      queue.insert(r)
+    end
+    record.write(r)
+    log('adopted', r)
+    return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
+  end
   log('adopted', r)
   if r.state == 'placed' then
     redis.call('ZADD', key.inflight, now_ms + pool.lease_ms, r.id)
     record.write(r)
     return 'placed ' .. r.endpoints .. ' adopted'
-  elseif r.state == 'granted' then
-    redis.call('HDEL', key.inbox(old_owner), r.id)
-    local reply = place(r, candidates, turn)
-    if reply then
-      log('placed', r)
-      return reply .. ' adopted'
-    end
+  end
+  redis.call('HDEL', key.inbox(old_owner), r.id)
+  local reply = place(r, candidates, turn)
+  if not reply then
     finish_request(r, 'refused')
     return 'refused no-endpoints'
   end
-  if r.deadline_ms <= now_ms then
-    finish_request(r, 'expired')
-    return 'expired'
-  end
-  if r.state == 'held' then
-    redis.call('ZREM', key.deadlines, r.id)
-    r.state = 'queued'
-    queue.insert(r)
-  end
-  record.write(r)
-  return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
+  log('placed', r)
+  return reply .. ' adopted'
 end
 
 local function refuse(r, reason)
@@ -62,6 +64,7 @@ local function refuse(r, reason)
 end
 
 local function arrive(r, ttl_ms, age_ms, candidates, turn)
+  if ttl_ms <= age_ms then return 'expired' end
   if pool.ready == 0 then return refuse(r, 'no-endpoints') end
   if pool.queued == 0 and pool.stock + r.cost <= pool.upper then
     pool.add('stock', r.cost)
@@ -76,7 +79,6 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn)
     log('bypassed', r)
     return reply
   end
-  if ttl_ms <= age_ms then return 'expired' end
   if redis.call('ZCARD', key.queue(r.band, r.flow)) >= pool.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
   end

@@ -14,6 +14,8 @@ local last = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0)
 local was_known = last > now_ms - silence_ms and 1 or 0
 redis.call('ZADD', key.replicas, now_ms, owner)
 redis.call('HSET', key.about, owner, about)
+-- A sweep may have begun on what it queued before; the next silence is walked from the start.
+if was_known == 0 then redis.call('HDEL', key.orphans, owner) end
 local live = redis.call('ZRANGEBYSCORE', key.replicas, now_ms - silence_ms, '+inf')
 local leader = 1
 for _, other in ipairs(live) do

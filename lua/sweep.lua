@@ -54,8 +54,8 @@ end
 
 local scan = redis.call('HSCAN', key.workloads, state[3] or '0', 'COUNT', CHUNK)
 for i = 1, #scan[2], 2 do
-  local total, active, _, _, last_ms = unpack(workloads.parse(scan[2][i + 1]))
-  if active == 0 and total > 0 and now_ms - last_ms > idle_ms then
+  local _, active, _, _, last_ms = unpack(workloads.parse(scan[2][i + 1]))
+  if active == 0 and now_ms - last_ms > idle_ms then
     redis.call('HDEL', key.workloads, scan[2][i])
   end
 end

@@ -45,6 +45,7 @@ class Membership:
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
         self._born = ""
+        self._forgotten = False  # the shared state has yet to be told again what this replica holds
         self._poke = asyncio.Event()
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
@@ -108,6 +109,8 @@ class Membership:
         silence_s = self._settings.leases.replica_silence
         pulse = await self._store.heartbeat(self._about, silence_s)
         unknown = pulse.born == "0"
+        if self._born and (unknown or not pulse.was_known or pulse.born != self._born):
+            self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
             await self._publish()
             pulse = await self._store.heartbeat(self._about, silence_s)
@@ -116,10 +119,9 @@ class Membership:
             self._cell.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
         if pulse.born == "0":
             return
-        lost_sight = unknown or not pulse.was_known or pulse.born != self._born
-        if self._born and lost_sight:
+        if self._forgotten:
             _log.warning("the shared state had lost this replica; registering what it holds")
-            await self._gate.register_again()
+            self._forgotten = not await self._gate.register_again()
         self._born = pulse.born
         self._known.set()
         self._metrics.pool(await self.state())

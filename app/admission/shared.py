@@ -175,7 +175,9 @@ class SharedGate:
         """`granted` if the grant came in time after all, else `expired`."""
         try:
             async with asyncio.timeout(_EXPIRY_ANSWER_S):
-                answer = await self._store.cancel(waiter.request.id, waiter.attempt, "expired")
+                # Shielded: the link must still carry it when nobody waits for the answer any more.
+                expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
+                answer = await asyncio.shield(expiry)
         except TimeoutError:
             return "expired"  # the shared state is away; it learns of the expiry when it returns
         return "granted" if answer == "granted" else "expired"
@@ -218,30 +220,34 @@ class SharedGate:
         if waiter is not None:
             _tell(waiter.news, Verdict(what, ""))
 
-    async def register_again(self) -> None:
-        """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first."""
+    async def register_again(self) -> bool:
+        """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first.
+
+        False if it could not be told of every waiter; the call may be repeated.
+        """
         self.renew_held()
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
         async with asyncio.TaskGroup() as tasks:
-            for waiter in waiters:
-                tasks.create_task(self._register_waiter(waiter))
+            told = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]
+        return all(task.result() for task in told)
 
-    async def _register_waiter(self, waiter: _Waiter) -> None:
+    async def _register_waiter(self, waiter: _Waiter) -> bool:
         if waiter.news.done():
-            return
+            return True
         age_s = self._loop.time() - waiter.arrived
         try:
             verdict = self._accepted(
                 waiter.request, await self._store.admit(waiter.request, waiter.attempt, age_s)
             )
         except StateUnavailable:
-            return  # the next heartbeat tries again
+            return False
         except RequestError as refusal:
             if not waiter.news.done():
                 waiter.news.set_exception(refusal)
-            return
+            return True
         if verdict.what == "placed":
             _tell(waiter.news, verdict)
+        return verdict.what != "unknown-pool"
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))

@@ -3,7 +3,8 @@
 What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -69,32 +70,45 @@ def placed(placement: Placement, request_id: str, content_length: int | None) ->
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body.
     """
     answer = ProcessingResponse()
-    common = answer.request_headers.response
-    common.clear_route_cache = True
-    header = placement.header
-    mutations = common.header_mutation.set_headers
-    mutations.add(append_action=_OVERWRITE, header={"key": DESTINATION, "raw_value": header.encode()})
+    answer.CopyFrom(_towards(placement.header))
     if content_length is not None:
-        length = {"key": "content-length", "raw_value": b"%d" % content_length}
-        mutations.add(append_action=_OVERWRITE, header=length)
-    spaces = answer.dynamic_metadata.fields
-    spaces[LB].struct_value.fields[DESTINATION].string_value = header
+        _overwrite(answer.request_headers.response.header_mutation, "content-length", str(content_length))
     if request_id:
-        account = spaces[PICKER].struct_value.fields
+        account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
         account["id"].string_value = request_id
         account["ticket"].string_value = placement.ticket
     return answer
 
 
-def request_body(body: bytes, *, ended: bool) -> Iterator[ProcessingResponse]:
+@lru_cache(maxsize=1024)
+def _towards(destination: str) -> ProcessingResponse:
+    """What all answers with one list of endpoints share; to be copied, never changed."""
+    answer = ProcessingResponse()
+    common = answer.request_headers.response
+    common.clear_route_cache = True
+    _overwrite(common.header_mutation, DESTINATION, destination)
+    answer.dynamic_metadata.fields[LB].struct_value.fields[DESTINATION].string_value = destination
+    return answer
+
+
+def _overwrite(mutation: Any, key: str, value: str) -> None:
+    """Add to a HeaderMutation: the header `key` becomes `value`, whatever it was."""
+    option = mutation.set_headers.add(append_action=_OVERWRITE)
+    option.header.key = key
+    option.header.raw_value = value.encode()
+
+
+def request_body(body: bytes, *, ended: bool) -> list[ProcessingResponse]:
     """`body` in chunks; the last one ends the stream if `ended` (else trailers follow)."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
+    answers = []
     for start in range(0, last + 1, CHUNK_BYTES):
         answer = ProcessingResponse()
         echo = answer.request_body.response.body_mutation.streamed_response
         echo.body = body[start : start + CHUNK_BYTES] if last else body
         echo.end_of_stream = ended and start == last
-        yield answer
+        answers.append(answer)
+    return answers
 
 
 def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
@@ -122,9 +136,7 @@ def refused(error: RequestError, status: int) -> ProcessingResponse:
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
     for key, value in headers.items():
-        immediate.headers.set_headers.add(
-            append_action=_OVERWRITE, header={"key": key, "raw_value": value.encode()}
-        )
+        _overwrite(immediate.headers, key, value)
     return answer
 
 

@@ -47,8 +47,8 @@ def handler(cell: SnapshotCell) -> Any:
 def assignment(name: str, snapshot: Snapshot) -> Any:
     """The ClusterLoadAssignment of cluster `name`: the snapshot's endpoints for `pool`, none for others.
 
-    A draining endpoint stays listed, marked DRAINING: were it left out, Envoy would close the connections
-    of requests it is still answering.
+    A draining endpoint stays listed, marked DRAINING: `override_host` still finds it for requests placed
+    there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:

@@ -11,7 +11,7 @@ The mode is what Envoy says it will send (`protocol_config` of the first message
     NONE                   NONE                   headers
 
 Nothing goes out until the whole body has come and the request is placed: until then Envoy can take the
-exchange to another replica (G7). A placed request whose answer certainly never reached Envoy is withdrawn,
+exchange to another replica (G7). A placed request whose whole answer cannot have reached Envoy is withdrawn,
 one that is held through its response is settled, exactly once (G6); the access log settles the others.
 """
 
@@ -55,6 +55,9 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
+_OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What all exchanges of a replica share. `clock` is in seconds and only its differences count."""
@@ -92,7 +95,7 @@ class Exchange:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._step = Step.OPEN
+        self._step = _OPEN
         self._started_s = desk.clock()
         self._mode = ""
         self._headers: dict[str, bytes] = {}
@@ -108,7 +111,7 @@ class Exchange:
     @property
     def done(self) -> bool:
         """Nothing more is to be read; what `receive` gave last is still to be written."""
-        return self._step is Step.DONE
+        return self._step is _DONE
 
     async def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         """Take Envoy's next message; the answers to write now, in order.
@@ -117,11 +120,20 @@ class Exchange:
             CancelledError: the client went away while the request waited.
         """
         try:
-            return await self._take(message)
+            part = message.WhichOneof("request")
+            if self._step is _BODY and part == "request_body":
+                return await self._place_body(ended=True) if self._collect(message.request_body) else ()
+            if self._step is _OPEN and part == "request_headers":
+                return () if self._begin(message) else await self._place_headers(message)
+            if self._step is _RESPONSE:
+                return self._pass_on(part, message)
+            if self._step is _BODY and part == "request_trailers":
+                return [*await self._place_body(ended=False), codec.REQUEST_TRAILERS]
+            return self._unexpected(part, message)
         except RequestError as error:
             return self._refuse(error)
         except Exception:
-            if self._step is Step.RESPONSE:
+            if self._step is _RESPONSE:
                 raise  # too late for an answer
             _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
             self.close()
@@ -133,54 +145,45 @@ class Exchange:
             seconds = self._desk.clock() - self._started_s
             self._desk.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
             self._code = ""
-        if self._step is Step.PLACED:
+        if self._step is _PLACED:
             self._untold = None
-            self._step = Step.DONE if self._response is None else Step.RESPONSE
+            self._step = _DONE if self._response is None else _RESPONSE
 
     def close(self) -> None:
         """The stream is over, for whatever reason: nothing stays taken that nobody will release."""
-        self._step = Step.DONE
+        self._step = _DONE
         if self._untold is not None:
             self._desk.gate.withdraw(*self._untold)
         elif self._response is not None:
             self._response.cut()
         self._untold = self._response = None
 
-    async def _take(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        part = message.WhichOneof("request")
-        if self._step is Step.RESPONSE:
-            return self._pass_on(part, message)
-        if self._step is Step.OPEN and part == "request_headers":
-            return await self._begin(message)
-        if self._step is Step.BODY:
-            if part == "request_body":
-                return await self._collect(message.request_body)
-            if part == "request_trailers":
-                return [*await self._place_body(ended=False), codec.REQUEST_TRAILERS]
-            if part == "response_headers" and self._mode == "standard":
-                # an answer of Envoy's own to a request that never became whole: let it pass
-                self._step = Step.RESPONSE
-                self._response = self._answer_of("", None)
-                return self._pass_on(part, message)
-        came = (part or "an empty message").replace("_", " ")
-        wanted = "the request's headers" if self._step is Step.OPEN else "the rest of the request"
-        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
-
-    async def _begin(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+    def _begin(self, message: ProcessingRequest) -> bool:
+        """Read the first message; says whether a body follows it."""
         self._mode = _mode(message)
-        hint = codec.read_metadata(message, codec.SUBSET_HINT)
-        if hint is not None and codec.SUBSET in hint:
-            self._subset = read_subset(hint[codec.SUBSET])
+        if message.HasField("metadata_context"):
+            hint = codec.read_metadata(message, codec.SUBSET_HINT)
+            if hint is not None and codec.SUBSET in hint:
+                self._subset = read_subset(hint[codec.SUBSET])
         headers = message.request_headers
         if headers.end_of_stream:
-            return [self._placed(await self._desk.gate.route(self._subset), "", None)]
+            return False
         self._headers = codec.read_headers(headers, HEADERS)
-        length = self._headers.get(CONTENT_LENGTH, b"")
+        length = self._headers.pop(CONTENT_LENGTH, b"")
         if length.isdigit():
             self._check_size(int(length[:20]))
-        if self._mode != "headers":
-            self._step = Step.BODY
-            return ()
+        if self._mode == "headers":
+            return False
+        self._step = _BODY
+        return True
+
+    async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Place a request that has no body, or whose body Envoy has read."""
+        if message.request_headers.end_of_stream:
+            placement = await self._desk.gate.route(self._subset)
+            if self._mode == "standard":
+                self._response = self._answer_of("", None)
+            return [self._placed(placement, "", None)]
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
@@ -190,14 +193,15 @@ class Exchange:
                 f"headers mode cannot send model {request.model} as {request.target_model}; "
                 "lean and standard can"
             )
-        return [self._placed(await self._admit(request), request.id, None)]
+        return [await self._admit(request, None)]
 
-    async def _collect(self, part: HttpBody) -> Sequence[ProcessingResponse]:
+    def _collect(self, part: HttpBody) -> bool:
+        """Keep a chunk; says whether the body is whole."""
         chunk = part.body
         self._body.append(chunk)
         self._body_bytes += len(chunk)
         self._check_size(self._body_bytes)
-        return await self._place_body(ended=True) if part.end_of_stream else ()
+        return bool(part.end_of_stream)
 
     async def _place_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -210,10 +214,10 @@ class Exchange:
             length = len(body)
             rename = ModelRename(request.target_model, request.model)
         del ask  # a long wait should not hold the parsed body too
-        placement = await self._admit(request)
+        answer = await self._admit(request, length)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
-        return [self._placed(placement, request.id, length), *codec.request_body(body, ended=ended)]
+        return [answer, *codec.request_body(body, ended=ended)]
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model
@@ -222,24 +226,32 @@ class Exchange:
         self._target_model = request.target_model
         return request
 
-    async def _admit(self, request: InferenceRequest) -> Placement:
+    async def _admit(self, request: InferenceRequest, length: int | None) -> ProcessingResponse:
         placement = await self._desk.door.admit(request, held=self._mode == "standard")
         self._untold = (request.id, placement)
-        return placement
+        return self._placed(placement, request.id, length)
 
     def _placed(self, placement: Placement, request_id: str, length: int | None) -> ProcessingResponse:
-        self._step = Step.PLACED
+        self._step = _PLACED
         self._code = "ok"
-        if self._response is None and self._mode == "standard":
-            self._response = self._answer_of("", None)
         return codec.placed(placement, request_id, length)
+
+    def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if part == "response_headers" and self._step is _BODY and self._mode == "standard":
+            # an answer of Envoy's own to a request that never became whole: let it pass
+            self._step = _RESPONSE
+            self._response = self._answer_of("", None)
+            return self._pass_on(part, message)
+        came = (part or "an empty message").replace("_", " ")
+        wanted = "the request's headers" if self._step is _OPEN else "the rest of the request"
+        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
 
     def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         if self._response is None or part is None or not part.startswith("response_"):
             return ()  # the rest of a request that is answered already
         answers = self._response.pass_on(part, message)
         if self._response.ended:
-            self._step = Step.DONE
+            self._step = _DONE
         return answers
 
     def _answer_of(self, request_id: str, rename: ModelRename | None) -> Response:
@@ -248,7 +260,7 @@ class Exchange:
         return Response(request_id, rename, settle=settle, clock=desk.clock, started_s=self._started_s)
 
     def _refuse(self, error: RequestError) -> Sequence[ProcessingResponse]:
-        self._step = Step.DONE
+        self._step = _DONE
         self._code = error.code
         overload = self._desk.settings.fair_request_queue.overload_status
         return [codec.refused(error, overload if isinstance(error, Dropped) else error.status)]

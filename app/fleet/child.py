@@ -55,10 +55,13 @@ class Child:
 
     async def ended(self) -> str:
         """Wait for its end; how it ended, in words."""
-        code = await self._process.wait()
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with {code}"
+        return _in_words(await self._process.wait())
+
+    def check(self) -> None:
+        """Raise StartupError, with the end of its log, if it has ended: it should not have so early."""
+        code = self._process.returncode
+        if code is not None:
+            raise StartupError(self.fault(f"{_in_words(code)} before the fleet was ready"))
 
     async def until(
         self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
@@ -75,8 +78,7 @@ class Child:
                     found = await look()
                     if found is not None:
                         return found
-                    if not self.alive:
-                        raise StartupError(self.fault(f"{await self.ended()} before it was ready"))
+                    self.check()
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise StartupError(self.fault(f"{what} did not come within {within_s:g} s")) from None
@@ -113,3 +115,7 @@ class Child:
             self._process.send_signal(number)
         except ProcessLookupError:
             return  # it ended a moment ago
+
+
+def _in_words(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

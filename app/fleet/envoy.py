@@ -69,12 +69,16 @@ class Envoy:
         ]
 
     async def ready(self, child: Child) -> str:
+        # Its listener is bound, which is not serving yet: that needs the replicas, see `missing`.
         self._admin_port = await child.until(self._look_admin, within_s=READY_S, what="its admin port")
         self._port = await child.until(self._look_listener, within_s=READY_S, what="its listener")
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
         """What it still lacks to serve: healthy replicas, or `endpoints` model servers (None: any number)."""
+        live = await get(f"{self.admin}/ready")
+        if live is None or live.status != 200:
+            return "Envoy waits for a replica to tell it the endpoints"
         reply = await get(f"{self.admin}/clusters?format=json")
         clusters = {
             cluster.get("name"): cluster.get("host_statuses", [])
@@ -99,9 +103,8 @@ class Envoy:
         return int(port) if port.isdecimal() else None
 
     async def _look_listener(self) -> int | None:
-        live = await get(f"{self.admin}/ready")
         reply = await get(f"{self.admin}/listeners?format=json")
-        if live is None or live.status != 200 or reply is None:
+        if reply is None:
             return None
         for listener in (reply.json() or {}).get("listener_statuses", []):
             port = listener["local_address"]["socket_address"]["port_value"]

@@ -7,6 +7,7 @@ Modes are those of ENVOY's table: `standard` sends the picker both directions; `
 from collections.abc import Mapping, Sequence
 
 from app.config import Settings
+from app.errors import ConfigError
 from app.fleet.clusters import LB_NAMESPACE, picker_grpc
 from app.fleet.envoy_types import (
     BackoffStrategy,
@@ -54,7 +55,9 @@ _NONE = ProcessingModeBodySendMode.NONE
 # The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
 # Only `headers` mode is bound by it: while a request waits in the queue, Envoy waits for this one message.
-_MIN_MESSAGE_TIMEOUT_S = 1000.0
+# Envoy takes no longer one; the picker answers before it.
+_MESSAGE_TIMEOUT_S = 3600.0
+_ANSWER_MARGIN_S = 60.0
 
 # Where usage is: completions and chat, the Responses API, and the latter's last streamed event.
 _USAGE_IN_ANSWER = {
@@ -68,27 +71,35 @@ _USAGE_IN_EVENTS = {
 
 
 def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
-    """The filters of `mode` in the order a request meets them; answers meet them in reverse."""
+    """The filters of `mode` in the order a request meets them; answers meet them in reverse.
+
+    Raises:
+        ConfigError: requests may queue for longer than Envoy waits in this mode.
+    """
+    longest_s = _MESSAGE_TIMEOUT_S - _ANSWER_MARGIN_S
+    if mode == "headers" and settings.fair_request_queue.queue_ttl > longest_s:
+        raise ConfigError(
+            "fair_request_queue.queue_ttl: in headers mode Envoy waits an hour at most; "
+            f"valid: up to {longest_s:g}s"
+        )
     filters: list[HttpFilter] = []
     if mode != "standard":  # there the picker reads the answer itself
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named("envoy.filters.http.json_to_metadata", _json(read_request=mode == "headers")))
-    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode, settings)))
+    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode)))
     filters.append(_named("envoy.filters.http.router", Router()))
     return filters
 
 
-def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
+def _ext_proc(mode: Mode) -> ExternalProcessor:
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
     return ExternalProcessor(
-        grpc_service=picker_grpc(_redrive()),
+        grpc_service=picker_grpc(redrive()),
         failure_mode_allow=False,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-        message_timeout=seconds(
-            max(_MIN_MESSAGE_TIMEOUT_S, settings.fair_request_queue.queue_ttl + 60),
-        ),
+        message_timeout=seconds(_MESSAGE_TIMEOUT_S),
         metadata_options=MetadataOptions(
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=forwarded),
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, PICKER_NAMESPACE]),
@@ -110,7 +121,7 @@ def _processing_mode(mode: Mode) -> ProcessingMode:
     )
 
 
-def _redrive() -> RetryPolicy:
+def redrive() -> RetryPolicy:
     """A request queued on a replica that dies is asked again of another (G7).
 
     Never of the same one: until its health check fails, a dead replica has the fewest streams and would

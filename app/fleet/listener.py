@@ -19,7 +19,6 @@ from app.fleet.envoy_types import (
     HttpGrpcAccessLogConfig,
     Listener,
     PreviousHostsPredicate,
-    RetryPolicy,
     Route,
     RouteAction,
     RouteConfiguration,
@@ -32,7 +31,7 @@ from app.fleet.envoy_types import (
     packed,
     seconds,
 )
-from app.fleet.http_filters import chain
+from app.fleet.http_filters import chain, redrive
 from app.fleet.modes import Mode
 
 # What Envoy reads at once, and so the largest part of a body that reaches the picker as one message.
@@ -145,10 +144,10 @@ def _access_log() -> AccessLog:
                 common_config=CommonGrpcAccessLogConfig(
                     log_name="picker",
                     transport_api_version=ApiVersion.V3,
-                    buffer_flush_interval=seconds(0.05),
+                    buffer_flush_interval=seconds(0.01),
                     buffer_size_bytes=16 * 1024,
                     grpc_service=picker_grpc(),
-                    grpc_stream_retry_policy=RetryPolicy(num_retries=3),
+                    grpc_stream_retry_policy=redrive(),
                 )
             )
         ),

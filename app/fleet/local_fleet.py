@@ -64,6 +64,7 @@ class LocalFleet:
             ConfigError: the configuration is not valid for this fleet.
         """
         ensure_free(self._wanted_ports())
+        self._tree()  # what is wrong with it is told before anything runs
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
         # Importing Envoy's types takes a second of its own; it is done while the others start.
@@ -133,7 +134,7 @@ class LocalFleet:
         return wanted
 
     def _tree(self) -> dict[str, Any]:
-        endpoints = [simulator.address for simulator in self._simulators]
+        endpoints = [simulator.address for simulator in self._simulators if simulator.address]
         return overlaid(self._settings, redis_url=self._redis_url, endpoints=endpoints or None)
 
     async def _bring_up_ground(self) -> None:
@@ -160,6 +161,7 @@ class LocalFleet:
 
         async def look() -> bool | None:
             nonlocal why
+            self._supervisor.check()
             missing = await self._missing()
             why = missing or why
             return True if missing is None else None

@@ -35,6 +35,11 @@ class Supervisor:
         """
         await together(*(self._bring_up(part, attempts) for part in parts))
 
+    def check(self) -> None:
+        """Raise StartupError if a part has ended: for the time before `watch` looks after them."""
+        for _, child in self._running.values():
+            child.check()
+
     async def watch(self, *, restart: bool, changed: Callable[[], None]) -> None:
         """Report each part that ends; with `restart`, start it again. Runs until it is cancelled.
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-file", type=Path, metavar="FILE", help="written once the fleet is ready")
     add("--no-restart", dest="restart", action="store_false", help="leave what dies dead")
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
-    add("--sim-ttft", type=float, metavar="MS", help="simulators' time to first token")
-    add("--sim-itl", type=float, metavar="MS", help="simulators' time from token to token")
+    add("--sim-ttft", type=_milliseconds, metavar="MS", help="simulators' time to first token")
+    add("--sim-itl", type=_milliseconds, metavar="MS", help="simulators' time from token to token")
     add("--sim-max-num-seqs", type=_count(1), metavar="N", help="requests a simulator runs at once")
     add("--seed", type=int, metavar="N", help="of the simulators")
 
@@ -122,3 +123,13 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
     return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of milliseconds")
+    return value

@@ -5,9 +5,10 @@ one message, and load makes batches larger rather than calls more numerous. With
 a fixed order (`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is
 renewed before the same request is settled, an arrival is admitted before it is cancelled.
 
-A call has a deadline. When it passes, or the connection breaks, the message is sent once more on a new
-connection (scripts are idempotent by request id); then its items fail with StateUnavailable, except the
-ones marked `lasting`, which stay until Redis has taken them.
+A message has a deadline. If its connection breaks before, it is sent once more on a new one (scripts are
+idempotent by request id). Then its items fail with StateUnavailable, except the ones marked `lasting`,
+which stay until Redis has taken them. A call therefore takes at most two deadlines: its own message's, and
+that of the one ahead of it.
 """
 
 import asyncio
@@ -23,11 +24,13 @@ from redis import exceptions as redis_errors
 from redis.asyncio.connection import Connection, ConnectionPool
 
 from app.errors import StateUnavailable
+from app.state import cancelling
 from app.state.scripts import NAMES, Script, load
 
 MAX_BATCH = 64  # items a script call: keeps the longest script near a millisecond
 MAX_LASTING = 50_000
 _RETRY_PAUSE_S = 0.05
+_ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 _DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 
 Reply = Any
@@ -46,7 +49,6 @@ class _Item:
     args: tuple[str | int | float, ...]
     answer: asyncio.Future[Reply]
     lasting: bool
-    deadline: float
 
 
 @dataclass(slots=True)
@@ -92,7 +94,6 @@ class Link:
         self._single: deque[_Call] = deque()
         self._wake = asyncio.Event()
         self._connection: Connection | None = None
-        self._down_since: float | None = None
         self._fault = "not connected yet"
         self._loop = asyncio.get_running_loop()
 
@@ -107,14 +108,13 @@ class Link:
         """Add one item to the next batch of script `name`; the future brings its reply.
 
         Raises (in the future):
-            StateUnavailable: no answer within the call's deadline; whether it took effect is unknown.
+            StateUnavailable: no answer in time (see the module); whether it took effect is unknown.
         """
         answer: asyncio.Future[Reply] = self._loop.create_future()
         if lasting and len(self._batched[name]) >= MAX_LASTING:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
-        deadline = self._loop.time() + self._call_timeout_s
-        self._batched[name].append(_Item(args, answer, lasting, deadline))
+        self._batched[name].append(_Item(args, answer, lasting))
         self._wake.set()
         return answer
 
@@ -129,7 +129,7 @@ class Link:
 
     def _enqueue(self, name: str, script: Script | None, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        item = _Item((), answer, False, self._loop.time() + self._call_timeout_s)
+        item = _Item((), answer, False)
         self._single.append(_Call(name, script, command, [item]))
         self._wake.set()
         return answer
@@ -142,6 +142,7 @@ class Link:
                 self._wake.clear()
                 while calls := self._take():
                     await self._deliver(calls)
+                    cancelling.heed()
         finally:
             for call in self._take():
                 self._fail(call, "the replica has stopped")
@@ -163,15 +164,19 @@ class Link:
 
     async def _deliver(self, calls: list[_Call]) -> None:
         """Send `calls` and answer their items; once more if the connection fails under them."""
+        until_s = self._loop.time() + self._call_timeout_s
         for attempt in (1, 2):
             try:
-                async with asyncio.timeout(self._call_timeout_s):
-                    answered = await self._exchange(calls)
+                async with asyncio.timeout_at(until_s):
+                    seconds = await self._exchange(calls)
             except _DOWN as fault:
-                self._note_down(fault, calls)
+                self._fault = str(fault) or "no answer in time"
+                for call in calls:
+                    self._metrics.redis_error(call.name)
                 await self._disconnect()
                 calls = [call for call in calls if not all(item.answer.done() for item in call.items)]
-                if attempt == 1 and self._worth_retrying(calls):
+                # A connection that broke is worth one more try at once; a server that is silent is not.
+                if attempt == 1 and calls and self._loop.time() < until_s:
                     continue
                 await self._give_up(calls)
                 return
@@ -179,9 +184,8 @@ class Link:
                 for call in calls:
                     self._fail(call, "the replica has stopped")
                 raise
-            self._down_since = None
             self._fault = ""
-            self._metrics.redis_call(calls[0].name, answered, sum(len(call.items) for call in calls))
+            self._metrics.redis_call(calls[0].name, seconds, sum(len(call.items) for call in calls))
             return
 
     async def _exchange(self, calls: list[_Call]) -> float:
@@ -202,6 +206,9 @@ class Link:
                 self._fail(call, f"the shared state refused {call.name}: {fault}")
             else:
                 self._answer(call, reply)
+        if forgotten:
+            # An admission or renewal that runs late must not outlive the end that was sent after it.
+            forgotten += [call for call in calls if call.name in _ENDS and call not in forgotten]
         for call in forgotten:
             # EVAL carries the source, so a flushed script cache costs one more trip and no error.
             assert call.script is not None
@@ -234,23 +241,10 @@ class Link:
                 item.answer.set_exception(StateUnavailable(why, retry_after_s=1))
                 item.answer.exception()  # a caller that has gone must not raise a warning
 
-    def _note_down(self, fault: BaseException, calls: list[_Call]) -> None:
-        if self._down_since is None:
-            self._down_since = self._loop.time()
-        self._fault = str(fault) or type(fault).__name__
-        for call in calls:
-            self._metrics.redis_error(call.name)
-
-    def _worth_retrying(self, calls: list[_Call]) -> bool:
-        """A broken connection is worth one more try at once; a server long gone is not."""
-        assert self._down_since is not None
-        return bool(calls) and self._loop.time() - self._down_since < self._call_timeout_s
-
     async def _give_up(self, calls: list[_Call]) -> None:
-        for call in calls:
+        for call in reversed(calls):  # so that what is kept stays in order
             kept = [item for item in call.items if item.lasting and not item.answer.done()]
-            if kept:
-                self._batched[call.name].extendleft(reversed(kept))
+            self._batched[call.name].extendleft(reversed(kept))
             self._fail(
                 _Call(call.name, None, (), [item for item in call.items if item not in kept]),
                 f"the shared state cannot be reached: {self._fault}",
@@ -264,6 +258,7 @@ class Link:
             connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
             try:
                 await connection.connect()  # type: ignore[no-untyped-call]
+                cancelling.heed()
             except BaseException:
                 await connection.disconnect(nowait=True)
                 raise

@@ -58,7 +58,7 @@ class Store:
     `on_news(what, request_id)` is called with each grant or expiry that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
     was already known.
-    Every method raises StateUnavailable when Redis does not answer within the call's deadline.
+    Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
     """
 
     def __init__(

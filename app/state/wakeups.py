@@ -7,6 +7,8 @@ from collections.abc import Callable
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
+from app.state import cancelling
+
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 
@@ -23,10 +25,12 @@ async def listen(url: str, channel: str, on_news: Callable[[str, str], None]) ->
         try:
             async with client, client.pubsub(ignore_subscribe_messages=True) as subscription:
                 await subscription.subscribe(channel)
+                cancelling.heed()
                 async for message in subscription.listen():
                     for line in message["data"].split("\n"):
                         what, _, request_id = line.partition(" ")
                         on_news(what, request_id)
         except (redis_errors.RedisError, OSError, TimeoutError) as fault:
+            cancelling.heed()
             _log.warning("wake-ups interrupted: %s", fault)
         await asyncio.sleep(_PAUSE_S)

@@ -12,16 +12,24 @@ function endpoints.pick(candidates, turn)
     if not best[1] or tonumber(best[2]) >= UNPICKABLE then return nil end
     local equals = redis.call('ZCOUNT', key.load, best[2], best[2])
     local first = turn % equals
-    local ranked = redis.call('ZRANGE', key.load, first, first + want - 1)
-    for i = 1, math.min(want, pool.ready - first) do chosen[i] = ranked[i] end
-    if #chosen < want and first > 0 then
-      ranked = redis.call('ZRANGE', key.load, 0, math.min(first, want - #chosen) - 1)
-      for _, address in ipairs(ranked) do chosen[#chosen + 1] = address end
+    -- The least loaded from `first` on, then those before it, then the next best.
+    local function take(from, before)
+      if #chosen >= want or from >= before then return end
+      local last = math.min(before, from + want - #chosen) - 1
+      for _, address in ipairs(redis.call('ZRANGE', key.load, from, last)) do
+        chosen[#chosen + 1] = address
+      end
     end
+    take(first, equals)
+    take(0, first)
+    take(equals, pool.ready)
     return table.concat(chosen, ',')
   end
-  local asked, ranked = {}, {}
-  for address in string.gmatch(candidates, '[^,]+') do asked[#asked + 1] = address end
+  local asked, seen, ranked = {}, {}, {}
+  for address in string.gmatch(candidates, '[^,]+') do
+    if not seen[address] then asked[#asked + 1] = address end
+    seen[address] = true
+  end
   for i = 1, #asked, 500 do
     local scores = redis.call('ZMSCORE', key.load, unpack(asked, i, math.min(i + 499, #asked)))
     for j, score in ipairs(scores) do

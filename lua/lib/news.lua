@@ -3,7 +3,10 @@
 -- hint. News for the calling replica goes home in the script's own reply instead of a wake-up.
 local news = {mine = {}, others = {}}
 function news.tell(owner, id, what)
-  redis.call('HSET', key.inbox(owner), id, what)
+  -- Only a live replica is granted anything; an inbox of one that is gone would never be emptied.
+  if what == 'granted' or redis.call('ZSCORE', key.replicas, owner) then
+    redis.call('HSET', key.inbox(owner), id, what)
+  end
   if owner == news.caller then
     news.mine[#news.mine + 1] = what .. ' ' .. id
   else

@@ -55,11 +55,12 @@ function queue.serve(r, tag)
     redis.call('ZADD', key.finish(r.band), finish, r.flow)
   end
 end
--- Keep a silent replica's request for whoever brings its id, out of the order until then.
+-- Keep a silent replica's request for whoever brings its id, out of the order until then. Its own deadline
+-- stays in its record: whoever adopts it has the rest of its TTL.
 function queue.hold(r, until_ms)
   queue.remove(r)
-  r.state, r.deadline_ms = 'held', math.min(r.deadline_ms, until_ms)
-  redis.call('ZADD', key.deadlines, r.deadline_ms, r.id)
+  r.state = 'held'
+  redis.call('ZADD', key.deadlines, math.min(r.deadline_ms, until_ms), r.id)
   record.write(r)
   log('held', r)
 end

@@ -1,0 +1,200 @@
+"""The floor that benchmarks measure against: a picker that picks a constant and knows nothing else.
+
+It speaks the same message pattern as the real one in every mode (waits for the whole body, answers the
+headers, echoes the body in chunks), takes and discards access logs, serves one fixed list of endpoints for
+the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen 127.0.0.1:0
+--endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import uvloop
+from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
+from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+HEADER = "x-gateway-destination-endpoint"
+CHUNK_BYTES = 62_000
+ENDPOINTS_TYPE = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class ConstantPicker:
+    """Answers every exchange with the next of `endpoints`."""
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self._answers = itertools.cycle([_headers_answer(endpoint) for endpoint in endpoints])
+
+    async def process(self, _: object, context: Any) -> None:
+        body: list[bytes] = []
+        held = True
+        while (message := await context.read()) is not grpc.aio.EOF:
+            part = message.WhichOneof("request")
+            if part == "request_headers":
+                held = message.protocol_config.response_body_mode != 0 or not message.HasField(
+                    "protocol_config"
+                )
+                bodiless = (
+                    message.HasField("protocol_config") and message.protocol_config.request_body_mode == 0
+                )
+                if message.request_headers.end_of_stream or bodiless:
+                    await context.write(next(self._answers))
+                    if not held:
+                        return
+            elif part == "request_body":
+                body.append(message.request_body.body)
+                if message.request_body.end_of_stream:
+                    await self._place(context, body, ended=True)
+                    if not held:
+                        return
+            elif part == "request_trailers":
+                await self._place(context, body, ended=False)
+                await context.write(_trailers(request=True))
+                if not held:
+                    return
+            elif part == "response_headers":
+                answer = ProcessingResponse()
+                answer.response_headers.SetInParent()
+                await context.write(answer)
+            elif part == "response_body":
+                came = message.response_body
+                answer = ProcessingResponse()
+                echo = answer.response_body.response.body_mutation.streamed_response
+                echo.body = came.body
+                echo.end_of_stream = came.end_of_stream
+                await context.write(answer)
+            elif part == "response_trailers":
+                await context.write(_trailers(request=False))
+
+    async def _place(self, context: Any, parts: list[bytes], *, ended: bool) -> None:
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        await context.write(next(self._answers))
+        last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
+        for start in range(0, last + 1, CHUNK_BYTES):
+            answer = ProcessingResponse()
+            echo = answer.request_body.response.body_mutation.streamed_response
+            echo.body = body[start : start + CHUNK_BYTES]
+            echo.end_of_stream = ended and start == last
+            await context.write(answer)
+
+
+def _headers_answer(endpoint: str) -> ProcessingResponse:
+    answer = ProcessingResponse()
+    common = answer.request_headers.response
+    common.clear_route_cache = True
+    option = common.header_mutation.set_headers.add()
+    option.header.key = HEADER
+    option.header.raw_value = endpoint.encode()
+    option.append_action = option.OVERWRITE_IF_EXISTS_OR_ADD
+    answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields[HEADER].string_value = endpoint
+    return answer
+
+
+def _trailers(*, request: bool) -> ProcessingResponse:
+    answer = ProcessingResponse()
+    (answer.request_trailers if request else answer.response_trailers).SetInParent()
+    return answer
+
+
+def _assignment(endpoints: list[str]) -> ClusterLoadAssignment:
+    assignment = ClusterLoadAssignment(cluster_name="pool")
+    locality = assignment.endpoints.add()
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        address = locality.lb_endpoints.add().endpoint.address.socket_address
+        address.address = host.strip("[]")
+        address.port_value = int(port)
+    return assignment
+
+
+def _handlers(endpoints: list[str]) -> list[grpc.GenericRpcHandler]:
+    async def access_logs(
+        messages: AsyncIterator[StreamAccessLogsMessage], _: Any
+    ) -> StreamAccessLogsResponse:
+        async for _message in messages:
+            pass
+        return StreamAccessLogsResponse()
+
+    async def stream_endpoints(_: object, context: Any) -> None:
+        if await context.read() is grpc.aio.EOF:
+            return
+        answer = DiscoveryResponse(version_info="1", nonce="1", type_url=ENDPOINTS_TYPE)
+        answer.resources.add().Pack(_assignment(endpoints))
+        await context.write(answer)
+        while await context.read() is not grpc.aio.EOF:
+            pass
+
+    def service(name: str, **methods: grpc.RpcMethodHandler) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(name, methods)
+
+    return [
+        service(
+            "envoy.service.ext_proc.v3.ExternalProcessor",
+            Process=grpc.stream_stream_rpc_method_handler(
+                ConstantPicker(endpoints).process,
+                ProcessingRequest.FromString,
+                ProcessingResponse.SerializeToString,
+            ),
+        ),
+        service(
+            "envoy.service.accesslog.v3.AccessLogService",
+            StreamAccessLogs=grpc.stream_unary_rpc_method_handler(
+                access_logs,
+                StreamAccessLogsMessage.FromString,
+                StreamAccessLogsResponse.SerializeToString,
+            ),
+        ),
+        service(
+            "envoy.service.endpoint.v3.EndpointDiscoveryService",
+            StreamEndpoints=grpc.stream_stream_rpc_method_handler(
+                stream_endpoints, DiscoveryRequest.FromString, DiscoveryResponse.SerializeToString
+            ),
+        ),
+    ]
+
+
+async def serve(listen: str, endpoints: list[str]) -> None:
+    """Serve on `listen` until SIGTERM or SIGINT."""
+    server = grpc.aio.server(options=OPTIONS)
+    server.add_generic_rpc_handlers(tuple(_handlers(endpoints)))
+    health = health_aio.HealthServicer()
+    for name in ("", "envoy.service.ext_proc.v3.ExternalProcessor", "liveness", "readiness"):
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port(listen)
+    await server.start()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    print(json.dumps({"ready": True, "grpc": f"{listen.rpartition(':')[0]}:{port}"}), flush=True)
+    await stopped.wait()
+    await server.stop(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes any free one")
+    parser.add_argument("--endpoint", action="append", required=True, help="ip:port; give it again for more")
+    args = parser.parse_args()
+    uvloop.run(serve(args.listen, args.endpoint))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What is measured: which prompts and answers, in which mode, with how many replicas."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from app.fleet.modes import MODES, Mode
+
+Prompt = Literal["small", "large"]
+Variant = Literal["none", "constant", "picker", "queued"]
+
+MODEL = "llama"
+MEMORY_REQUESTS = 100_000
+PROMPT_BYTES: dict[Prompt, int] = {"small": 300, "large": 400_000}
+PROMPT_NAMES: dict[Prompt, str] = {"small": "300 B", "large": "400 KB"}
+# Closed loop. Busy: as fast as the machine goes, for CPU and requests/s. Calm: little waits for a core.
+_BUSY_CONNECTIONS: dict[Prompt, int] = {"small": 16, "large": 8}
+CALM_CONNECTIONS = 2
+# In `lean` a request counts as in flight until its access log has come, up to 50 ms after its answer: a
+# bound that makes most requests wait must still let enough through for their cost to be more than idling.
+QUEUED_WATERMARK = 8  # an endpoint
+_QUEUED_CONNECTIONS = 64
+# Answers of different length are compared at one pace, which the longest can keep: how many items share a
+# call to Valkey, and how many requests share a heartbeat, depends on requests/s.
+PACE_PER_S = 80.0
+PACED_REQUESTS = 240
+_QUEUED_SHARE = 2  # of the requests that the others get, one in so many
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of request; `busy` and `calm` are how many of it are sent in each pass of a round.
+
+    `queued` has no calm pass: how long a request waits for others says nothing of the picker's cost.
+    """
+
+    prompt: Prompt
+    tokens: int
+    busy: int
+    calm: int
+
+    def connections(self, variant: Variant) -> int:
+        """Of the busy pass."""
+        return _QUEUED_CONNECTIONS if variant == "queued" else _BUSY_CONNECTIONS[self.prompt]
+
+    def busy_requests(self, variant: Variant) -> int:
+        return self.busy // _QUEUED_SHARE if variant == "queued" else self.busy
+
+    @property
+    def name(self) -> str:
+        return f"{PROMPT_NAMES[self.prompt]} prompt, {self.tokens} token{'s' if self.tokens > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Processes that stand side by side while `cases` are measured in turn.
+
+    `queued` adds a second picker whose bound is so low that nearly every request of the first case waits;
+    `paced` compares the shortest with the longest answer to a small prompt at one pace.
+    """
+
+    mode: Mode
+    replicas: int
+    cases: tuple[Case, ...]
+    queued: bool = False
+    paced: bool = False
+
+    @property
+    def ends(self) -> tuple[Case, Case]:
+        """The cases of the shortest and of the longest answer to a small prompt."""
+        small = sorted((case for case in self.cases if case.prompt == "small"), key=lambda case: case.tokens)
+        return small[0], small[-1]
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+
+    def variants(self, case: Case) -> tuple[Variant, ...]:
+        compared: tuple[Variant, ...] = ("none", "constant", "picker")
+        return (*compared, "queued") if self.queued and case is self.cases[0] else compared
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole run. `memory_requests` 0 leaves the memory part out."""
+
+    rigs: tuple[Rig, ...]
+    rounds: int
+    memory_requests: int
+
+
+_SHORT = Case("small", 1, busy=1200, calm=400)
+_MEDIUM = Case("small", 100, busy=1000, calm=300)
+_LONG = Case("small", 1000, busy=500, calm=150)
+_LARGE = Case("large", 1, busy=240, calm=120)
+
+
+def full(rounds: int) -> Plan:
+    """Prompts by modes and replicas; answers by modes, and in `lean` with 3 replicas too."""
+    rigs = []
+    for mode in sorted(MODES):
+        lean = mode == "lean"
+        rigs.append(Rig(mode, 1, (_SHORT, _MEDIUM, _LONG, _LARGE), queued=lean, paced=lean))
+        many = (_SHORT, _MEDIUM, _LONG, _LARGE) if lean else (_SHORT, _LARGE)
+        rigs.append(Rig(mode, 3, many, queued=lean))
+    return Plan(tuple(rigs), rounds, memory_requests=MEMORY_REQUESTS)
+
+
+def quick(rounds: int) -> Plan:
+    """About two minutes: enough to see a change of a tenth, not enough to state a figure."""
+    short, long, large = (
+        replace(case, busy=case.busy // 2, calm=case.calm // 2) for case in (_SHORT, _LONG, _LARGE)
+    )
+    rigs = (
+        Rig("lean", 1, (short, long, large), queued=True, paced=True),
+        Rig("lean", 3, (short,)),
+        Rig("headers", 1, (short,)),
+        Rig("standard", 1, (short,)),
+    )
+    return Plan(rigs, rounds, memory_requests=0)

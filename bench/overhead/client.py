@@ -1,0 +1,243 @@
+"""The load: a closed loop over HTTP/1.1 keep-alive connections, cheap, that believes no answer unread.
+
+A process of its own, led over pipes. Each line on stdin is one `Load` as JSON; it opens the connections,
+sends a few requests over each, prints `{"ready": true}`, waits for the line `go`, sends the load, and
+prints an `Outcome` as JSON, or `{"fault": why}` and ends. Ends with stdin, and by itself past a limit.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import cast
+
+import httptools
+import uvloop
+
+_WARM_UP_PER_CONNECTION = 2
+_FLOWS = 4
+_ORDERS_S = 3600.0  # nobody leads a client that hears nothing for so long
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`requests` requests over `connections`, each for a stream of `tokens`, within `limit_s`.
+
+    `pace_per_s` 0 sends each as soon as its connection is free; else they are that far apart, if they can.
+    """
+
+    host: str
+    port: int
+    model: str
+    connections: int
+    requests: int
+    tokens: int
+    prompt_bytes: int
+    pace_per_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`sent` counts the first few requests too; `seconds` and the latencies do not.
+
+    Latencies are in microseconds, one a request, up to its answer's headers and up to its last byte.
+    """
+
+    requests: int
+    sent: int
+    seconds: float
+    first_us: list[int]
+    last_us: list[int]
+
+
+class WrongAnswer(Exception):
+    """An answer that is not what was asked for, or none."""
+
+
+class Connection(asyncio.Protocol):
+    """Sends one request after the other until its pass has none left."""
+
+    def __init__(self, request: bytes, tokens: int) -> None:
+        self._request = request
+        self._events = tokens + 1  # one a token, then [DONE]
+        self._usage = b'"completion_tokens":%d' % tokens
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._pass: Pass | None = None
+        self._parts: list[bytes] = []
+        self._sent_at_ns = 0
+        self._first_us = 0
+
+    def join(self, entered: "Pass") -> None:
+        self._pass = entered
+        self._next()
+
+    def close(self) -> None:
+        self._pass = None
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by type
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as fault:
+            self._fail(f"not HTTP: {fault}")
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._fail("the connection was closed")
+
+    def on_headers_complete(self) -> None:
+        self._first_us = self._since_sent_us()
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        last_us = self._since_sent_us()
+        body = b"".join(self._parts)
+        self._parts = []
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._fail(f"status {status}: {body[:200].decode(errors='replace')}")
+        elif not body.endswith(_DONE) or body.count(b"data: ") != self._events:
+            self._fail(f"{body.count(b'data: ')} events came, {self._events} were due")
+        elif self._usage not in body[-1000:]:
+            self._fail("the usage is missing or wrong")
+        elif self._pass is not None:
+            self._pass.took(self._first_us, last_us)
+            self._next()
+
+    def _next(self) -> None:
+        due_in_s = self._pass.issue() if self._pass is not None else None
+        if due_in_s is None:
+            return
+        if due_in_s > 0:
+            asyncio.get_running_loop().call_later(due_in_s, self._send)
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        if self._pass is not None and self._transport is not None:
+            self._sent_at_ns = time.perf_counter_ns()
+            self._transport.write(self._request)
+
+    def _since_sent_us(self) -> int:
+        return (time.perf_counter_ns() - self._sent_at_ns) // 1000
+
+    def _fail(self, why: str) -> None:
+        if self._pass is not None:
+            self._pass.fail(WrongAnswer(why))
+
+
+class Pass:
+    """`requests` requests, shared by the connections that joined."""
+
+    def __init__(self, requests: int, pace_per_s: float) -> None:
+        self._left = self._open = requests
+        self._apart_s = 1 / pace_per_s if pace_per_s else 0.0
+        self._next_at_s = time.perf_counter()
+        self.first_us: list[int] = []
+        self.last_us: list[int] = []
+        self._over = asyncio.get_running_loop().create_future()
+
+    def issue(self) -> float | None:
+        """Seconds until the next request is due, 0 or less for now; None if none is left."""
+        if not self._left or self._over.done():
+            return None
+        self._left -= 1
+        due_in_s = self._next_at_s - time.perf_counter()
+        self._next_at_s += self._apart_s
+        return due_in_s
+
+    def took(self, first_us: int, last_us: int) -> None:
+        self.first_us.append(first_us)
+        self.last_us.append(last_us)
+        self._open -= 1
+        if not self._open and not self._over.done():
+            self._over.set_result(None)
+
+    def fail(self, fault: WrongAnswer) -> None:
+        if not self._over.done():
+            self._over.set_exception(fault)
+
+    async def run(self, connections: list[Connection]) -> None:
+        for connection in connections:
+            connection.join(self)
+        await self._over
+
+
+def request_bytes(load: Load, number: int) -> bytes:
+    """What connection `number` sends, again and again: one of a few flows and workloads."""
+    tree = {"model": load.model, "prompt": "", "max_tokens": load.tokens, "stream": True}
+    room = load.prompt_bytes - len(json.dumps(tree))
+    tree["prompt"] = ("the quick brown fox jumps over the lazy dog " * (room // 44 + 1))[: max(0, room)]
+    body = json.dumps(tree).encode()
+    workload = json.dumps({"workload_id": f"workload-{number % _FLOWS}", "criticality": 3})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {load.host}:{load.port}\r\n"
+        "user-agent: bench\r\naccept: text/event-stream\r\ncontent-type: application/json\r\n"
+        f"x-gateway-inference-fairness-id: flow-{number % _FLOWS}\r\nx-workload-context: {workload}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
+    """Connect, warm up, report readiness, wait for `go`, send; what came of it."""
+    loop = asyncio.get_running_loop()
+    connections: list[Connection] = []
+    try:
+        async with asyncio.timeout(load.limit_s):
+            for number in range(load.connections):
+                make = partial(Connection, request_bytes(load, number), load.tokens)
+                _, connection = await loop.create_connection(make, load.host, load.port)
+                connections.append(connection)
+            warm_up = Pass(_WARM_UP_PER_CONNECTION * load.connections, pace_per_s=0)
+            await warm_up.run(connections)
+        print(json.dumps({"ready": True}), flush=True)
+        async with asyncio.timeout(_ORDERS_S):
+            if await orders.readline() != b"go\n":
+                raise WrongAnswer("nobody said go")
+        async with asyncio.timeout(load.limit_s):
+            measured = Pass(load.requests, load.pace_per_s)
+            started = time.perf_counter()
+            await measured.run(connections)
+            seconds = time.perf_counter() - started
+    finally:
+        for connection in connections:
+            connection.close()
+    return Outcome(
+        requests=load.requests,
+        sent=load.requests + len(warm_up.last_us),
+        seconds=seconds,
+        first_us=measured.first_us,
+        last_us=measured.last_us,
+    )
+
+
+async def main() -> None:
+    orders = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    while True:
+        async with asyncio.timeout(_ORDERS_S):
+            line = await orders.readline()
+        if not line:
+            return
+        try:
+            outcome = await serve_load(Load(**json.loads(line)), orders)
+        except (WrongAnswer, OSError) as fault:  # OSError: TimeoutError too
+            print(json.dumps({"fault": str(fault) or "the time ran out"}), flush=True)
+            return
+        print(json.dumps(asdict(outcome)), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

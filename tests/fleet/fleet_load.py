@@ -1,0 +1,123 @@
+"""Clients and looks that the tests of whole fleets share."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from decision_ledger import Entry
+
+PATIENT = {"limits": httpx.Limits(max_connections=None), "timeout": 90.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One client's view of its request. `whole` says that the answer had everything it should have."""
+
+    status: int
+    whole: bool
+    endpoint: str | None
+    text: str
+
+
+async def complete(client: httpx.AsyncClient, prompt: str, tokens: int, **fields: Any) -> Answer:
+    """A plain completion of `tokens` tokens; its usage is checked."""
+    ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, **fields}
+    response = await client.post("/v1/completions", json=ask)
+    text = response.text
+    whole = response.status_code == 200 and json.loads(text)["usage"]["completion_tokens"] == tokens
+    return Answer(response.status_code, whole, response.headers.get("x-served-by"), text)
+
+
+async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
+    """A streamed completion, read to its end: every token, then [DONE]."""
+    ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, "stream": True}
+    response = await client.post("/v1/completions", json=ask)
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    told = [json.loads(event) for event in events if event != "[DONE]"]
+    pieces = [choice["text"] for event in told for choice in event["choices"] if choice["text"]]
+    whole = response.status_code == 200 and events[-1] == "[DONE]" and len(pieces) == tokens
+    return Answer(response.status_code, whole, response.headers.get("x-served-by"), response.text)
+
+
+class Caller:
+    """A client on a bare connection, which can leave at any moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def ask(cls, url: str, tokens: int, *, streamed: bool = True) -> "Caller":
+        """Send a request and do not wait for its answer."""
+        at = urlsplit(url)
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": tokens, "stream": streamed})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        return cls(reader, writer)
+
+    async def first_bytes(self) -> bytes:
+        """The beginning of the answer."""
+        async with asyncio.timeout(30):
+            return await self.reader.read(64)
+
+    async def leave(self) -> None:
+        """Hang up without reading the rest."""
+        self._writer.transport.abort()
+
+
+async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
+    """Status and body of an answer that may come before the request has been sent (httpx reads too late)."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
+    rest = f"\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    writer.write(head.encode() + b"x-workload-context: " + workload + rest + body)
+    try:
+        async with asyncio.timeout(30):
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
+            return int(lines[0].split()[1]), await reader.readexactly(length)
+    finally:
+        writer.transport.abort()
+
+
+async def shared(fleet: Any, replica: int = 0) -> dict[str, Any]:
+    """The fleet's shared state as one replica tells it."""
+    state: dict[str, Any] = (await fleet.admin("/api/v1/state", replica)).json()
+    return state
+
+
+async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[str, Any]:
+    """Wait until nothing is queued or in flight, whatever counts it; the state then."""
+
+    async def look() -> dict[str, Any] | None:
+        state = await shared(fleet, replica)
+        counts = [state["stock"], state["queued"], state["leases"], *state["in_flight"].values()]
+        return state if not any(counts) and not await records(fleet) else None
+
+    found: dict[str, Any] = await fleet.eventually(look, within_s=within_s, what="rest")
+    return found
+
+
+async def records(fleet: Any) -> int:
+    """Requests of which the shared state has a record."""
+    async with fleet.redis() as client:
+        return int(await client.hlen("epp:{default}:requests"))
+
+
+async def decisions(fleet: Any) -> list[Entry]:
+    """The decision log so far."""
+    async with fleet.redis() as client:
+        return [Entry.of(raw) for _, raw in await client.xrange("epp:{default}:log")]
+
+
+async def metric(fleet: Any, name: str, replica: int) -> float:
+    """The sum of one metric's series on a replica."""
+    page = (await fleet.admin("/metrics", replica)).text
+    lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

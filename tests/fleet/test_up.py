@@ -1,0 +1,216 @@
+"""`picker up`: a whole fleet of real parts, from its first line to its end."""
+
+import signal
+import subprocess
+from typing import Any
+
+import psutil
+import pytest
+
+MODES = ["standard", "lean", "headers"]
+ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 8}
+SMALL = ("--replicas", "1", "--endpoints", "1")
+
+
+@pytest.fixture(params=MODES, scope="module")
+def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
+    """A fleet of the usual size in each mode, its answers showing what was picked."""
+    return shared_fleet("--mode", request.param, "--debug-headers", "--sim-ttft", "1", "--sim-itl", "1")
+
+
+async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
+    # Given a ready fleet, When its state file is read
+    state = any_mode.state
+    # Then it has the parts that were asked for, each alive, each answering
+    assert len(state["replicas"]) == 3
+    assert len(state["endpoints"]) == 4
+    for part in (*state["replicas"], *state["endpoints"]):
+        assert psutil.pid_exists(part["pid"])
+    assert len({replica["id"] for replica in state["replicas"]}) == 3
+    for index in range(3):
+        assert (await any_mode.admin("/healthz", index)).status_code == 200
+        assert (await any_mode.admin("/readyz", index)).status_code == 200
+    assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
+    async with any_mode.redis() as client:
+        assert await client.ping()
+
+
+def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
+    # Given a ready fleet
+    output = any_mode.output
+    # Then each part said that it is ready
+    names = [line.split()[1] for line in output.splitlines() if line.startswith("ready ")]
+    replicas = [f"replica-{number}" for number in (1, 2, 3)]
+    endpoints = [f"endpoint-{number}" for number in (1, 2, 3, 4)]
+    assert sorted(names) == sorted(["valkey", *endpoints, *replicas, "envoy"])
+    assert f"dashboard: {any_mode.state['replicas'][0]['admin']}" in output
+    # And the curl it prints works as it is
+    command = next(line.strip() for line in output.splitlines() if line.strip().startswith("curl "))
+    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert '"text_completion"' in said.stdout
+
+
+async def test_http_client_gets_a_completion(any_mode: Any) -> None:
+    # When a completion is asked for through Envoy
+    async with any_mode.client() as client:
+        answer = await client.post("/v1/completions", json=ASK)
+    # Then it is a whole one, from an endpoint of the fleet
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
+    assert answer.headers["x-served-by"] in addresses
+    # And header and metadata name the same endpoints, the one that served first
+    assert answer.headers["x-picker-header"] == answer.headers["x-picker-endpoint"]
+    picked = answer.headers["x-picker-header"].split(",")
+    assert picked[0] == answer.headers["x-picker-served"] == answer.headers["x-served-by"]
+    assert len(set(picked)) == 3
+    assert set(picked) <= addresses
+
+
+async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:
+    async with any_mode.openai() as client:
+        # When the official client asks for a chat, and for one that streams
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        whole = await client.chat.completions.create(model="llama", messages=messages, max_tokens=8)
+        stream = await client.chat.completions.create(
+            model="llama",
+            messages=messages,
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    # Then both say the same, and both tell their usage
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    assert whole.choices[0].message.content == text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 8
+    assert usages[-1].completion_tokens == 8
+
+
+async def test_client_cannot_name_its_request_or_its_endpoint(any_mode: Any) -> None:
+    # Given a client that forges what only Envoy and the picker may say
+    forged = {"x-request-id": "mine", "x-gateway-destination-endpoint": "192.0.2.1:9"}
+    # When it asks, with a body and without
+    async with any_mode.client(headers=forged) as client:
+        answers = [await client.post("/v1/completions", json=ASK), await client.get("/v1/models")]
+    # Then neither is believed
+    addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
+    for answer in answers:
+        assert answer.status_code == 200
+        assert answer.headers["x-picker-request-id"] != "mine"
+        assert set(answer.headers["x-picker-header"].split(",")) <= addresses
+
+
+async def test_large_prompts_pass(any_mode: Any) -> None:
+    # Given a prompt of 400 KB and a long answer
+    ask = {"model": "llama", "prompt": "x" * 400_000, "max_tokens": 1000}
+    # When it is asked for
+    async with any_mode.client() as client:
+        answer = await client.post("/v1/completions", json=ask)
+    # Then it comes back whole
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 1000
+
+
+async def test_replica_that_dies_comes_back(fleet: Any) -> None:
+    # Given a fleet
+    own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
+    before = own.state["replicas"][0]
+    # When a replica is killed
+    own.kill_replica(0)
+    # Then it is reported, clients notice nothing, and it comes back where it was
+    own.wait_line("DOWN  replica-1    was killed by SIGKILL")
+
+    async def back() -> bool:
+        replica = own.state["replicas"][0]
+        return bool(replica["pid"] != before["pid"])
+
+    async with own.client() as client:
+        while not await back():
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    after = own.state["replicas"][0]
+    assert (after["grpc"], after["admin"]) == (before["grpc"], before["admin"])
+    assert after["id"] != before["id"]
+    await own.eventually(lambda: ready(own, 0), what="readiness of the new process")
+
+
+async def ready(own: Any, replica: int) -> bool:
+    answer = await own.admin("/readyz", replica)
+    return bool(answer.status_code == 200)
+
+
+async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
+    # Given a fleet without restarts
+    own = fleet("--replicas", "1", "--endpoints", "2", "--no-restart")
+    # When a simulator is killed
+    own.kill_endpoint(0)
+    # Then it is reported and left, and the rest goes on
+    own.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
+    async with own.client() as client:
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_terminate_leaves_no_process(fleet: Any) -> None:
+    # Given a fleet
+    own = fleet(*SMALL)
+    children = own.children()
+    assert len(children) == 4  # Valkey, simulator, replica, Envoy
+    # When it is told to end as a service manager does
+    own.process.send_signal(signal.SIGTERM)
+    # Then it exits with 0, and no child is left
+    assert own.process.wait(30) == 0
+    assert not any(child.is_running() for child in children)
+
+
+async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
+    # Given a fleet
+    own = fleet(*SMALL)
+    children = own.children()
+    # When it gets no chance to stop its children
+    own.kill()
+    # Then they end by themselves
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+async def test_two_fleets_run_side_by_side(fleet: Any) -> None:
+    one, other = fleet(*SMALL), fleet(*SMALL)
+    async with one.client() as first, other.client() as second:
+        answers = [await client.post("/v1/completions", json=ASK) for client in (first, second)]
+    assert [answer.headers["x-served-by"] for answer in answers] == [
+        own.state["endpoints"][0]["address"] for own in (one, other)
+    ]
+
+
+async def test_configured_models_are_served(fleet: Any) -> None:
+    # Given a configuration whose model has another name at the model servers
+    own = fleet(
+        *SMALL, config={"models": [{"name": "chat", "target_models": [{"name": "chat-v2", "weight": 1}]}]}
+    )
+    # When the configured name is asked for
+    async with own.client() as client:
+        answer = await client.post("/v1/completions", json={**ASK, "model": "chat"})
+    # Then a simulator serves the other
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+async def test_discovery_of_the_configuration_with_no_simulators(fleet: Any) -> None:
+    # Given a fleet whose model server another fleet runs
+    lender = fleet(*SMALL)
+    address = lender.state["endpoints"][0]["address"]
+    # When a fleet without simulators discovers it by its configuration
+    own = fleet(
+        *("--replicas", "1", "--endpoints", "0"), config={"discovery": {"static": [{"address": address}]}}
+    )
+    # Then requests go there
+    assert own.state["endpoints"] == []
+
+    async def served() -> str | None:
+        async with own.client() as client:
+            answer = await client.post("/v1/completions", json=ASK)
+        return answer.headers.get("x-served-by")
+
+    assert await own.eventually(served, what="an answer") == address

@@ -1,0 +1,115 @@
+"""`picker up` that cannot start: one clear answer, and nothing left running."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--replicas", "1", "--endpoints", "1")
+
+
+def up(*options: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`picker up` that is expected to end by itself; its files are made in `temporary`."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "app.cli", "up", *options],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})},
+    )
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_port_in_use_is_named(taken_port: int) -> None:
+    said = up(*SMALL, "--port", str(taken_port))
+    assert said.returncode == 1
+    assert said.stderr == f"port {taken_port} is in use; it is wanted for Envoy (--port)\n"
+
+
+def test_admin_port_in_use_is_named(taken_port: int) -> None:
+    free = up_port()
+    said = up(*SMALL, "--port", str(free), "--admin-port", str(taken_port))
+    assert said.returncode == 1
+    assert f"port {taken_port} is in use" in said.stderr
+    assert "replica-1" in said.stderr
+
+
+def test_port_wanted_twice_is_named() -> None:
+    free = up_port()
+    said = up(*SMALL, "--port", str(free), "--admin-port", str(free))
+    assert said.returncode == 1
+    assert f"port {free} is wanted for Envoy (--port) and for the admin API" in said.stderr
+
+
+def up_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_part_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    # Given models that a simulator cannot serve together: a comma parts names
+    config = tmp_path / "picker.yaml"
+    config.write_text("models: [{name: a}, {name: 'a,b'}]\n")
+    # When the fleet is started on it
+    said = up(*SMALL, "--port", "0", "--config", str(config), temporary=tmp_path)
+    # Then it fails, names the part, shows its last words and says where its log is
+    first, *tail, last = said.stderr.splitlines()
+    assert said.returncode == 1
+    assert first == "endpoint-1: exited with 1 before the fleet was ready"
+    assert any("distinct names" in line for line in tail)
+    folder = Path(last.removeprefix("logs: "))
+    assert folder.parent == tmp_path
+    assert (folder / "endpoint-1.log").exists()
+
+
+def test_replica_without_its_first_list_of_endpoints_is_named(tmp_path: Path) -> None:
+    # Given a discovery file that is not there, which a replica finds out once it listens
+    config = tmp_path / "picker.yaml"
+    config.write_text(f"discovery: {{file: {tmp_path}/none.yaml}}\n")
+    # When the fleet is started on it
+    options = ("--replicas", "1", "--endpoints", "0", "--port", "0", "--config", str(config))
+    said = up(*options, temporary=tmp_path)
+    # Then the replica's own words are what the user sees
+    assert said.returncode == 1
+    assert said.stderr.startswith("replica-1: exited with 1 before the fleet was ready")
+    assert "none.yaml: cannot be read" in said.stderr
+
+
+def test_unreachable_redis_is_told() -> None:
+    said = up(*SMALL, "--port", "0", "--redis", f"redis://:secret@127.0.0.1:{up_port()}/0")
+    assert said.returncode == 1
+    assert said.stderr.startswith("redis: nothing accepts connections")
+    assert "secret" not in said.stderr
+
+
+def test_bad_configuration_is_told_before_anything_starts(tmp_path: Path) -> None:
+    config = tmp_path / "picker.yaml"
+    config.write_text("pol: default\n")
+    said = up("--port", "0", "--config", str(config))
+    assert said.returncode == 2
+    assert said.stderr.startswith("pol: unknown key")
+    assert said.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--replicas", "0"], ["--endpoints", "-1"], ["--port", "70000"], ["--mode", "fat"], ["--sim-itl", "x"]],
+)
+def test_bad_options_are_told(options: list[str]) -> None:
+    said = up(*options)
+    assert said.returncode == 2
+    assert options[0] in said.stderr

@@ -1,0 +1,47 @@
+"""Fixtures of the script tests: a pool of its own for each test, on a real Valkey or on fakeredis too."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from script_backends import fakeredis, url_of, valkey
+from script_fleet import OpenFleet, running
+
+_POOLS = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server the promises are made on. Where it is missing, the tests fail."""
+    with valkey(tmp_path_factory.mktemp("valkey")) as port:
+        yield url_of(port)
+
+
+@pytest.fixture(scope="session")
+def fakeredis_url() -> Iterator[str]:
+    with fakeredis() as port:
+        yield url_of(port)
+
+
+@pytest.fixture(params=["valkey", "fakeredis"])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def pool() -> str:
+    return f"pool-{next(_POOLS)}"
+
+
+@pytest.fixture
+def fleet(redis_url: str, pool: str) -> OpenFleet:
+    """Opens a fleet on either backend; arguments are those of `script_fleet.running`."""
+    return partial(running, redis_url, pool)
+
+
+@pytest.fixture
+def valkey_fleet(valkey_url: str, pool: str) -> OpenFleet:
+    """The same on the real server only, for what the other cannot do."""
+    return partial(running, valkey_url, pool)

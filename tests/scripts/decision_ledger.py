@@ -1,0 +1,127 @@
+"""The decision log read back, and replayed against the rules it must obey (G1, G4, G6)."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+TAKES = ("bypassed", "granted", "restored")
+# What ends a request, wherever it is. `refused` is also the answer to one that never began.
+ENDS = (
+    "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
+    "expired", "abandoned",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One decision, as `lua/lib/log.lua` writes it. `stock` and `queued` are those after it."""
+
+    seq: int
+    event: str
+    request: str
+    flow: str
+    band: int
+    workload: str
+    cost: float
+    arrived: int
+    tag: str
+    endpoint: str
+    stock: float
+    queued: int
+    upper: float
+
+    @classmethod
+    def of(cls, raw: Mapping[str, str]) -> "Entry":
+        return cls(
+            int(raw["seq"]), raw["event"], raw["request"], raw["flow"], int(raw["band"]), raw["workload"],
+            float(raw["cost"]), int(raw["arrived"]), raw["tag"], raw["endpoint"],
+            float(raw["stock"]), int(raw["queued"]), float(raw["upper"]),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What a log adds up to. Every broken rule is an AssertionError that shows the entry."""
+
+    running: dict[str, float] = field(default_factory=dict)  # request -> cost
+    placed: set[str] = field(default_factory=set)  # those of the running that have an endpoint
+    queued: dict[str, Entry] = field(default_factory=dict)
+    held: dict[str, Entry] = field(default_factory=dict)
+    lives: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)  # by event
+
+    @classmethod
+    def replay(cls, entries: Iterable[Entry]) -> "Ledger":
+        ledger = cls()
+        for seq, entry in enumerate(entries, start=1):
+            assert entry.seq == seq, f"a gap before {entry}"
+            ledger._take(entry)
+            assert abs(entry.stock - sum(ledger.running.values())) < 1e-9, f"stock is off: {entry}"
+            assert entry.queued == len(ledger.queued), f"queue length is off: {entry}"
+        return ledger
+
+    def _take(self, entry: Entry) -> None:
+        if entry.event in TAKES:
+            self._takes_stock(entry)
+        elif entry.event == "queued":
+            self._begins(entry)
+            self.queued[entry.request] = entry
+        elif entry.event == "held":
+            self.held[entry.request] = self.queued.pop(entry.request)
+        elif entry.event == "adopted":
+            if entry.request in self.held:
+                self.queued[entry.request] = self.held.pop(entry.request)
+            assert self._lives(entry.request), f"nothing to adopt: {entry}"
+        elif entry.event == "placed":
+            assert entry.request in self.running, f"placed without a grant: {entry}"
+            self.placed.add(entry.request)
+        else:
+            self._ends(entry)
+
+    def _takes_stock(self, entry: Entry) -> None:
+        if entry.event == "granted":
+            self._served(entry)
+        else:
+            assert entry.event == "restored" or not self.queued, f"bypassed a queue: {entry}"
+            self._begins(entry)
+        # Stock rises nowhere else, so the bound holds between entries too. What is restored ran already.
+        assert entry.event == "restored" or entry.stock <= entry.upper, f"past the bound: {entry}"
+        self.running[entry.request] = entry.cost
+        if entry.endpoint:
+            self.placed.add(entry.request)
+
+    def _served(self, entry: Entry) -> None:
+        mine = self.queued.pop(entry.request)
+        ahead = [
+            other.request
+            for other in self.queued.values()
+            if (other.band, other.flow) == (mine.band, mine.flow) and other.arrived < mine.arrived
+        ]
+        assert not ahead, f"{ahead} came before: {entry}"
+
+    def _begins(self, entry: Entry) -> None:
+        assert not self._lives(entry.request), f"begins twice: {entry}"
+        self.lives[entry.request] += 1
+
+    def _ends(self, entry: Entry) -> None:
+        assert entry.event in ENDS, f"an unknown event: {entry}"
+        if entry.event == "refused" and not self._lives(entry.request):
+            return
+        assert self._lives(entry.request), f"ends without having begun, or twice: {entry}"
+        self.ends[entry.event] += 1
+        for place in (self.running, self.queued, self.held):
+            place.pop(entry.request, None)
+        self.placed.discard(entry.request)
+
+    def _lives(self, request: str) -> bool:
+        return request in self.running or request in self.queued or request in self.held
+
+
+def events_of(entries: Iterable[Entry], request: str) -> list[str]:
+    """What befell `request`, in order."""
+    return [entry.event for entry in entries if entry.request == request]
+
+
+def order_of(entries: Iterable[Entry]) -> list[str]:
+    """The requests in the order they were granted."""
+    return [entry.request for entry in entries if entry.event == "granted"]

@@ -1,0 +1,265 @@
+"""Replicas on one pool, put together for tests: store, gate and, where wanted, membership and wake-ups."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from decision_ledger import Entry, Ledger
+from redis.asyncio import Redis
+
+from app.admission.membership import Membership
+from app.admission.shared import SharedGate
+from app.config import parse
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.request import Band, Completion, InferenceRequest, Outcome, Workload
+from app.state.keys import Keys
+from app.state.store import Pulse, Store, Sweep, Verdict
+from app.state.wakeups import listen
+from app.telemetry.metrics import Metrics
+
+DEADLINE_S = 20.0  # generous: what has not happened by then will not
+CALL_TIMEOUT_S = 5.0
+NUMBERS: Mapping[str, float] = {
+    "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
+    "grant_lease_ms": 60_000, "silence_ms": 60_000, "fallbacks": 2, "log_max": 100_000,
+    "window_ms": 60_000, "ema_alpha": 0.2,
+}  # fmt: skip
+_COUNTED = itertools.count(1)
+
+
+def addresses(count: int) -> tuple[str, ...]:
+    return tuple(f"10.0.0.{i}:8000" for i in range(1, count + 1))
+
+
+def ask(
+    request_id: str,
+    *,
+    flow: str = "flow",
+    band: Band = Band.DEFAULT,
+    weight: float = 1.0,
+    cost: float = 1.0,
+    ttl_s: float = 60.0,
+    workload: str = "",
+    subset: tuple[str, ...] | None = None,
+) -> InferenceRequest:
+    who = Workload(workload or "auto-" + request_id, 3, registered=bool(workload))
+    return InferenceRequest(
+        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset
+    )  # fmt: skip
+
+
+def ended(request_id: str, outcome: Outcome = Outcome.COMPLETED) -> Completion:
+    return Completion(request_id, outcome, 200, None, 1, 1, 0.1, 0.1)
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """The first true value of `condition`, which may be asynchronous. AssertionError past the deadline."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + DEADLINE_S
+    while loop.time() < end:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return found
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"never became true: {condition}")
+
+
+class Replica:
+    """One replica. `news` is what its store has told it, `adopted` how many requests it took over."""
+
+    def __init__(self, url: str, pool: str, name: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.name = name
+        self.news: list[tuple[str, str]] = []
+        self.adopted = 0
+        self.metrics = Metrics()
+        self.cell = SnapshotCell()
+        self.membership: Membership | None = None
+        self.store = Store(
+            url, pool=pool, replica=name, call_timeout_s=call_timeout_s, connect_timeout_s=1.0,
+            metrics=self.metrics, on_news=self.hear, on_dequeued=self.metrics.dequeued,
+            on_adopted=self._count_adopted,
+        )  # fmt: skip
+        self.gate = SharedGate(
+            self.store, metrics=self.metrics, endpoints=self.cell, fallbacks=2, on_unknown_pool=self._poke
+        )
+
+    def hear(self, what: str, request_id: str) -> None:
+        self.news.append((what, request_id))
+        self.gate.hear(what, request_id)
+
+    def _count_adopted(self) -> None:
+        self.adopted += 1
+
+    def _poke(self) -> None:
+        if self.membership is not None:
+            self.membership.poke()
+
+    async def beat(self, silence_s: float = 60.0) -> Pulse:
+        return await self.store.heartbeat('{"host":"test"}', silence_s)
+
+    async def publish(self, *endpoints: Endpoint | str, **numbers: float) -> None:
+        """Publish `endpoints` and NUMBERS with `numbers` in their place."""
+        listed = [Endpoint(each) if isinstance(each, str) else each for each in endpoints]
+        version = f"v{next(_COUNTED)}"
+        await self.store.publish(
+            {**NUMBERS, **numbers}, listed, config_version="test", endpoints_version=version
+        )
+        self.cell.publish(Snapshot(version, tuple(listed)))
+
+    async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Verdict:
+        return await self.store.admit(ask(request_id, **fields), attempt, age_s)
+
+    async def place(self, request_id: str, attempt: int = 1, **fields: Any) -> Verdict:
+        return await self.store.place(request_id, attempt, fields.get("subset"))
+
+    async def settle(self, *request_ids: str) -> list[str]:
+        return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))
+
+    async def sweep(self, *, grace_s: float = 60.0, idle_s: float = 300.0) -> Sweep:
+        """Sweep now, whenever the last one was."""
+        return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s)
+
+
+class Fleet:
+    """The replicas of one pool, and the shared state as Redis holds it."""
+
+    def __init__(self, redis: Redis, pool: str, replicas: tuple[Replica, ...]) -> None:
+        self.redis = redis
+        self.pool = pool
+        self.keys = Keys.of(pool)
+        self.replicas = replicas
+
+    async def log(self, last: int | None = None) -> list[Entry]:
+        """The decision log, oldest first; all of it, or its `last` entries."""
+        found = await self.redis.xrevrange(self.keys.log, count=last)
+        return [Entry.of(fields) for _, fields in reversed(found)]
+
+    async def ledger(self) -> Ledger:
+        return Ledger.replay(await self.log())
+
+    async def state(self) -> dict[str, Any]:
+        return await self.replicas[0].store.state(60)
+
+    async def counts(self) -> tuple[float, int, list[int]]:
+        """Stock, queue length, load of each endpoint by address."""
+        state = await self.state()
+        return state["stock"], state["queued"], [load for _, load in sorted(state["in_flight"].items())]
+
+    async def at_rest(self) -> bool:
+        """Whether every count is exactly 0 (G6)."""
+        state = await self.state()
+        counts = (state["stock"], state["queued"], state["leases"], state["active_flows"])
+        waiting = [await self.redis.exists(self.keys.prefix + name) for name in ("requests", "deadlines")]
+        return not any(counts) and not any(waiting) and not any(state["in_flight"].values())
+
+    async def now_ms(self) -> float:
+        """The server's clock, the only one that counts."""
+        seconds, micros = await self.redis.time()
+        return seconds * 1000 + micros / 1000
+
+    async def after(self, wait_ms: float) -> None:
+        """Wait until the server's clock is `wait_ms` further."""
+        end = await self.now_ms() + wait_ms
+
+        async def passed() -> bool:
+            return await self.now_ms() > end
+
+        await until(passed)
+
+    async def dump(self) -> dict[str, Any]:
+        """Every key of the pool and its value, without what only tells the time or counts log entries."""
+        found: dict[str, Any] = {}
+        async for key in self.redis.scan_iter(match=self.keys.prefix + "*"):
+            name = key.removeprefix(self.keys.prefix)
+            kind = await self.redis.type(key)
+            if kind == "hash":
+                found[name] = await self.redis.hgetall(key)
+            elif kind == "zset":
+                pairs = await self.redis.zrange(key, 0, -1, withscores=True)
+                found[name] = dict(map(tuple, pairs))
+        for field in ("seq", "log_seq", "swept_ms"):
+            found.get("pool", {}).pop(field, None)
+        for leases in ("inflight", "replicas"):
+            if leases in found:
+                found[leases] = sorted(found[leases])
+        return found
+
+
+def _client(url: str) -> Redis:
+    return Redis.from_url(
+        url, decode_responses=True, socket_timeout=DEADLINE_S, socket_connect_timeout=DEADLINE_S, retry=None
+    )
+
+
+OpenFleet = Callable[..., contextlib.AbstractAsyncContextManager[Fleet]]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    url: str,
+    pool: str,
+    *names: str,
+    endpoints: int = 1,
+    listening: bool = False,
+    joined: Mapping[str, Any] | None = None,
+    call_timeout_s: float = CALL_TIMEOUT_S,
+    through: Mapping[str, str] | None = None,
+    **numbers: float,
+) -> AsyncIterator[Fleet]:
+    """A fleet of replicas called `names` on `endpoints` endpoints.
+
+    `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
+    nothing happens by itself: the first replica has published NUMBERS with `numbers` in their place, and
+    each has beaten once. `listening` replicas hear wake-ups. `through` gives the named ones another URL;
+    `call_timeout_s` is theirs alone, so that the others stay patient on a busy machine.
+    """
+    through = through or {}
+    patience_s = dict.fromkeys(through, call_timeout_s)
+    async with _client(url) as redis, asyncio.TaskGroup() as tasks:
+        replicas = tuple(
+            Replica(through.get(name, url), pool, name, call_timeout_s=patience_s.get(name, CALL_TIMEOUT_S))
+            for name in names
+        )
+        fleet = Fleet(redis, pool, replicas)
+        background = [tasks.create_task(replica.store.run()) for replica in replicas]
+        try:
+            if joined is None:
+                await replicas[0].publish(*addresses(endpoints), **numbers)
+                for replica in replicas:
+                    await replica.beat()
+            for replica in replicas:
+                if joined is not None:
+                    background.append(tasks.create_task(_join(replica, joined, endpoints)))
+                if listening:
+                    channel = fleet.keys.wake(replica.name)
+                    background.append(tasks.create_task(listen(url, channel, replica.hear)))
+            if joined is not None:
+                await until(lambda: all(replica.membership for replica in replicas))
+                for replica in replicas:
+                    async with asyncio.timeout(DEADLINE_S):
+                        assert replica.membership is not None
+                        await replica.membership.known()
+            if listening:
+                await until(lambda: _heard(fleet))
+            yield fleet
+        finally:
+            for task in background:
+                task.cancel()
+
+
+async def _join(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> None:
+    replica.membership = Membership(
+        replica.store, replica.gate, parse(joined), endpoints=replica.cell, metrics=replica.metrics,
+        about={"host": "test"},
+    )  # fmt: skip
+    replica.membership.discovered([Endpoint(address) for address in addresses(endpoints)])
+    await replica.membership.run()
+
+
+async def _heard(fleet: Fleet) -> bool:
+    channels = [fleet.keys.wake(replica.name) for replica in fleet.replicas]
+    return all(count for _, count in await fleet.redis.pubsub_numsub(*channels))

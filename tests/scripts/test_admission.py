@@ -1,0 +1,172 @@
+"""Admission: bypass, queue, hysteresis, capacities, refusals (G1)."""
+
+import asyncio
+
+import pytest
+from decision_ledger import order_of
+from script_fleet import OpenFleet, ask
+
+from app.endpoints.snapshot import Endpoint
+from app.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows
+from app.state.store import Verdict
+
+
+async def test_below_the_bound_a_request_is_placed_at_once(fleet: OpenFleet) -> None:
+    # Given room for two and an empty queue
+    async with fleet("a", upper_per=2) as it:
+        (a,) = it.replicas
+        # When two come
+        verdicts = [await a.admit("r1"), await a.admit("r2")]
+        # Then both have the endpoint, and the stock is two
+        assert verdicts == [Verdict("placed", "10.0.0.1:8000")] * 2
+        assert await it.counts() == (2, 0, [2])
+
+
+async def test_at_the_bound_a_request_is_queued_with_its_time_to_live(fleet: OpenFleet) -> None:
+    # Given a full stock
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("r1")
+        # When another comes, 2 s old already, then it waits for what is left of its TTL
+        assert await a.admit("r2", ttl_s=30, age_s=2) == Verdict("queued", "28000")
+        assert await it.counts() == (1, 1, [1])
+
+
+async def test_many_in_one_call_take_what_there_is_and_no_more(fleet: OpenFleet) -> None:
+    # Given room for three on each of two endpoints
+    async with fleet("a", endpoints=2, upper_per=3) as it:
+        (a,) = it.replicas
+        # When ten come in one turn of the loop
+        verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(10)))
+        # Then the first six are placed
+        assert [verdict.what for verdict in verdicts] == ["placed"] * 6 + ["queued"] * 4
+        assert await it.counts() == (6, 4, [3, 3])
+        await it.ledger()
+
+
+async def test_the_queue_is_served_only_below_the_lower_bound(fleet: OpenFleet) -> None:
+    # Given four running at an upper bound of 4 and a lower one of 2, and one waiting
+    async with fleet("a", upper_per=4, lower_per=2) as it:
+        (a,) = it.replicas
+        for i in range(1, 5):
+            await a.admit(f"r{i}")
+        await a.admit("waits")
+        # When two end, then the stock has reached the lower bound and nothing is served yet
+        await a.settle("r1")
+        await a.settle("r2")
+        assert await it.counts() == (2, 1, [2])
+        # When one more ends, then it is below, and the waiting one is granted
+        await a.settle("r3")
+        assert a.news == [("granted", "waits")]
+        assert await it.counts() == (2, 0, [1])
+
+
+async def test_nothing_bypasses_a_queue(fleet: OpenFleet) -> None:
+    # Given room below the upper bound, but one that waits for the lower
+    async with fleet("a", upper_per=4, lower_per=1) as it:
+        (a,) = it.replicas
+        for i in range(1, 5):
+            await a.admit(f"r{i}")
+        await a.admit("first")
+        await a.settle("r1", "r2")
+        # When another comes
+        verdict = await a.admit("second")
+        # Then it waits behind, though there is room
+        assert verdict.what == "queued"
+        await a.settle("r3", "r4")
+        assert order_of(await it.log()) == ["first"]
+        await it.ledger()
+
+
+async def test_a_request_that_costs_more_than_there_is_waits_for_room(fleet: OpenFleet) -> None:
+    # Given three of four taken
+    async with fleet("a", upper_per=4, lower_per=4) as it:
+        (a,) = it.replicas
+        for i in range(1, 4):
+            await a.admit(f"r{i}")
+        # When one of cost 2 comes, then it waits
+        assert (await a.admit("large", cost=2)).what == "queued"
+        # When one ends, then it fits exactly
+        await a.settle("r1")
+        assert a.news == [("granted", "large")]
+        assert (await it.counts())[0] == 4
+        await it.ledger()
+
+
+async def test_a_request_past_its_time_to_live_is_not_admitted_into_an_empty_pool(fleet: OpenFleet) -> None:
+    # Given room, when a request comes that is as old as it may get, then it has expired (G5)
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        assert await a.admit("late", ttl_s=1, age_s=1) == Verdict("expired", "")
+        assert await it.at_rest()
+
+
+async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet: OpenFleet) -> None:
+    # Given a queue of three, two a flow, and a full stock
+    async with fleet("a", upper_per=1, total_capacity=3, flow_capacity=2) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        # When flow x brings three, then its third is refused
+        assert [(await a.admit(f"x{i}", flow="x")).what for i in range(2)] == ["queued"] * 2
+        assert await a.admit("x2", flow="x") == Verdict("refused", "insufficient-flow-capacity")
+        # When y takes the last place, then z finds none
+        assert (await a.admit("y0", flow="y")).what == "queued"
+        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows")
+        # When one leaves, then there is a place again
+        await a.store.cancel("x0", 1, "cancelled")
+        assert (await a.admit("z1", flow="z")).what == "queued"
+        assert (await it.ledger()).lives.keys() == {"runs", "x0", "x1", "y0", "z1"}
+
+
+async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
+    # Given a queue with one place a flow, two in all, and a full stock
+    async with fleet("a", upper_per=1, total_capacity=2, flow_capacity=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("x0", flow="x")
+        # When the gate asks for more than there is, then it raises what the protocol names
+        with pytest.raises(InsufficientFlowCapacity):
+            await a.gate.admit(ask("x1", flow="x"), held=False)
+        await a.admit("y0", flow="y")
+        with pytest.raises(TooManyFlows):
+            await a.gate.admit(ask("z0", flow="z"), held=False)
+        await a.publish()
+        with pytest.raises(NoEndpoints):
+            await a.gate.admit(ask("n0", flow="n"), held=False)
+        assert a.gate.waiting == 0
+
+
+async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -> None:
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        # Given no endpoint, or only one that drains, when a request comes, then it is refused
+        for endpoints in ((), (Endpoint("10.0.0.1:8000", draining=True),)):
+            await a.publish(*endpoints)
+            assert await a.admit("r") == Verdict("refused", "no-endpoints")
+        assert await it.at_rest()
+
+
+async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet) -> None:
+    # Given one waiting, and no endpoint left
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("waits")
+        await a.publish()
+        await a.settle("runs")
+        assert a.news == []
+        # When an endpoint is published, then that very call dispatches
+        await a.publish("10.0.0.9:8000")
+        assert a.news == [("granted", "waits")]
+        assert await a.place("waits") == Verdict("placed", "10.0.0.9:8000")
+
+
+async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
+    # Given replicas that have not published, when one asks, then it is told to publish first
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
+        assert (await a.admit("r")).what == "unknown-pool"
+        pulse = await a.beat()
+        assert (pulse.born, pulse.was_known) == ("0", False)
+        assert not (await a.sweep()).ran

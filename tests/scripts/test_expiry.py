@@ -1,0 +1,131 @@
+"""Time to live: what is past it is never dispatched, and its client has an answer (G5)."""
+
+import asyncio
+
+import pytest
+from decision_ledger import events_of, order_of
+from script_backends import wire
+from script_fleet import Fleet, OpenFleet, ask, until
+
+from app.errors import ExpiredTtl
+
+
+async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFleet) -> None:
+    # Given one waiting 50 ms at most, and one with time, behind it
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        await b.admit("short", ttl_s=0.05)
+        await a.admit("long")
+        await it.after(60)
+        # When capacity comes free after its time, then the next is served
+        await a.settle("runs")
+        log = await it.log()
+        assert (events_of(log, "short"), order_of(log)) == (["queued", "expired"], ["long"])
+        # And its owner is told, once
+        await b.beat()
+        await b.beat()
+        assert b.news == [("expired", "short")]
+        await it.ledger()
+
+
+async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
+    # Given 120 expired requests of one replica and no capacity
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.05) for i in range(120)))
+        await it.after(60)
+        # When another sweeps, then a hundred a call
+        swept = await a.sweep()
+        assert (swept.ran, swept.expired, swept.more) == (True, 100, True)
+        assert (await it.counts())[1] == 20
+        swept = await a.sweep()
+        assert (swept.expired, swept.more) == (20, False)
+        # And the owner hears of each with its next beat
+        await b.beat()
+        assert sorted(b.news) == sorted(("expired", f"q{i}") for i in range(120))
+        assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
+        await it.ledger()
+
+
+async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
+    # Given a full stock and nobody who sweeps
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        # When a request waits past its time, then it is answered and its place is given back
+        with pytest.raises(ExpiredTtl) as answer:
+            await a.gate.admit(ask("q", ttl_s=0.1), held=False)
+        assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
+        assert events_of(await it.log(), "q") == ["queued", "expired"]
+        await a.settle("runs")
+        assert await it.at_rest()
+        assert a.gate.waiting == 0
+
+
+async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:
+    # Given a waiter whose connection to Redis answers nothing any more
+    async with (
+        wire(redis_url) as between,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=0.75) as it,
+    ):
+        a, b = it.replicas
+        await b.admit("runs")
+        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), held=False))
+        await until(lambda: a.gate.waiting == 1)
+        await until(lambda: _has(it, "q"))
+        between.mute()
+        # When its time is up, then it is answered, and Redis learns of it when it returns
+        with pytest.raises(ExpiredTtl):
+            await waiter
+        between.unmute()
+        await until(lambda: _has(it, "expired"))
+        await b.settle("runs")
+        await until(it.at_rest)
+
+
+async def _has(it: Fleet, word: str) -> bool:
+    """Whether the log tells of `word`, a request or an event."""
+    return any(word in (entry.request, entry.event) for entry in await it.log())
+
+
+async def test_an_expiry_does_not_take_back_a_grant_given_in_time(fleet: OpenFleet) -> None:
+    # Given a request granted, then placed
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("q")
+        await a.settle("runs")
+        # When its timer ends, then it is told of the grant
+        assert await a.store.cancel("q", 1, "expired") == "granted"
+        await a.place("q")
+        assert await a.store.cancel("q", 1, "expired") == "granted"
+        assert await it.counts() == (1, 0, [1])
+
+
+async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
+    # Given a waiter that nobody wakes
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await b.admit("runs")
+        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), held=False))
+        await until(lambda: _has(it, "q"))
+        # When its turn comes before its time is up, though it has not heard of it
+        await b.settle("runs")
+        # Then its own timer finds the grant
+        assert (await waiter).endpoints == ("10.0.0.1:8000",)
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
+
+
+async def test_an_adopted_request_past_its_time_has_expired(fleet: OpenFleet) -> None:
+    # Given one waiting whose time is up, when another replica brings it, then it is told so
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        await a.admit("q", ttl_s=0.05)
+        await it.after(60)
+        assert (await b.admit("q", attempt=5)).what == "expired"
+        await a.settle("runs")
+        assert await it.at_rest()
+        await it.ledger()

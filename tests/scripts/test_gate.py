@@ -1,0 +1,218 @@
+"""The gate: wake-ups, cancelling in every phase, withdrawal, and answers without admission."""
+
+import asyncio
+
+import pytest
+from decision_ledger import events_of
+from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
+
+from app.endpoints.snapshot import Endpoint
+from app.errors import NoEndpoints
+from app.request import Placement
+from app.state.store import Verdict
+
+E1, E2 = addresses(2)
+
+
+async def queued(it: Fleet, request_id: str) -> None:
+    async def is_queued() -> bool:
+        return "queued" in events_of(await it.log(), request_id)
+
+    await until(is_queued)
+
+
+def asked(replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
+    return asyncio.create_task(replica.gate.admit(ask(request_id), held=False))
+
+
+async def cancel(task: "asyncio.Task[Placement]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) -> None:
+    # Given a replica that listens and waits
+    async with fleet("a", "b", upper_per=1, listening=True) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        waiter = asked(b, "q")
+        await queued(it, "q")
+        # When another replica frees the capacity, then the waiter is placed
+        await a.settle("runs")
+        assert (await waiter).endpoints == (E1,)
+        assert b.gate.waiting == 0
+
+
+async def test_a_lost_wake_up_is_made_good_by_the_heartbeat(fleet: OpenFleet) -> None:
+    # Given a replica that never hears wake-ups
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        waiter = asked(b, "q")
+        await queued(it, "q")
+        await a.settle("runs")
+        assert b.news == []
+        # When it beats, then its waiter is placed, and nothing is left in its inbox
+        await b.beat()
+        assert (await waiter).endpoints == (E1,)
+        assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
+
+
+async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> None:
+    # Given memberships that beat, and no wake-ups at all
+    config = {
+        "leases": {"heartbeat": "50ms"},
+        "decision_log": {"enabled": True},
+        "request_queue_controller": {"watermark_per_backend": 2},
+    }
+    async with fleet("a", "b", endpoints=2, joined=config) as it:
+        a, b = it.replicas
+
+        async def one(number: int) -> None:
+            name = f"r{number}"
+            await (a, b)[number % 2].gate.admit(ask(name), held=False)
+            (b, a)[number % 2].gate.settle(ended(name))
+
+        # When more come than fit, then all are served
+        await asyncio.gather(*(one(number) for number in range(24)))
+        await until(it.at_rest)
+        assert (await it.ledger()).ends == {"completed": 24}
+
+
+async def test_a_client_that_leaves_before_its_admission_is_sent_leaves_nothing(fleet: OpenFleet) -> None:
+    # Given a request whose admission is in no message yet
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        task = asked(a, "q")
+        await asyncio.sleep(0)
+        # When its client leaves, then the cancel follows the admission
+        await cancel(task)
+        await a.beat()
+        assert await it.at_rest()
+        assert events_of(await it.log(), "q") == ["bypassed", "cancelled"]
+
+
+async def test_a_client_that_leaves_while_its_admission_is_on_the_way_leaves_nothing(
+    fleet: OpenFleet,
+) -> None:
+    # Given a message on the wire
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        task = asked(a, "q")
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await cancel(task)
+        # When it has been answered, then nothing is left
+        await a.beat()
+        await until(it.at_rest)
+        assert events_of(await it.log(), "q") == ["bypassed", "cancelled"]
+
+
+async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
+    # Given one that waits and one behind it
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await b.admit("runs")
+        task = asked(a, "q")
+        await queued(it, "q")
+        behind = asked(a, "behind")
+        await queued(it, "behind")
+        # When the first leaves, then the other is served
+        await cancel(task)
+        await a.beat()
+        await b.settle("runs")
+        await a.beat()
+        assert (await behind).endpoints == (E1,)
+        assert events_of(await it.log(), "q") == ["queued", "cancelled"]
+        await it.ledger()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    # Given a granted request whose placement is stopped before it is sent, or before its answer is read
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        placing = asyncio.Event()
+        real = a.store.place
+
+        async def stopped(request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+            if when == "after":
+                await real(request_id, attempt, subset)
+            placing.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(a.store, "place", stopped)
+        await a.admit("runs")
+        task = asked(a, "q")
+        await queued(it, "q")
+        await a.settle("runs")
+        await placing.wait()
+        # When its client leaves, then all it held is given back
+        await cancel(task)
+        await a.beat()
+        assert await it.at_rest()
+        placed = ["placed"] if when == "after" else []
+        assert events_of(await it.log(), "q") == ["queued", "granted", *placed, "cancelled"]
+        assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
+
+
+async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
+    # Given a placement, when it never reaches Envoy, then it is given back, once
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        placement = await a.gate.admit(ask("r"), held=True)
+        a.gate.withdraw("r", placement)
+        a.gate.withdraw("r", placement)
+        await a.beat()
+        assert await it.at_rest()
+        assert events_of(await it.log(), "r") == ["bypassed", "withdrawn"]
+
+
+async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
+    # Given a waiter whose granted request is taken away before it is placed
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await b.admit("runs")
+        waiter = asked(a, "q")
+        await queued(it, "q")
+        await b.settle("runs")
+        await b.settle("q")
+        # When it hears of its grant, then it is admitted anew
+        a.hear("granted", "q")
+        assert (await waiter).endpoints == (E1,)
+        assert (await it.ledger()).lives["q"] == 2
+
+
+async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> None:
+    # Given two in flight, when two replicas report the end of the same one, then the other runs on
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        for name in ("r1", "r2"):
+            await a.gate.admit(ask(name), held=False)
+        for replica in (a, b, a):
+            replica.gate.settle(ended("r1"))
+        await a.beat()
+        await b.beat()
+        assert await it.counts() == (1, 0, [1])
+        await it.ledger()
+
+
+async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
+    fleet: OpenFleet,
+) -> None:
+    # Given a full stock and one endpoint that drains
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.publish(E1, Endpoint(E2, draining=True))
+        # When such a request asks, then it has a ready endpoint of its subset, and holds nothing
+        assert (await a.gate.route(None)).endpoints == (E1,)
+        assert (await a.gate.route((E1, E2))).endpoints == (E1,)
+        for subset in ((), (E2,)):
+            with pytest.raises(NoEndpoints):
+                await a.gate.route(subset)
+        assert (await it.counts())[0] == 1

@@ -1,0 +1,123 @@
+"""Every script's call may be repeated (G6): by the link after a lost reply, by Envoy, by another replica."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from script_backends import wire
+from script_fleet import Fleet, OpenFleet, Replica, ask
+
+from app.admission import ticket
+from app.state.store import Verdict
+
+Call = Callable[[Replica], Awaitable[object]]
+TICKET = ticket.write(ask("gone", workload="w"), "10.0.0.1:8000")
+
+# One of each state is there: `placed`, `granted`, `queued`; `gone` is known to nobody.
+CALLS: dict[str, Call] = {
+    "admit, in flight": lambda a: a.admit("placed", workload="w"),
+    "admit, queued": lambda a: a.admit("queued", workload="w"),
+    "admit, new": lambda a: a.admit("new", workload="w"),
+    "admit, expired": lambda a: a.admit("new", ttl_s=1, age_s=2, workload="w"),
+    "admit, refused": lambda a: a.admit("new", flow="full", workload="w"),
+    "place": lambda a: a.place("granted"),
+    "place, gone": lambda a: a.place("gone"),
+    "settle, in flight": lambda a: a.settle("placed"),
+    "settle, granted": lambda a: a.settle("granted"),
+    "settle, queued": lambda a: a.settle("queued"),
+    "cancel, in flight": lambda a: a.store.cancel("placed", 1, "withdrawn"),
+    "cancel, granted": lambda a: a.store.cancel("granted", 1, "cancelled"),
+    "cancel, queued": lambda a: a.store.cancel("queued", 1, "expired"),
+    "cancel, expired too late": lambda a: a.store.cancel("placed", 1, "expired"),
+    "cancel, foreign": lambda a: a.store.cancel("queued", 7, "cancelled"),
+    "renew": lambda a: a.store.renew("placed", 1, "", ""),
+    "renew, served elsewhere": lambda a: a.store.renew("placed", None, "10.0.0.2:8000", ""),
+    "renew, restored": lambda a: a.store.renew("gone", None, "", TICKET),
+    "renew, unknown": lambda a: a.store.renew("gone", None, "", ""),
+    "renew, waiting": lambda a: a.store.renew("queued", 1, "", TICKET),
+    "heartbeat": lambda a: a.beat(),
+    "publish": lambda a: a.store.publish(
+        {"upper_per": 2, "lower_per": 2}, (), config_version="c", endpoints_version="e"
+    ),
+    "sweep": lambda a: a.sweep(),
+    "state": lambda a: a.store.state(60),
+    "endpoints": lambda a: a.store.endpoints(),
+}
+
+
+@asynccontextmanager
+async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Fleet]:
+    """A fleet with room for two: `placed` and `granted` are in flight, `queued` and `other` wait."""
+    async with fleet("a", endpoints=2, upper_per=1, lower_per=1, flow_capacity=3, **options) as it:
+        (a,) = it.replicas
+        await a.admit("placed", workload="w")
+        await a.admit("ends")
+        await a.admit("granted", workload="w")
+        await a.admit("queued", workload="w")
+        await a.admit("other", flow="other")
+        for i in range(3):
+            await a.admit(f"full{i}", flow="full")
+        await a.settle("ends")
+        assert a.news == [("granted", "granted")]
+        yield it
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
+    async with one_of_each(fleet) as it:
+        (a,) = it.replicas
+        # Given that the call has been made
+        await CALLS[name](a)
+        before = await it.dump()
+        # When it is made again, then every key is as it was
+        await CALLS[name](a)
+        assert await it.dump() == before
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_reply_lost_on_the_way_costs_nothing(
+    fleet: OpenFleet, redis_url: str, pool: str, name: str
+) -> None:
+    # Given what the call does when all goes well
+    async with one_of_each(fleet) as it:
+        await CALLS[name](it.replicas[0])
+        expected = await it.dump()
+        await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
+    async with wire(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as it:
+        # When the reply is lost after the script ran, and the link asks again
+        between.lose_reply()
+        await CALLS[name](it.replicas[0])
+        # Then the state is the same as if nothing had happened
+        assert between.lost
+        found = await it.dump()
+        assert _counts(found) == _counts(expected)
+        await it.ledger()
+
+
+def _counts(dump: dict[str, dict[str, str]]) -> dict[str, object]:
+    """What is to be exact: everything but ids of lives, versions, and records and tags that hold times."""
+    exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
+    counted: dict[str, object] = {name: float(dump["pool"].get(name, 0)) for name in exact}
+    counted["load"] = sum(dump["load"].values())  # which endpoint is a matter of turns
+    counted["workloads"] = {id: text.split()[:3] for id, text in dump.get("workloads", {}).items()}
+    for name in ("requests", "inflight", "deadlines", "flows:1", "inbox:a"):
+        counted[name] = sorted(dump.get(name, ()))
+    return counted
+
+
+async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
+    # Given a queued request whose owner loses the reply that brought the grant
+    async with wire(redis_url) as between, fleet("a", upper_per=1, through={"a": between.url}) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("waits")
+        between.lose_reply()
+        assert await a.settle("runs") == ["unknown"]
+        assert a.news == []
+        # When it beats, then the grant is in its inbox still, and is placed once
+        await a.beat()
+        assert a.news == [("granted", "waits")]
+        assert [await a.place("waits"), await a.place("waits")] == [Verdict("placed", "10.0.0.1:8000")] * 2
+        assert await it.counts() == (1, 0, [1])
+        await a.beat()
+        assert a.news == [("granted", "waits")]

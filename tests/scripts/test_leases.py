@@ -1,0 +1,191 @@
+"""Leases: what nobody reports is taken back; what reports itself never is (G6)."""
+
+import asyncio
+
+import pytest
+from decision_ledger import events_of
+from script_fleet import Fleet, OpenFleet, addresses, ask, until
+
+from app.admission import ticket
+from app.request import Alive, Outcome
+from app.state.store import Verdict
+
+E1, E2 = addresses(2)
+
+
+async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
+    # Given three placed with a lease of 50 ms, and one that waits
+    async with fleet("a", upper_per=3, lease_ms=50) as it:
+        (a,) = it.replicas
+        for i in range(3):
+            await a.admit(f"r{i}", workload="w")
+        await a.admit("waits")
+        await it.after(60)
+        # When the sweep finds them, then all they held is given back, and what waits is served
+        swept = await a.sweep()
+        assert (swept.ran, swept.reclaimed, swept.more) == (True, 3, False)
+        assert a.news == [("granted", "waits")]
+        assert await it.counts() == (1, 0, [0])
+        # And what reports their end later changes nothing
+        assert await a.settle("r0", "r1") == ["unknown", "unknown"]
+        assert (await it.ledger()).ends == {"reclaimed": 3}
+
+
+async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
+    # Given a grant that its owner does not place
+    async with fleet("a", upper_per=1, grant_lease_ms=50) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("q")
+        await a.settle("runs")
+        await it.after(60)
+        # When the sweep runs, then the stock is free, and a late placement finds nothing
+        assert (await a.sweep()).reclaimed == 1
+        assert (await a.place("q")).what == "gone"
+        assert await it.at_rest()
+        assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
+
+
+async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
+    # Given 150 whose lease has run out
+    async with fleet("a", "b", upper_per=200, lease_ms=50) as it:
+        a, b = it.replicas
+        await asyncio.gather(*(a.admit(f"r{i}") for i in range(150)))
+        await it.after(60)
+        # When two replicas sweep at most once a minute, then the first takes a hundred and says more
+        times = {"interval_s": 60, "grace_s": 60, "idle_s": 60}
+        swept = await a.store.sweep(**times)
+        assert (swept.reclaimed, swept.more) == (100, True)
+        # And the other may go on at once; after that it is too early
+        swept = await b.store.sweep(**times)
+        assert (swept.reclaimed, swept.more) == (50, False)
+        assert not (await a.store.sweep(**times)).ran
+        assert await it.at_rest()
+
+
+async def test_a_renewed_request_is_not_reclaimed(fleet: OpenFleet) -> None:
+    # Given two with the same short lease, one of which is renewed with a long one
+    async with fleet("a", upper_per=3, lease_ms=100) as it:
+        (a,) = it.replicas
+        await asyncio.gather(a.admit("renewed"), a.admit("silent"))
+        await a.publish(E1, upper_per=3, lease_ms=60_000)
+        assert await a.store.renew("renewed", None, "", "") == "renewed"
+        await it.after(110)
+        # When the sweep runs, then it takes the other
+        await a.sweep()
+        assert events_of(await it.log(), "silent") == ["bypassed", "reclaimed"]
+        assert await it.counts() == (1, 0, [1])
+
+
+async def test_a_request_that_waits_is_not_renewed(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("q")
+        # Given one waiting, when it is renewed, then it waits on
+        assert await a.store.renew("q", 1, "", ticket.write(ask("q"), E1)) == "waiting"
+        assert await it.counts() == (1, 1, [1])
+
+
+async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
+    # Given one held stream, one that the access log reports, and one that nobody does; short leases
+    async with fleet("a", upper_per=3, lease_ms=100) as it:
+        (a,) = it.replicas
+        held = await a.gate.admit(ask("held"), held=True)
+        logged = await a.gate.admit(ask("logged"), held=False)
+        await a.gate.admit(ask("silent"), held=False)
+        await a.publish(E1, upper_per=3, lease_ms=60_000)
+        # When the replica renews what it holds and passes on an access-log entry
+        a.gate.renew_held()
+        a.gate.renew(Alive("logged", E1, logged.ticket))
+        await it.after(110)
+        await a.sweep()
+        # Then only the one nobody reports is gone; what is withdrawn is renewed no more
+        assert await it.redis.hkeys(it.keys.prefix + "requests") == ["held", "logged"]
+        a.gate.withdraw("held", held)
+        a.gate.renew_held()
+        await until(lambda: _one_runs(it))
+
+
+async def _one_runs(it: Fleet) -> bool:
+    return await it.counts() == (1, 0, [1])
+
+
+async def test_renewals_move_the_count_to_the_endpoint_that_serves(fleet: OpenFleet) -> None:
+    # Given a request placed on one endpoint, with another as fallback
+    async with fleet("a", endpoints=2) as it:
+        (a,) = it.replicas
+        await a.admit("r", subset=(E1,))
+        # When the access log says that the other serves it, twice
+        for _ in range(2):
+            assert await a.store.renew("r", None, E2, "") == "renewed"
+            assert (await it.state())["in_flight"] == {E1: 0, E2: 1}
+        # Then its end frees that one
+        await a.settle("r")
+        assert (await it.state())["in_flight"] == {E1: 0, E2: 0}
+
+
+async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: OpenFleet) -> None:
+    # Given a request that an endpoint serves which is in the pool no more
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        await a.admit("r1")
+        await a.admit("r2")
+        for name in ("r1", "r2"):
+            await a.store.renew(name, None, "10.9.9.9:1", "")
+        # Then it is counted, not picked, and vanishes with its last request
+        assert (await it.state())["in_flight"] == {E1: 0, "10.9.9.9:1": 2}
+        await a.settle("r1")
+        assert await a.admit("r3") == Verdict("placed", E1)
+        await a.settle("r2", "r3")
+        assert (await it.state())["in_flight"] == {E1: 0}
+
+
+async def test_what_runs_is_restored_from_its_ticket_after_the_state_was_lost(fleet: OpenFleet) -> None:
+    # Given a placed request and a shared state that has been lost and published anew
+    async with fleet("a", "b", endpoints=2) as it:
+        a, b = it.replicas
+        request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
+        placed = await a.store.admit(request, 1)
+        note = ticket.write(request, placed.detail.split(",")[0])
+        await it.redis.flushall()
+        assert await a.store.renew("r", 1, "", note) == "unknown"
+        await a.publish(E1, E2)
+        # When two replicas report it, then it is counted once, with its cost and workload
+        assert await a.store.renew("r", None, E2, note) == "restored"
+        assert await b.store.renew("r", None, E2, note) == "renewed"
+        state = await it.state()
+        assert (state["stock"], state["leases"], state["in_flight"]) == (1.5, 1, {E1: 0, E2: 1})
+        assert (await it.redis.hget(it.keys.prefix + "workloads", "w")).split()[:3] == ["0", "1", "0"]
+        # And its end gives it back; its workload is forgotten in time
+        assert await a.store.settle("r", Outcome.COMPLETED) == "settled llama"
+        assert await it.at_rest()
+        await it.after(2)
+        await a.sweep(idle_s=0.001)
+        assert await it.redis.exists(it.keys.prefix + "workloads") == 0
+        await it.ledger()
+
+
+@pytest.mark.parametrize(
+    "note", ["", "f", "f\t1\tx\t1.0\tw\t3\tm\t10.0.0.1:8000", "f\t1\t1.0\t1.0\tw\t3\tm\te\tmore"]
+)
+async def test_a_broken_ticket_restores_nothing(fleet: OpenFleet, note: str) -> None:
+    # Given no record, when a renewal brings a ticket that cannot be read, then nothing is counted
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        assert await a.store.renew("r", None, E1, note) == "unknown"
+        assert await it.at_rest()
+
+
+async def test_a_restored_request_of_a_held_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
+    # Given a held stream whose record is lost
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        placement = await a.gate.admit(ask("r"), held=True)
+        await it.redis.flushall()
+        await a.publish(E1)
+        # When it is renewed and then taken back, then nothing is left
+        a.gate.renew_held()
+        await until(lambda: _one_runs(it))
+        a.gate.withdraw("r", placement)
+        await until(it.at_rest)

@@ -1,0 +1,203 @@
+"""The link to Redis: batches, a forgotten script cache, a server that is away or says nothing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from script_backends import url_of, valkey, wire
+from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
+
+from app.admission import ticket
+from app.errors import StateUnavailable
+from app.fleet.ports import free_port
+from app.request import Outcome
+from app.state.scripts import NAMES, load
+from app.state.store import Verdict
+
+E1 = addresses(1)[0]
+
+
+async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet) -> None:
+    # Given more items than one call takes
+    async with fleet("a", upper_per=150) as it:
+        (a,) = it.replicas
+        # When they come in one turn, then each has its own answer, in order
+        verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
+        assert [verdict.what for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
+        replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
+        assert set(replies[:150]) == {"settled llama"}
+        assert replies[200] == "unknown"
+        assert await it.at_rest()
+        await it.ledger()
+
+
+async def _next(call: Callable[[], Awaitable[str]]) -> str:
+    """Make `call` when the loop comes to it, which puts it into one message with its neighbours."""
+    return await call()
+
+
+# The script cache's tests need Valkey: fakeredis closes the connection with every error reply.
+
+
+async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fleet: OpenFleet) -> None:
+    # Given a server that forgets every script
+    async with valkey_fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        calls = (
+            lambda: a.beat(),
+            lambda: a.publish(E1, upper_per=1),
+            lambda: a.admit("r1"),
+            lambda: b.admit("r2"),
+            lambda: a.store.renew("r1", 1, "", ""),
+            lambda: a.settle("r1"),
+            lambda: b.place("r2"),
+            lambda: b.store.cancel("r2", 1, "withdrawn"),
+            lambda: b.sweep(),
+            lambda: b.store.state(60),
+        )
+        # When a request lives its whole life, then nothing fails
+        for call in calls:
+            await it.redis.script_flush()
+            await call()
+        assert await it.at_rest()
+        assert (await it.ledger()).ends == {"completed": 1, "withdrawn": 1}
+
+
+async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_fleet: OpenFleet) -> None:
+    # Given one in flight, one granted, one queued
+    async with valkey_fleet("a", endpoints=2, upper_per=1) as it:
+        (a,) = it.replicas
+        for name in ("runs", "ends", "granted", "queued"):
+            await a.admit(name)
+        await a.settle("ends")
+        await it.redis.script_flush()
+        # When every script is asked for in one turn, then each answers as if it were known
+        renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
+            _next(lambda: a.store.renew("runs", 1, "", "")),
+            _next(lambda: a.store.settle("runs", Outcome.COMPLETED)),
+            a.admit("new"),
+            a.place("granted"),
+            _next(lambda: a.store.cancel("new", 1, "cancelled")),
+            a.beat(),
+            a.sweep(),
+        )
+        assert (renewed, settled, admitted.what) == ("renewed", "settled llama", "queued")
+        assert (placed.what, cancelled) == ("placed", "ended")
+        assert (pulse.stock, swept.ran) == (2, True)
+        assert ("granted", "queued") in a.news
+        await it.ledger()
+
+
+@pytest.mark.parametrize("forgotten", ["renew", "admit"])
+async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
+    valkey_fleet: OpenFleet, forgotten: str
+) -> None:
+    # Given a server that has forgotten one script and knows the others
+    async with valkey_fleet("a") as it:
+        (a,) = it.replicas
+        await it.redis.script_flush()
+        for name in NAMES:
+            if name != forgotten:
+                await it.redis.script_load(load(name).source)
+        # When a renewal or an admission and the same request's end are sent together
+        if forgotten == "renew":
+            note = ticket.write(ask("r"), E1)
+            await asyncio.gather(
+                _next(lambda: a.store.renew("r", None, "", note)),
+                _next(lambda: a.store.settle("r", Outcome.COMPLETED)),
+            )
+        else:
+            await asyncio.gather(a.admit("r"), _next(lambda: a.store.cancel("r", 1, "cancelled")))
+        assert {"restored", "bypassed"} & {entry.event for entry in await it.log()}
+        # Then the end has the last word
+        assert await it.at_rest()
+
+
+async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:
+    # Given a pool key that is no hash
+    async with valkey_fleet("a") as it:
+        (a,) = it.replicas
+        kept = await it.redis.dump(it.keys.pool)
+        await it.redis.set(it.keys.pool, "text")
+        # When a script fails on it, then the caller has the fault in words
+        with pytest.raises(StateUnavailable, match="refused admit"):
+            await a.admit("r")
+        # And the connection goes on
+        await it.redis.restore(it.keys.pool, 0, kept, replace=True)
+        assert (await a.admit("r")).what == "placed"
+
+
+async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> None:
+    # Given a replica whose Redis is not there
+    port = free_port()
+    a = Replica(url_of(port), pool, "a", call_timeout_s=0.3)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(a.store.run())
+        # When it asks, then it is told in time that the shared state is away
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(StateUnavailable, match="cannot be reached"):
+                await a.admit("r1")
+        assert a.store.fault
+        # When the server starts, then calls work
+        with valkey(tmp_path, port):
+            await until(lambda: _publishes(a))
+            assert await a.admit("r1") == Verdict("placed", E1)
+            assert a.store.fault is None
+        running.cancel()
+
+
+async def _publishes(replica: Replica) -> bool:
+    try:
+        await replica.publish(E1)
+    except StateUnavailable:
+        return False
+    return True
+
+
+async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_settlement(
+    fleet: OpenFleet, redis_url: str
+) -> None:
+    async with (
+        wire(redis_url) as between,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=0.3) as it,
+    ):
+        a, b = it.replicas
+        # Given a request in flight and a connection that takes everything and answers nothing
+        await a.admit("r1")
+        between.mute()
+        # When calls are made, then each fails in time, but the settlement waits
+        settled = a.store.settle("r1", Outcome.COMPLETED)
+        for _ in range(3):
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(StateUnavailable):
+                    await a.admit("r2")
+        assert not settled.done()
+        # And whatever the calls have done is nothing: others go on
+        assert (await b.admit("r3")).what == "queued"
+        # When the server answers again, then it is delivered, and what it frees is granted
+        between.unmute()
+        assert await settled == "settled llama"
+        await b.beat()
+        assert b.news == [("granted", "r3")]
+        await b.settle("r3")
+        assert await it.at_rest()
+        await it.ledger()
+
+
+async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
+    fleet: OpenFleet, redis_url: str
+) -> None:
+    # Given calls on the way to a server that does not answer, lasting ones too
+    async with wire(redis_url) as between:
+        async with fleet("b", "a", through={"a": between.url}) as it:
+            a = it.replicas[1]
+            between.mute()
+            waiting = asyncio.create_task(a.admit("r1"))
+            settled = a.store.settle("r0", Outcome.COMPLETED)
+            # When the replica stops
+        # Then both have failed
+        with pytest.raises(StateUnavailable, match="stopped"):
+            await waiting
+        with pytest.raises(StateUnavailable, match="stopped"):
+            await settled

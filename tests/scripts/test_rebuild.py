@@ -1,0 +1,186 @@
+"""The shared state lost under running replicas: they register what they hold, and counts are right again."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from decision_ledger import order_of
+from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
+
+from app.errors import StateUnavailable
+from app.request import Alive, InferenceRequest, Placement
+from app.state.store import Verdict
+
+# Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.
+CONFIG: dict[str, Any] = {
+    "leases": {"heartbeat": "50ms"},
+    "decision_log": {"enabled": True},
+    "request_queue_controller": {"watermark_per_backend": 2},
+}
+# Seconds in which a replica joins only by its own doing: the test decides when it beats.
+SLOW: dict[str, Any] = {**CONFIG, "leases": {"heartbeat": "2s"}}
+
+
+async def filled(
+    it: Fleet, streams: int, waiters: int
+) -> "tuple[list[Placement], list[asyncio.Task[Placement]]]":
+    """`streams` held streams and then `waiters` waiting, round the replicas."""
+    gates = [replica.gate for replica in it.replicas]
+    held = [await gates[i % len(gates)].admit(ask(f"s{i}"), held=True) for i in range(streams)]
+    waiting = []
+    for i in range(waiters):
+        waiting.append(asyncio.create_task(gates[i % len(gates)].admit(ask(f"q{i}"), held=False)))
+        await until(lambda so_far=i + 1: _queue_is(it, so_far))
+    return held, waiting
+
+
+async def _queue_is(it: Fleet, length: int) -> bool:
+    return (await it.counts())[1] == length
+
+
+async def _accounted(it: Fleet, count: int) -> bool:
+    stock, queued, loads = await it.counts()
+    return stock + queued == count and sum(loads) <= stock
+
+
+async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) -> None:
+    # Given four streams and nine waiting on three replicas
+    async with fleet("a", "b", "c", endpoints=2, joined=CONFIG, listening=True) as it:
+        _, waiting = await filled(it, 4, 9)
+        # When everything is lost
+        await it.redis.flushall()
+        # Then, without a word from anyone, all thirteen are accounted for again
+        await until(lambda: _accounted(it, 13))
+        assert not any(task.done() and task.exception() for task in waiting)
+
+        # And as the streams end, every waiter has its turn, and nothing is left
+        async def one(task: "asyncio.Task[Placement]", name: str) -> None:
+            await task
+            it.replicas[0].gate.settle(ended(name))
+
+        for i in range(4):
+            it.replicas[i % 3].gate.settle(ended(f"s{i}"))
+        await asyncio.gather(*(one(task, f"q{i}") for i, task in enumerate(waiting)))
+        await until(it.at_rest)
+        await it.ledger()
+
+
+async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
+    # Given four streams and five waiters of one flow on one replica
+    async with fleet("a", endpoints=2, joined=CONFIG) as it:
+        (a,) = it.replicas
+        _, waiting = await filled(it, 4, 5)
+        await it.redis.flushall()
+        await until(lambda: _accounted(it, 9))
+        # When the streams end
+        for i in range(4):
+            a.gate.settle(ended(f"s{i}"))
+        for i, task in enumerate(waiting):
+            await task
+            a.gate.settle(ended(f"q{i}"))
+        await until(it.at_rest)
+        # Then they are served in their old order
+        assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
+        await it.ledger()
+
+
+async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
+    # Given a replica that beats every two seconds, and a state that is lost in between
+    async with fleet("a", endpoints=2, joined=SLOW) as it:
+        (a,) = it.replicas
+        await it.redis.flushall()
+        # When a request comes, then it has the state published at once and is placed
+        assert (await a.gate.admit(ask("r"), held=False)).endpoints
+        assert (await it.counts())[0] == 1
+
+
+async def test_access_log_entries_restore_what_no_replica_holds(fleet: OpenFleet) -> None:
+    # Given a stream that only Envoy knows of, and a state that was lost
+    async with fleet("a", "b", endpoints=2, joined=CONFIG) as it:
+        a, b = it.replicas
+        placement = await a.gate.admit(ask("r", workload="w"), held=False)
+        await it.redis.flushall()
+        await until(lambda: _accounted(it, 0))
+
+        async def published() -> bool:
+            return (await it.state())["ready_backends"] == 2
+
+        await until(published)
+        # When its periodic entry comes to another replica, then it is counted where it runs
+        b.gate.renew(Alive("r", placement.endpoints[0], placement.ticket))
+        await until(lambda: _accounted(it, 1))
+        assert (await it.state())["in_flight"][placement.endpoints[0]] == 1
+        # And its final entry ends it
+        a.gate.settle(ended("r"))
+        await until(it.at_rest)
+
+
+async def test_waiters_that_could_not_be_registered_are_registered_with_the_next_beat(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given waiters whose first registration after a flush fails
+    async with fleet("a", endpoints=1, joined=CONFIG) as it:
+        (a,) = it.replicas
+        _, waiting = await filled(it, 2, 3)
+        real = a.store.admit
+        failures = 0
+
+        async def failing(request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
+            nonlocal failures
+            if failures < 3:
+                failures += 1
+                raise StateUnavailable("gone again")
+            return await real(request, attempt, age_s)
+
+        monkeypatch.setattr(a.store, "admit", failing)
+        # When the state is lost
+        await it.redis.flushall()
+        # Then a later beat registers them
+        await until(lambda: _accounted(it, 5))
+        assert failures == 3
+        for i in range(2):
+            a.gate.settle(ended(f"s{i}"))
+        for i, task in enumerate(waiting):
+            await task
+            a.gate.settle(ended(f"q{i}"))
+        await until(it.at_rest)
+
+
+async def test_a_replica_that_was_away_too_long_registers_what_it_holds(fleet: OpenFleet) -> None:
+    # Given a stream and a waiter of a replica that the others have given up
+    async with fleet("a", endpoints=1, joined=CONFIG) as it:
+        (a,) = it.replicas
+        _, (waiter,) = await filled(it, 2, 1)
+        await it.redis.zadd(it.keys.replicas, {"a": 1})
+
+        async def held_again() -> bool:
+            events = [entry.event for entry in await it.log() if entry.request == "q0"]
+            return events[-1] in ("adopted", "queued")
+
+        # When it beats again, then its waiter is back in the queue, and served
+        await until(held_again)
+        a.gate.settle(ended("s0"))
+        a.gate.settle(ended("s1"))
+        assert (await waiter).endpoints == addresses(1)
+        await it.ledger()
+
+
+async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:
+    # Given two replicas with the same configuration
+    async with fleet("a", "b", endpoints=2, joined=CONFIG) as it:
+        a, b = it.replicas
+        assert a.membership is not None
+        assert b.membership is not None
+        await until(lambda: len(b.cell.current.endpoints) == 2)
+        # When the one that does not lead discovers more, then nothing changes
+        b.membership.discovered([])
+        before = b.membership.pulse
+        await until(lambda: b.membership.pulse is not before)
+        assert len(b.cell.current.endpoints) == 2
+        # When the leader does, then both have it
+        a.membership.discovered([a.cell.current.endpoints[0]])
+        await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
+        # When the leader leaves, then the other leads at once
+        await a.membership.leave(5)
+        await until(lambda: b.cell.current.endpoints == ())
+        assert b.membership.pulse.leader

@@ -1,0 +1,119 @@
+"""The key schema: docs/redis-schema.md, lua/lib/keys.lua and a live server say the same."""
+
+import asyncio
+import re
+from pathlib import Path
+
+from script_fleet import Fleet, OpenFleet, ask
+
+from app.admission import ticket
+from app.state.keys import Keys
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "redis-schema.md"
+TABLE = ROOT / "lua" / "lib" / "keys.lua"
+PLACES = {"BAND": "[012]", "FLOW": ".+", "REPLICA": "[^:]+"}
+SHORT = {"B": "BAND", "F": "FLOW", "R": "REPLICA"}
+
+
+def documented() -> dict[str, str]:
+    """Key pattern, without the pool's prefix -> type, as the page lists them."""
+    rows = re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M)
+    return dict(rows)
+
+
+def in_scripts() -> dict[str, str]:
+    """The same of the scripts' table."""
+    rows = re.findall(r"^-- (\S+) +(hash|zset|stream|channel) ", TABLE.read_text(encoding="utf-8"), re.M)
+    return {":".join(SHORT.get(part, part) for part in name.split(":")): kind for name, kind in rows}
+
+
+def documented_fields() -> set[str]:
+    """Fields of the pool's hash, bands spelled out."""
+    section = PAGE.read_text(encoding="utf-8").split("## Fields of `pool`")[1].split("## ")[0]
+    names = {
+        name for row in re.findall(r"^\| (`[^|]+) \|", section, re.M) for name in re.findall("`(.+?)`", row)
+    }
+    return {name.replace("BAND", band) for name in names for band in "012"}
+
+
+def matching(name: str) -> list[str]:
+    """The documented patterns that a live key's name matches."""
+
+    def expression(pattern: str) -> str:
+        return ":".join(PLACES.get(part, re.escape(part)) for part in pattern.split(":"))
+
+    return [pattern for pattern in documented() if re.fullmatch(expression(pattern), name)]
+
+
+async def live(it: Fleet) -> dict[str, str]:
+    """Name without prefix -> type, of every key in the server that is not another pool's."""
+    found = {}
+    for key in await it.redis.keys("*"):
+        assert key.startswith(it.keys.prefix), key
+        found[key.removeprefix(it.keys.prefix)] = await it.redis.type(key)
+    return found
+
+
+def test_the_page_and_the_scripts_list_the_same_keys() -> None:
+    assert documented() == in_scripts()
+    assert len(documented()) > 10
+
+
+def test_the_keys_that_python_spells_are_documented() -> None:
+    # Given every key that the replicas name themselves
+    keys = Keys.of("p")
+    spelled = [getattr(keys, name) for name, kind in vars(Keys).items() if isinstance(kind, property)]
+    # Then each is in the table
+    for key in (*spelled, keys.wake("r-1")):
+        assert matching(key.removeprefix("epp:{p}:")), key
+
+
+async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        await it.redis.flushall()
+        seen: dict[str, str] = {}
+        await a.publish("10.0.0.1:8000", upper_per=1)
+        for replica in it.replicas:
+            await replica.beat()
+
+        async def look() -> None:
+            for name, kind in (await live(it)).items():
+                # Then every key is documented once, with its type
+                (pattern,) = matching(name)
+                seen[pattern] = kind
+
+        # When requests run, wait, are granted to another, finish early and are restored
+        await a.admit("r1", workload="w")
+        await a.admit("waits", flow="colon:and space", workload="w")
+        await asyncio.gather(*(b.admit(f"q{i}", flow=f"flow{i % 3}") for i in range(130)))
+        await look()
+        await a.store.cancel("waits", 1, "cancelled")
+        await a.settle("r1")
+        await look()
+        await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
+        # And a replica falls silent, and is swept in parts
+        await a.publish("10.0.0.1:8000", upper_per=1, silence_ms=100)
+        await it.after(110)
+        await a.beat(silence_s=0.1)
+        assert (await a.sweep()).more
+        await look()
+        # Then every documented key has been used, as documented
+        expected = {name: kind for name, kind in documented().items() if kind != "channel"}
+        assert seen == expected
+        assert set(await it.redis.hkeys(it.keys.pool)) <= documented_fields()
+
+
+async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
+    # Given a pool in which each band has served a request
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for band in (0, 1, 2):
+            await a.admit(f"q{band}", band=band)
+        for name in ("runs", "q0", "q1", "q2"):
+            await a.settle(name)
+        await a.sweep()
+        # Then its fields are the documented ones
+        assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields()

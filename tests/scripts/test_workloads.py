@@ -1,0 +1,153 @@
+"""The workload registry (specs/001): what is counted of whom, and for how long."""
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import pytest
+from script_fleet import Fleet, OpenFleet, until
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A workload's metrics, as `lua/lib/workloads.lua` keeps them. `arrivals`: seven counts, newest first."""
+
+    total: int
+    active: int
+    dispatched: int
+    ema_ms: float
+    last_ms: int
+    slot: int
+    arrivals: tuple[int, ...]
+
+
+async def entry(it: Fleet, workload: str) -> Entry | None:
+    text = await it.redis.hget(it.keys.prefix + "workloads", workload)
+    if text is None:
+        return None
+    total, active, dispatched, ema_ms, last_ms, slot, *arrivals = text.split()
+    counts = tuple(int(count) for count in arrivals)
+    return Entry(int(total), int(active), int(dispatched), float(ema_ms), int(last_ms), int(slot), counts)
+
+
+async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenFleet) -> None:
+    # Given room for one
+    async with fleet("a", "b", upper_per=1, flow_capacity=2) as it:
+        a, b = it.replicas
+        # When its requests come by two replicas, then all are active and one is dispatched
+        await a.admit("r1", workload="w")
+        await b.admit("r2", workload="w")
+        await a.admit("r3", workload="w")
+        found = await entry(it, "w")
+        assert found is not None
+        assert (found.total, found.active, found.dispatched) == (3, 3, 1)
+        assert sum(found.arrivals) == 3
+        # When one is refused, then it is not counted; nor is an adoption
+        assert (await b.admit("r4", workload="w")).what == "refused"
+        await a.admit("r2", attempt=5, workload="w")
+        assert await entry(it, "w") == found
+        # When one ends and one leaves, then the other has been dispatched and is the only active one
+        await a.settle("r1")
+        await a.store.cancel("r3", 1, "cancelled")
+        found = await entry(it, "w")
+        assert found is not None
+        assert (found.total, found.active, found.dispatched) == (3, 1, 2)
+        await a.settle("r2")
+        found = await entry(it, "w")
+        assert found is not None
+        assert found.active == 0
+        assert found.last_ms <= await it.now_ms()
+
+
+async def test_the_average_wait_follows_new_waits_by_a_fifth(fleet: OpenFleet) -> None:
+    # Given a first request that waited 2.5 s, which is the average
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        await a.admit("r1", workload="w", age_s=2.5)
+        found = await entry(it, "w")
+        assert found is not None
+        assert found.ema_ms == pytest.approx(2500)
+        # When the next waited 1.8 s, then it is 2.36 s, the specification's example
+        await a.admit("r2", workload="w", age_s=1.8)
+        found = await entry(it, "w")
+        assert found is not None
+        assert found.ema_ms == pytest.approx(2360)
+
+
+async def test_a_queued_requests_wait_counts_from_its_arrival(fleet: OpenFleet) -> None:
+    # Given one that waits, 10 s old when it came
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        before_ms = await it.now_ms()
+        await a.admit("r", workload="w", age_s=10)
+        # When it is granted, then its wait is its age and its time in the queue
+        await a.settle("runs")
+        waited_ms = await it.now_ms() - before_ms
+        found = await entry(it, "w")
+        assert found is not None
+        assert 10_000 <= found.ema_ms <= 10_000 + waited_ms + 1
+
+
+async def test_arrivals_are_counted_by_sixths_of_a_sliding_window(fleet: OpenFleet) -> None:
+    # Given a window of 240 ms: slots of 40 ms
+    async with fleet("a", window_ms=240, upper_per=100) as it:
+        (a,) = it.replicas
+        model: dict[int, int] = {}
+        for i in range(100):
+            # When requests keep coming, then each slot counts those that came in it, and old ones fall off
+            await a.admit(f"r{i}", workload="w")
+            found = await entry(it, "w")
+            assert found is not None
+            assert found.slot == math.floor(found.last_ms / 40)
+            model[found.slot] = model.get(found.slot, 0) + 1
+            assert found.arrivals == tuple(model.get(found.slot - ago, 0) for ago in range(7))
+            assert found.total == i + 1
+            if len(model) > 8:
+                break
+            await it.after(10)
+        assert len(model) > 8
+
+
+async def test_a_long_silence_empties_the_window(fleet: OpenFleet) -> None:
+    # Given a window of 60 ms, long past
+    async with fleet("a", window_ms=60) as it:
+        (a,) = it.replicas
+        await a.admit("r1", workload="w")
+        await it.after(80)
+        # When the next comes, then it is the only one in the window
+        await a.admit("r2", workload="w")
+        found = await entry(it, "w")
+        assert found is not None
+        assert (found.total, found.arrivals) == (2, (1, 0, 0, 0, 0, 0, 0))
+
+
+async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
+    # Given 250 workloads that have ended and one that has a request running
+    async with fleet("a", upper_per=1000) as it:
+        (a,) = it.replicas
+        await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
+        await a.settle(*(f"r{i}" for i in range(250)))
+        await a.admit("runs", workload="busy")
+        await it.after(10)
+        # When they have been idle too short, then the sweep keeps them
+        await a.sweep(idle_s=300)
+        assert await it.redis.hlen(it.keys.prefix + "workloads") == 251
+
+        async def forgotten() -> bool:
+            await a.sweep(idle_s=0.005)
+            return await it.redis.hkeys(it.keys.prefix + "workloads") == ["busy"]
+
+        # When long enough, then a few calls of the sweep forget all but the busy one
+        await until(forgotten)
+
+
+async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
+    # Given requests without a workload, when they run, wait and end, then the registry is empty
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("r1")
+        await a.admit("r2")
+        await a.settle("r1", "r2")
+        assert await it.redis.exists(it.keys.prefix + "workloads") == 0
+        assert {line.workload for line in await it.log()} == {""}

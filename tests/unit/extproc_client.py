@@ -1,0 +1,198 @@
+"""Envoy's side of ext_proc for tests: messages as Envoy builds them, and a gate that does as it is told."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+
+from app.config import Settings, parse
+from app.errors import RequestError
+from app.extproc.door import Door
+from app.extproc.exchange import Desk, Exchange
+from app.intake import Intake
+from app.request import Alive, Completion, InferenceRequest, Placement
+
+MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
+PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), ticket="ticket-1")
+
+
+class ScriptedGate:
+    """Places every request at PLACEMENT, or refuses with `error`, or waits while `shut`."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.open = asyncio.Event()
+        self.open.set()
+        self.asked = asyncio.Event()
+        self.admitted: list[tuple[InferenceRequest, bool]] = []
+        self.routed: list[tuple[str, ...] | None] = []
+        self.cancelled: list[str] = []
+        self.withdrawn: list[str] = []
+        self.settled: list[Completion] = []
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        self.admitted.append((request, held))
+        self.asked.set()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.id)
+            raise
+        if self.error is not None:
+            raise self.error
+        return PLACEMENT
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        self.routed.append(subset)
+        if self.error is not None:
+            raise self.error
+        return Placement(endpoints=PLACEMENT.endpoints, ticket="")
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        assert placement == PLACEMENT
+        self.withdrawn.append(request_id)
+
+    def settle(self, completion: Completion) -> None:
+        self.settled.append(completion)
+
+    def renew(self, alive: Alive) -> None:
+        raise AssertionError("an exchange renews nothing")
+
+
+class Counted:
+    """Stands for Metrics: keeps what was answered."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, str, str]] = []
+
+    def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
+        assert seconds >= 0
+        self.answers.append((mode, model, code))
+
+
+def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = None) -> Desk:
+    """A replica's desk around `gate`; ids are `made-1`, `made-2`, …, times are whole seconds."""
+    settings = settings or parse({})
+    ids = itertools.count(1)
+    ticks = itertools.count()
+    return Desk(
+        settings=settings,
+        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
+        gate=gate,
+        door=Door(gate),
+        metrics=metrics or Counted(),
+        clock=lambda: float(next(ticks)),
+    )
+
+
+def headers(
+    mode: str | tuple[int, int] | None = "lean",
+    fields: Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]] = (),
+    *,
+    ended: bool = False,
+    metadata: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ProcessingRequest:
+    """The first message of an exchange; `mode` is a name of MODES, two body modes, or None for silence."""
+    message = ProcessingRequest()
+    pairs = list(fields.items()) if isinstance(fields, Mapping) else list(fields)
+    _fill(message.request_headers, [(":method", "POST"), (":path", "/v1/completions"), *pairs])
+    message.request_headers.end_of_stream = ended
+    if mode is not None:
+        request, response = MODES[mode] if isinstance(mode, str) else mode
+        message.protocol_config.request_body_mode = request
+        message.protocol_config.response_body_mode = response
+        message.protocol_config.SetInParent()
+    describe(message, metadata or {})
+    return message
+
+
+def body(chunk: bytes = b"", *, ended: bool = True) -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.request_body.body = chunk
+    message.request_body.end_of_stream = ended
+    return message
+
+
+def trailers() -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.request_trailers.SetInParent()
+    return message
+
+
+def response_headers(
+    status: int = 200, fields: Mapping[str, str] | None = None, *, ended: bool = False, served: str = ""
+) -> ProcessingRequest:
+    message = ProcessingRequest()
+    _fill(message.response_headers, [(":status", str(status)), *(fields or {}).items()])
+    message.response_headers.end_of_stream = ended
+    if served:
+        describe(message, {"envoy.lb": {"x-gateway-destination-endpoint-served": served}})
+    return message
+
+
+def response_body(chunk: bytes = b"", *, ended: bool = False) -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.response_body.body = chunk
+    message.response_body.end_of_stream = ended
+    return message
+
+
+def response_trailers() -> ProcessingRequest:
+    message = ProcessingRequest()
+    message.response_trailers.SetInParent()
+    return message
+
+
+def describe(message: ProcessingRequest, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put filter metadata into `message`."""
+    for namespace, fields in metadata.items():
+        message.metadata_context.filter_metadata[namespace].update(dict(fields))
+
+
+async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[ProcessingResponse]:
+    """Feed `messages` as the service does, all answers written; stops when the exchange is done."""
+    said: list[ProcessingResponse] = []
+    for message in messages:
+        assert not exchange.done, "Envoy's messages after the end would not be read"
+        answers = await exchange.receive(message)
+        if answers:
+            said.extend(answers)
+            exchange.told()
+    return said
+
+
+def parts(answers: Sequence[ProcessingResponse]) -> list[str]:
+    """Which answers came, in order."""
+    return [answer.WhichOneof("response") or "" for answer in answers]
+
+
+def set_headers(mutation: Any) -> dict[str, str]:
+    """What a HeaderMutation sets, all by overwriting."""
+    options = list(mutation.set_headers)
+    assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
+    return {option.header.key: option.header.raw_value.decode() for option in options}
+
+
+def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") -> list[Any]:
+    """The StreamedBodyResponses among `answers`, of one direction."""
+    return [
+        getattr(answer, part).response.body_mutation.streamed_response
+        for answer in answers
+        if answer.WhichOneof("response") == part
+    ]
+
+
+class Fault(RequestError):
+    """A refusal that no part of the picker makes."""
+
+    status = 418
+    code = "teapot"
+
+
+def _fill(target: Any, pairs: Sequence[tuple[str, str | bytes]]) -> None:
+    for key, value in pairs:
+        raw = value.encode() if isinstance(value, str) else value
+        target.headers.headers.add(key=key, raw_value=raw)

@@ -1,0 +1,272 @@
+"""Envoy's bootstrap: what it says in each mode, and that the real Envoy takes it."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app import cli, config
+from app.errors import ConfigError
+from app.fleet.bootstrap import build, to_yaml
+from app.fleet.modes import MODES, Mode
+
+PICKERS = [("127.0.0.1", 9002), ("127.0.0.1", 9003)]
+
+
+def envoy_binary() -> str:
+    spec = find_spec("envoy")
+    assert spec is not None
+    folders = spec.submodule_search_locations or []
+    return next(str(path) for folder in folders if (path := Path(folder) / "_bin" / "envoy").exists())
+
+
+def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    return build(
+        config.parse(settings or {}),
+        mode=mode,
+        listen=("127.0.0.1", 0),
+        admin=("127.0.0.1", 0),
+        pickers=others.pop("pickers", PICKERS),
+        **others,
+    )
+
+
+def manager(tree: dict[str, Any]) -> dict[str, Any]:
+    return tree["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
+
+
+def http_filter(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    filters = {each["name"]: each["typedConfig"] for each in manager(tree)["httpFilters"]}
+    return filters[f"envoy.filters.http.{name}"]
+
+
+def filter_names(tree: dict[str, Any]) -> list[str]:
+    return [each["name"].rpartition(".")[2] for each in manager(tree)["httpFilters"]]
+
+
+def cluster(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(each for each in tree["staticResources"]["clusters"] if each["name"] == name)
+
+
+def validate(file: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [envoy_binary(), "--mode", "validate", "-c", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("debug_headers", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_real_envoy_takes_it(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
+    # Given the bootstrap of a mode
+    file = tmp_path / "envoy.yaml"
+    file.write_text(to_yaml(built(mode, debug_headers=debug_headers)))
+    # When the real Envoy validates it
+    said = validate(file)
+    # Then it is content
+    assert said.returncode == 0, said.stderr
+    assert "OK" in said.stdout
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduling": {"fallbacks": 0}},
+        {"scheduling": {"fallbacks": 8}, "leases": {"access_log_interval": "1s"}},
+        {"fair_request_queue": {"queue_ttl": "59m"}, "extproc": {"max_body_bytes": 100_000_000}},
+    ],
+)
+def test_real_envoy_takes_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "envoy.yaml"
+    file.write_text(to_yaml(built("headers", settings)))
+    said = validate(file)
+    assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "request_body", "response_headers", "response_body"),
+    [
+        ("standard", "FULL_DUPLEX_STREAMED", "SEND", "FULL_DUPLEX_STREAMED"),
+        ("lean", "FULL_DUPLEX_STREAMED", "SKIP", None),
+        ("headers", None, "SKIP", None),
+    ],
+)
+def test_each_mode_sends_the_picker_its_part(
+    mode: Mode, request_body: str | None, response_headers: str, response_body: str | None
+) -> None:
+    processing = http_filter(built(mode), "ext_proc")["processingMode"]
+    assert processing["requestHeaderMode"] == "SEND"
+    assert processing.get("requestBodyMode") == request_body  # NONE is the default and left out
+    assert processing["responseHeaderMode"] == response_headers
+    assert processing.get("responseBodyMode") == response_body
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pool_follows_the_fleet_and_the_picker_s_order(mode: Mode) -> None:
+    # Given any mode, also `standard`
+    pool = cluster(built(mode), "pool")
+    # Then the endpoints come from the replicas, which are a cluster of their own that needs no discovery
+    source = pool["edsClusterConfig"]["edsConfig"]["apiConfigSource"]
+    assert pool["type"] == "EDS"
+    assert source["apiType"] == "GRPC"
+    assert source["grpcServices"][0]["envoyGrpc"]["clusterName"] == "picker"
+    assert cluster(built(mode), "picker")["type"] == "STATIC"
+    # And the header's list decides
+    policy = pool["loadBalancingPolicy"]["policies"][0]["typedExtensionConfig"]["typedConfig"]
+    assert policy["overrideHostSources"] == [{"header": "x-gateway-destination-endpoint"}]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_pickers_nothing_passes(mode: Mode) -> None:
+    ext_proc = http_filter(built(mode), "ext_proc")
+    assert not ext_proc.get("failureModeAllow", False)
+    assert ext_proc["statusOnError"] == {"code": "ServiceUnavailable"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_queued_request_is_asked_again_of_another_replica(mode: Mode) -> None:
+    retry = http_filter(built(mode), "ext_proc")["grpcService"]["retryPolicy"]
+    assert retry["numRetries"] == 3
+    assert "unavailable" in retry["retryOn"]
+    assert retry["retryHostPredicate"][0]["name"] == "envoy.retry_host_predicates.previous_hosts"
+
+
+def test_each_listed_endpoint_gets_a_try() -> None:
+    def retries(fallbacks: int) -> int:
+        tree = built("lean", {"scheduling": {"fallbacks": fallbacks}})
+        route = manager(tree)["routeConfig"]["virtualHosts"][0]["routes"][0]["route"]
+        return int(route["retryPolicy"]["numRetries"])
+
+    assert [retries(fallbacks) for fallbacks in (0, 2, 8)] == [0, 2, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_waiting_and_streaming_have_no_end(mode: Mode) -> None:
+    tree = built(mode)
+    route = manager(tree)["routeConfig"]["virtualHosts"][0]["routes"][0]["route"]
+    assert manager(tree)["streamIdleTimeout"] == "0s"
+    assert manager(tree)["requestTimeout"] == "0s"
+    assert route["timeout"] == route["idleTimeout"] == "0s"
+
+
+def test_headers_mode_waits_for_the_picker_longer_than_a_request_may_queue() -> None:
+    # Given that Envoy waits an hour for the picker's answer, its longest
+    assert http_filter(built("headers"), "ext_proc")["messageTimeout"] == "3600s"
+    # When requests may queue for longer
+    settings = {"fair_request_queue": {"queue_ttl": "2h"}}
+    # Then that is refused where it matters, and only there
+    with pytest.raises(ConfigError, match=r"fair_request_queue\.queue_ttl.*3540s"):
+        built("headers", settings)
+    assert built("lean", settings)
+
+
+def test_access_log_reports_at_the_configured_interval_where_the_stream_does_not() -> None:
+    # Given an interval
+    settings = {"leases": {"access_log_interval": "3s"}}
+    # Then lean and headers report at it, and standard, whose stream tells all, not at all
+    for mode in ("lean", "headers"):
+        managed = manager(built(mode, settings))
+        assert managed["accessLogOptions"] == {"accessLogFlushInterval": "3s"}
+        assert managed["accessLog"][0]["name"] == "envoy.access_loggers.http_grpc"
+    assert "accessLog" not in manager(built("standard", settings))
+
+
+def test_usage_is_read_where_the_picker_does_not_see_the_answer() -> None:
+    assert filter_names(built("standard")) == ["ext_proc", "router"]
+    for mode in ("lean", "headers"):
+        assert filter_names(built(mode)) == ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
+
+
+def test_only_headers_mode_reads_the_request_for_the_picker() -> None:
+    headers, lean = built("headers"), built("lean")
+    assert "requestRules" in http_filter(headers, "json_to_metadata")
+    assert "requestRules" not in http_filter(lean, "json_to_metadata")
+    forwarded = {
+        name: http_filter(tree, "ext_proc")["metadataOptions"]["forwardingNamespaces"]["untyped"]
+        for name, tree in (("headers", headers), ("lean", lean))
+    }
+    assert forwarded == {
+        "headers": ["envoy.lb.subset_hint", "picker.request"],
+        "lean": ["envoy.lb.subset_hint"],
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_picker_s_metadata_is_taken(mode: Mode) -> None:
+    options = http_filter(built(mode), "ext_proc")["metadataOptions"]
+    assert options["receivingNamespaces"]["untyped"] == ["envoy.lb", "picker"]
+
+
+def test_debug_headers_only_when_asked() -> None:
+    plain = manager(built("lean"))["routeConfig"]
+    shown = manager(built("lean", debug_headers=True))["routeConfig"]
+    assert "responseHeadersToAdd" not in plain
+    assert {each["header"]["key"] for each in shown["responseHeadersToAdd"]} >= {
+        "x-picker-header",
+        "x-picker-endpoint",
+        "x-picker-served",
+    }
+
+
+def test_pickers_by_name_are_resolved() -> None:
+    tree = built("lean", pickers=[("picker.example.internal", 9002)])
+    assert cluster(tree, "picker")["type"] == "STRICT_DNS"
+
+
+def test_command_prints_what_envoy_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Given a configuration that names a port for the pickers
+    file = tmp_path / "picker.yaml"
+    file.write_text("extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n")
+    # When the bootstrap is asked for
+    code = cli.main(
+        ["envoy-config", "--mode", "headers", "--config", str(file), "--listen", "127.0.0.1:18000"]
+    )
+    # Then it has the listener, the picker of that configuration, and its interval
+    tree = yaml.safe_load(capsys.readouterr().out)
+    listener = tree["staticResources"]["listeners"][0]["address"]["socketAddress"]
+    picker = cluster(tree, "picker")["loadAssignment"]["endpoints"][0]["lbEndpoints"][0]
+    assert code == 0
+    assert listener == {"address": "127.0.0.1", "portValue": 18000}
+    assert picker["endpoint"]["address"]["socketAddress"] == {"address": "127.0.0.1", "portValue": 9555}
+    assert manager(tree)["accessLogOptions"] == {"accessLogFlushInterval": "2s"}
+
+
+def test_command_refuses_a_bad_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("queue: {}\npool: 'a b'\n")
+    code = cli.main(["envoy-config", "--config", str(file)])
+    faults = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert len(faults) == 2
+    assert any("queue" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])
+def test_command_refuses_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["envoy-config", *arguments])
+    assert end.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_command_line_does_not_import_envoy_s_types() -> None:
+    # They cost more than half a second; a replica must not pay it.
+    program = (
+        "import sys, app.cli, app.fleet.up_command; "
+        "sys.exit(any(name.startswith('envoy_data_plane') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("picker ")

@@ -1,0 +1,116 @@
+"""The ext_proc messages as Envoy reads them (PROTOCOL.md, "Out")."""
+
+import json
+
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from extproc_client import PLACEMENT, headers, set_headers
+
+from app.errors import BadRequest, ExpiredTtl, NoEndpoints, PayloadTooLarge, RequestError, ShuttingDown
+from app.extproc import codec
+
+HEADER = "10.0.0.1:8000,[fd00::2]:8000"
+
+
+def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
+    # Given a placement, when it is answered
+    answer = codec.placed(PLACEMENT, "id-1", None)
+
+    # Then the header and the dynamic metadata are equal, and the route is chosen anew
+    common = answer.request_headers.response
+    assert set_headers(common.header_mutation) == {codec.DESTINATION: HEADER}
+    assert common.clear_route_cache
+    metadata = answer.dynamic_metadata
+    assert dict(metadata["envoy.lb"]) == {codec.DESTINATION: HEADER}
+    # And what the access log shall bring back is there
+    assert dict(metadata["picker"]) == {"id": "id-1", "ticket": "ticket-1"}
+
+
+def test_a_changed_body_has_its_new_length() -> None:
+    answer = codec.placed(PLACEMENT, "id-1", 1234)
+    assert set_headers(answer.request_headers.response.header_mutation)["content-length"] == "1234"
+
+
+def test_answers_to_the_same_endpoints_do_not_mix() -> None:
+    # Given an answer with a length and an account, when another goes to the same endpoints
+    codec.placed(PLACEMENT, "id-1", 1234)
+    answer = codec.placed(PLACEMENT, "", None)
+
+    # Then nothing of the first is in it
+    assert set_headers(answer.request_headers.response.header_mutation) == {codec.DESTINATION: HEADER}
+    assert list(answer.dynamic_metadata) == ["envoy.lb"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_body_is_echoed_in_chunks(size: int, ended: bool) -> None:
+    # Given a body of some size, when it is echoed
+    body = bytes(index % 251 for index in range(size))
+    chunks = [
+        answer.request_body.response.body_mutation.streamed_response
+        for answer in codec.request_body(body, ended=ended)
+    ]
+
+    # Then every byte is there, no chunk is too large, and only the last one ends the stream
+    assert b"".join(chunk.body for chunk in chunks) == body
+    assert max(len(chunk.body) for chunk in chunks) <= codec.CHUNK_BYTES
+    assert len(chunks) == max(1, -(-size // codec.CHUNK_BYTES))
+    assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [ended]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "extra"),
+    [
+        (BadRequest("no model"), 400, {}),
+        (PayloadTooLarge("big"), 413, {}),
+        (NoEndpoints("none"), 503, {"retry-after": "1", codec.DROPPED_REASON: "rejected-no-endpoints"}),
+        (
+            ExpiredTtl("late", retry_after_s=7),
+            429,
+            {"retry-after": "7", codec.DROPPED_REASON: "rejected-ttl-expired"},
+        ),
+        (ShuttingDown("bye"), 503, {"retry-after": "1", codec.DROPPED_REASON: "rejected-shutting-down"}),
+    ],
+)
+def test_a_refusal_says_why(error: RequestError, status: int, extra: dict[str, str]) -> None:
+    # Given a refusal, when it is answered
+    immediate = codec.refused(error, status).immediate_response
+
+    # Then status, headers and the OpenAI-style body tell it
+    assert immediate.status.code == status
+    assert set_headers(immediate.headers) == {"content-type": "application/json", **extra}
+    assert json.loads(immediate.body) == {
+        "error": {"message": str(error), "type": error.kind, "code": error.code}
+    }
+    assert immediate.details == f"picker_{error.code}"
+
+
+def test_only_wanted_headers_are_read_whatever_their_case() -> None:
+    # Given headers in both fields that Envoy may use, twice, and in odd spelling
+    message = headers("lean", [("X-Request-ID", "first"), ("x-request-id", "second"), ("cookie", b"\xff")])
+    message.request_headers.headers.headers.add(key="x-llm-d-inference-ttl", value="5s")
+
+    # When they are read, then only the wanted ones are there, the first of each
+    wanted = {"x-request-id", "x-llm-d-inference-ttl", "x-absent"}
+    assert codec.read_headers(message.request_headers, wanted) == {
+        "x-request-id": b"first",
+        "x-llm-d-inference-ttl": b"5s",
+    }
+
+
+def test_metadata_is_read_as_plain_values() -> None:
+    # Given filter metadata of every kind
+    fields = {"text": "a", "number": 2, "yes": True, "list": ["a", 1], "nothing": None, "deep": {"a": 1}}
+    message = headers("lean", metadata={"some": fields})
+
+    # When a namespace is read, then its plain values are there
+    assert codec.read_metadata(message, "some") == {
+        "text": "a",
+        "number": 2.0,
+        "yes": True,
+        "list": ["a", 1.0],
+        "nothing": None,
+        "deep": None,
+    }
+    assert codec.read_metadata(message, "other") is None
+    assert codec.read_metadata(ProcessingRequest(), "some") is None

@@ -1,0 +1,538 @@
+"""One exchange with Envoy in every mode, whole and broken: messages in, answers out."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import (
+    PLACEMENT,
+    Counted,
+    Fault,
+    ScriptedGate,
+    body,
+    converse,
+    desk,
+    echoed,
+    headers,
+    parts,
+    response_body,
+    response_headers,
+    response_trailers,
+    set_headers,
+    trailers,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import parse
+from app.errors import ExpiredTtl, NoEndpoints
+from app.extproc.exchange import Exchange
+from app.request import Outcome
+
+ASK = b'{"model": "m", "prompt": "p"}'
+BIG = json.dumps({"model": "m", "prompt": "x" * 400_000}).encode()
+DESTINATION = {"x-gateway-destination-endpoint": PLACEMENT.header}
+SPLIT = parse({"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]})
+
+
+def asks(mode: str, fields: dict[str, str | bytes] | None = None) -> list[ProcessingRequest]:
+    """A small request in `mode`."""
+    if mode == "headers":
+        return [headers(mode, fields or {}, metadata={"picker.request": {"model": "m", "stream": True}})]
+    return [headers(mode, fields or {}), body(ASK)]
+
+
+def chunked(data: bytes, size: int) -> list[ProcessingRequest]:
+    """`data` as Envoy streams it, ended by an empty chunk."""
+    return [*(body(data[at : at + size], ended=False) for at in range(0, len(data), size)), body()]
+
+
+def refusal(answers: Sequence[ProcessingResponse]) -> tuple[int, dict[str, Any]]:
+    """Status and error of the one answer, an immediate one."""
+    assert parts(answers) == ["immediate_response"]
+    immediate = answers[0].immediate_response
+    return immediate.status.code, json.loads(immediate.body)["error"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
+    # Given a request with an id, in some mode
+    gate, metrics = ScriptedGate(), Counted()
+    exchange = Exchange(desk(gate, metrics))
+    answers = await converse(exchange, *asks(mode, {"x-request-id": "envoys-id"}))
+
+    # Then it is sent to its endpoints, its body unchanged
+    assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
+    assert parts(answers) == ["request_headers"] + ["request_body"] * (mode != "headers")
+    if mode != "headers":
+        assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    # And the id is Envoy's where Envoy alone can set it; standard holds the request and goes on
+    request, held = gate.admitted[0]
+    assert request.id == ("made-1" if mode == "standard" else "envoys-id")
+    assert dict(answers[0].dynamic_metadata["picker"]) == {"id": request.id, "ticket": "ticket-1"}
+    assert held == (mode == "standard")
+    assert exchange.done == (mode != "standard")
+    assert metrics.answers == [(mode, "m", "ok")]
+    # And nothing is taken back when the stream of a told request ends
+    exchange.close()
+    assert gate.withdrawn == []
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
+    # Given a large body in chunks, when all but its end has come
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    *first, last = [headers(mode), *chunked(BIG, 16_384)]
+
+    # Then nothing was answered and nothing admitted (Envoy may still take it elsewhere: G7)
+    assert await converse(exchange, *first) == []
+    assert gate.admitted == []
+
+    # When the end comes, then the very bytes go back in chunks that Envoy takes
+    answers = await converse(exchange, last)
+    chunks = echoed(answers)
+    assert b"".join(chunk.body for chunk in chunks) == BIG
+    assert all(len(chunk.body) <= 62_000 for chunk in chunks)
+    assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_trailers_end_the_body_and_come_last(mode: str) -> None:
+    exchange = Exchange(desk(ScriptedGate()))
+    answers = await converse(exchange, headers(mode), body(ASK, ended=False), trailers())
+    assert parts(answers) == ["request_headers", "request_body", "request_trailers"]
+    assert [chunk.end_of_stream for chunk in echoed(answers)] == [False]
+
+
+async def test_an_envoy_that_says_no_mode_speaks_standard() -> None:
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, headers(None), body(ASK))
+    assert gate.admitted[0][1]
+    assert not exchange.done
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_request_without_body_is_routed_without_admission(mode: str) -> None:
+    # Given a GET with a subset, when its headers come
+    gate, metrics = ScriptedGate(), Counted()
+    exchange = Exchange(desk(gate, metrics))
+    hint = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10.0.0.1:8000"]}}
+    answers = await converse(exchange, headers(mode, ended=True, metadata=hint))
+
+    # Then an endpoint of the subset is asked for, and nothing is admitted or to be accounted for
+    assert parts(answers) == ["request_headers"]
+    assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
+    assert "picker" not in answers[0].dynamic_metadata
+    assert gate.routed == [("10.0.0.1:8000",)]
+    assert metrics.answers == [(mode, "", "ok")]
+    if mode == "standard":
+        await converse(exchange, response_headers(200, ended=True))
+    assert exchange.done
+    assert (gate.admitted, gate.settled, gate.withdrawn) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("hint", "subset"),
+    [
+        (None, None),
+        ([], ()),
+        (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
+        ("10.0.0.1:80", ("10.0.0.1:80",)),
+    ],
+)
+async def test_a_subset_hint_reaches_the_gate(hint: object, subset: tuple[str, ...] | None) -> None:
+    gate = ScriptedGate()
+    key = "x-gateway-destination-endpoint-subset"
+    metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
+    await converse(Exchange(desk(gate)), headers("lean", metadata=metadata), body(ASK))
+    assert gate.admitted[0][0].subset == subset
+
+
+BAD_BODIES = [
+    (b"", "empty"),
+    (b"{", "not valid JSON"),
+    (b"[]", "JSON object"),
+    (b"{}", "no model"),
+    (b'{"model": 7}', "must be a string"),
+    (b'{"model": ""}', "is empty"),
+]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+@pytest.mark.parametrize(("bad", "says"), BAD_BODIES)
+async def test_a_bad_body_is_refused_by_name(mode: str, bad: bytes, says: str) -> None:
+    gate, metrics = ScriptedGate(), Counted()
+    exchange = Exchange(desk(gate, metrics))
+    status, error = refusal(await converse(exchange, headers(mode), body(bad)))
+    assert (status, error["code"], error["type"]) == (400, "bad_request", "invalid_request_error")
+    assert says in error["message"]
+    assert exchange.done
+    assert gate.admitted == []
+    assert metrics.answers == [(mode, "", "bad_request")]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (None, "content-type"),
+        ({"error": "invalid-json"}, "not valid JSON"),
+        ({"model": ""}, "no model"),
+        ({"model": 7}, "must be a string"),
+    ],
+)
+async def test_a_body_that_envoy_could_not_read_is_refused(metadata: Any, says: str) -> None:
+    first = headers("headers", metadata={"picker.request": metadata} if metadata is not None else {})
+    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), first))
+    assert status == 400
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_bad_header_is_refused_by_name(mode: str) -> None:
+    gate = ScriptedGate()
+    name = "x-gateway-inference-fairness-id"
+    status, error = refusal(await converse(Exchange(desk(gate)), *asks(mode, {name: b"caf\xe9"})))
+    assert status == 400
+    assert name in error["message"]
+    assert gate.admitted == []
+
+
+async def test_other_headers_may_hold_any_bytes() -> None:
+    answers = await converse(Exchange(desk(ScriptedGate())), *asks("lean", {"cookie": b"\xff\xfe"}))
+    assert parts(answers)[0] == "request_headers"
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_body_announced_too_large_is_refused_at_once(mode: str) -> None:
+    first = asks(mode, {"content-length": "20971520"})[0]
+    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), first))
+    assert (status, error["code"]) == (413, "payload_too_large")
+    assert "16777216 bytes" in error["message"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_body_that_grows_too_large_is_refused_at_once(mode: str) -> None:
+    # Given a limit, when a chunk passes it, then no more is read
+    settings = parse({"extproc": {"max_body_bytes": 2048}})
+    exchange = Exchange(desk(ScriptedGate(), settings=settings))
+    answers = await converse(exchange, headers(mode), body(b"x" * 2048, ended=False), body(b"x", ended=False))
+    assert refusal(answers)[0] == 413
+    assert exchange.done
+
+
+@pytest.mark.parametrize(
+    ("modes", "names"),
+    [
+        ((2, 0), "BUFFERED"),
+        ((1, 0), "STREAMED"),
+        ((3, 4), "BUFFERED_PARTIAL"),
+        ((4, 2), "BUFFERED"),
+        ((0, 4), "FULL_DUPLEX_STREAMED"),
+        ((5, 5), "GRPC"),
+    ],
+)
+async def test_other_body_modes_are_refused_by_name(modes: tuple[int, int], names: str) -> None:
+    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), headers(modes)))
+    assert (status, error["code"]) == (500, "unsupported_processing_mode")
+    assert names in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([body(ASK)], "request body came"),
+        ([response_headers()], "response headers came"),
+        ([ProcessingRequest()], "an empty message came"),
+        ([headers("lean"), headers("lean")], "request headers came"),
+        ([headers("lean"), response_headers()], "response headers came"),
+        ([headers("standard"), response_body(b"x")], "response body came"),
+        ([headers("standard"), ProcessingRequest()], "an empty message came"),
+    ],
+)
+async def test_messages_out_of_order_are_refused(messages: list[ProcessingRequest], says: str) -> None:
+    exchange = Exchange(desk(ScriptedGate()))
+    status, error = refusal(await converse(exchange, *messages))
+    assert status == 500
+    assert says in error["message"]
+    assert exchange.done
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
+    gate, metrics = ScriptedGate(ExpiredTtl("waited 30 s", retry_after_s=2)), Counted()
+    exchange = Exchange(desk(gate, metrics))
+    answers = await converse(exchange, *asks(mode))
+    assert refusal(answers) == (
+        503,
+        {"message": "waited 30 s", "type": "overloaded_error", "code": "expired_ttl"},
+    )
+    told = set_headers(answers[0].immediate_response.headers)
+    assert told["retry-after"] == "2"
+    assert told["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
+    assert metrics.answers == [(mode, "m", "expired_ttl")]
+    exchange.close()
+    assert (gate.withdrawn, gate.settled) == ([], [])
+
+
+async def test_overload_may_be_429_by_configuration_and_other_faults_not() -> None:
+    settings = parse({"fair_request_queue": {"overload_status": 429}})
+    for error, status in ((ExpiredTtl("late"), 429), (NoEndpoints("none"), 503), (Fault("tea"), 418)):
+        exchange = Exchange(desk(ScriptedGate(error), settings=settings))
+        assert refusal(await converse(exchange, *asks("lean")))[0] == status
+
+
+async def test_no_endpoint_for_a_get_is_the_answer() -> None:
+    exchange = Exchange(desk(ScriptedGate(NoEndpoints("none is ready"))))
+    assert refusal(await converse(exchange, headers("lean", ended=True)))[0] == 503
+
+
+async def test_an_unforeseen_fault_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = Exchange(desk(ScriptedGate(ValueError("a bug"))))
+    status, error = refusal(await converse(exchange, *asks("lean")))
+    assert (status, error["code"]) == (500, "internal_error")
+    assert "a bug" not in error["message"]
+    assert "a bug" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_body_cut_off_leaves_nothing(mode: str) -> None:
+    # Given half a body, when the stream ends
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, headers(mode), body(b'{"model"', ended=False))
+    exchange.close()
+
+    # Then nothing was admitted, so there is nothing to take back
+    assert (gate.admitted, gate.withdrawn, gate.settled) == ([], [], [])
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_client_that_leaves_while_waiting_cancels_the_wait(mode: str) -> None:
+    # Given a request that waits at the gate
+    gate = ScriptedGate()
+    gate.open.clear()
+    exchange = Exchange(desk(gate))
+    task = asyncio.create_task(converse(exchange, *asks(mode, {"x-request-id": "made-1"})))
+    await gate.asked.wait()
+
+    # When its stream is cancelled
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    exchange.close()
+
+    # Then the gate hears of it, once, in the one way that it has
+    assert gate.cancelled == ["made-1"]
+    assert (gate.withdrawn, gate.settled) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_placement_that_was_not_told_is_withdrawn(mode: str) -> None:
+    # Given a placed request, when the stream ends before the last of its answer was written
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    for message in asks(mode, {"x-request-id": "made-1"}):
+        await exchange.receive(message)
+    exchange.close()
+    exchange.close()
+
+    # Then it is taken back, exactly once
+    assert gate.withdrawn == ["made-1"]
+    assert gate.settled == []
+
+
+JSON_ANSWER = json.dumps(
+    {
+        "model": "m",
+        "choices": [{"text": 'a "usage": {"prompt_tokens": 99} b'}],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 100,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+).encode()
+SSE_ANSWER = (
+    b'data: {"choices":[{"text":"a"}],"usage":null}\n\n' * 3
+    + b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":100}}\n\ndata: [DONE]\n\n'
+)
+RESPONSES_ANSWER = (
+    b'event: response.completed\ndata: {"type":"response.completed","response":{"output":["'
+    + b"x" * 50_000
+    + b'"],"usage":{"input_tokens":7,"output_tokens":100},"metadata":{}}}\n\n'
+)
+
+
+@pytest.mark.parametrize(
+    "answer", [JSON_ANSWER, SSE_ANSWER, RESPONSES_ANSWER], ids=["json", "sse", "responses"]
+)
+@pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
+async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, size: int) -> None:
+    # Given a placed request, when its answer streams by in chunks of some size
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, *asks("standard"))
+    came = [answer[at : at + size] for at in range(0, len(answer), size)]
+    messages = [response_body(chunk, ended=index == len(came) - 1) for index, chunk in enumerate(came)]
+    said = await converse(exchange, response_headers(200, served="10.0.0.2:8000"), *messages)
+
+    # Then it goes back one for one
+    assert parts(said) == ["response_headers"] + ["response_body"] * len(came)
+    chunks = echoed(said, "response_body")
+    assert [chunk.body for chunk in chunks] == came
+    assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(came) - 1) + [True]
+    # And it is settled once, with what it used
+    assert exchange.done
+    exchange.close()
+    [completion] = gate.settled
+    assert (completion.id, completion.outcome, completion.status) == ("made-1", Outcome.COMPLETED, 200)
+    assert completion.served == "10.0.0.2:8000"
+    assert (completion.prompt_tokens, completion.completion_tokens) == (7, 100)
+    assert completion.first_byte_s is not None
+    assert completion.duration_s is not None
+    assert 0 < completion.first_byte_s < completion.duration_s
+
+
+@pytest.mark.parametrize(
+    ("messages", "answered", "outcome", "status"),
+    [
+        ([response_headers(204, ended=True)], ["response_headers"], Outcome.COMPLETED, 204),
+        ([response_headers(503, ended=True)], ["response_headers"], Outcome.UPSTREAM_FAILED, 503),
+        (
+            [response_headers(200), response_body(b"a"), response_trailers()],
+            ["response_headers", "response_body", "response_trailers"],
+            Outcome.COMPLETED,
+            200,
+        ),
+        ([], [], Outcome.CLIENT_GONE, 0),
+        (
+            [response_headers(200), response_body(b"a")],
+            ["response_headers", "response_body"],
+            Outcome.CLIENT_GONE,
+            200,
+        ),
+        ([response_headers(502)], ["response_headers"], Outcome.UPSTREAM_FAILED, 502),
+    ],
+)
+async def test_standard_settles_once_however_the_answer_ends(
+    messages: list[ProcessingRequest], answered: list[str], outcome: Outcome, status: int
+) -> None:
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, *asks("standard"))
+    assert parts(await converse(exchange, *messages)) == answered
+    exchange.close()
+    exchange.close()
+    [completion] = gate.settled
+    assert (completion.outcome, completion.status) == (outcome, status)
+    assert (completion.prompt_tokens, completion.completion_tokens) == (None, None)
+    assert gate.withdrawn == []
+
+
+async def test_standard_lets_an_answer_of_envoys_own_pass() -> None:
+    # Given a request whose body never became whole, when Envoy answers it by itself
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    messages = [headers("standard"), body(b"{", ended=False), response_headers(408), body(b"x")]
+    said = await converse(exchange, *messages, response_body(b"timeout", ended=True))
+
+    # Then its answer goes back untouched, and there is nothing to account for
+    assert parts(said) == ["response_headers", "response_body"]
+    exchange.close()
+    assert (gate.admitted, gate.settled) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
+    # Given a model with another target, when a request for it is placed
+    gate = ScriptedGate()
+    answers = await converse(Exchange(desk(gate, settings=SPLIT)), *asks(mode))
+
+    # Then the body names the target, and its length is told
+    sent = b"".join(chunk.body for chunk in echoed(answers))
+    assert json.loads(sent) == {"model": "m-v2", "prompt": "p"}
+    told = set_headers(answers[0].request_headers.response.header_mutation)
+    assert told == {**DESTINATION, "content-length": str(len(sent))}
+    assert (gate.admitted[0][0].model, gate.admitted[0][0].target_model) == ("m", "m-v2")
+
+
+async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
+    gate = ScriptedGate()
+    status, error = refusal(await converse(Exchange(desk(gate, settings=SPLIT)), *asks("headers")))
+    assert status == 500
+    assert "m-v2" in error["message"]
+    assert gate.admitted == []
+
+
+async def renamed(
+    chunks: list[bytes], fields: dict[str, str] | None = None, *, trailing: bool = False
+) -> bytes:
+    """What a client gets of `chunks`, the answer of model m-v2 to a request for m."""
+    exchange = Exchange(desk(ScriptedGate(), settings=SPLIT))
+    await converse(exchange, *asks("standard"))
+    said = await converse(exchange, response_headers(200, fields))
+    removed = list(said[0].response_headers.response.header_mutation.remove_headers)
+    assert removed == ([] if fields else ["content-length"])
+    for index, chunk in enumerate(chunks):
+        ended = not trailing and index == len(chunks) - 1
+        said += await converse(exchange, response_body(chunk, ended=ended))
+    if trailing:
+        said += await converse(exchange, response_trailers())
+        assert parts(said)[-1] == "response_trailers"
+    assert exchange.done
+    return b"".join(chunk.body for chunk in echoed(said, "response_body"))
+
+
+NAMED = (
+    b'data: {"model":"m-v2","text":"\\"model\\":\\"m-v2\\""}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v22"}'
+)
+
+
+@given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
+async def test_the_client_reads_the_name_it_asked_for(size: int, trailing: bool) -> None:
+    # Given an answer that names its model, however it is cut
+    chunks = [NAMED[at : at + size] for at in range(0, len(NAMED), size)]
+
+    # Then exactly the model fields have the client's name
+    expected = (
+        b'data: {"model":"m","text":"\\"model\\":\\"m-v2\\""}\n\ndata: {"model":"m"}\n\n{"model":"m-v22"}'
+    )
+    assert await renamed(chunks, trailing=trailing) == expected
+
+
+async def test_an_event_is_not_delayed_by_the_renaming() -> None:
+    exchange = Exchange(desk(ScriptedGate(), settings=SPLIT))
+    await converse(exchange, *asks("standard"), response_headers(200))
+    said = await converse(exchange, response_body(b'data: {"model":"m-v2"}\n\n'))
+    assert [chunk.body for chunk in echoed(said, "response_body")] == [b'data: {"model":"m"}\n\n']
+
+
+async def test_a_name_cut_off_at_the_end_is_not_kept() -> None:
+    assert await renamed([b'{"model":"m-', b""], trailing=True) == b'{"model":"m-'
+
+
+async def test_a_compressed_answer_is_not_touched() -> None:
+    assert await renamed([b'"model":"m-v2"'], {"content-encoding": "gzip"}) == b'"model":"m-v2"'
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: bytes) -> None:
+    # Given any bytes as every header in use, and as a body
+    gate = ScriptedGate()
+    names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
+    exchange = Exchange(desk(gate))
+    answers = await converse(exchange, headers("lean", dict.fromkeys(names, header)))
+    if not exchange.done:
+        answers = await converse(exchange, body(ask))
+
+    # Then there is an answer: a placement, or a refusal that is the client's fault
+    assert exchange.done
+    if parts(answers) == ["immediate_response"]:
+        assert refusal(answers)[0] in (400, 413)
+    else:
+        assert len(gate.admitted) == 1

@@ -1,0 +1,252 @@
+"""The replica's gRPC server with a real client: exchanges, health, and the way down."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import (
+    Counted,
+    ScriptedGate,
+    body,
+    desk,
+    echoed,
+    headers,
+    parts,
+    response_body,
+    response_headers,
+    set_headers,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from app.config import parse
+from app.errors import StartupError
+from app.extproc.server import Server
+from app.extproc.service import SERVICE, Service
+from app.request import Outcome
+
+ASK = b'{"model": "m"}'
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Replica:
+    """A server on a free port and a channel to it."""
+
+    def __init__(
+        self, gate: ScriptedGate, server: Server, channel: grpc.aio.Channel, metrics: Counted
+    ) -> None:
+        self.gate = gate
+        self.server = server
+        self.channel = channel
+        self.metrics = metrics
+        self._process = channel.stream_stream(
+            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        )
+
+    def exchange(self) -> Any:
+        return self._process()
+
+    async def health(self, name: str) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        status: int = answer.status
+        return status
+
+    def watch(self, name: str) -> Any:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=10)
+
+
+@asynccontextmanager
+async def replica(*extra: grpc.GenericRpcHandler, **extproc: object) -> AsyncIterator[Replica]:
+    """A ready replica; `extproc` overrides settings of that section."""
+    quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
+    settings = parse({"extproc": {**quick, **extproc}})
+    gate, metrics = ScriptedGate(), Counted()
+    counter = desk(gate, metrics, settings)
+    server = Server(Service(counter), counter.door, settings.extproc, extra)
+    port = await server.start()
+    try:
+        await server.set_ready(True)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Replica(gate, server, channel, metrics)
+    finally:
+        await server.stop()
+
+
+async def told(call: Any, *messages: ProcessingRequest, answers: int) -> list[ProcessingResponse]:
+    """Send `messages`, read so many answers."""
+    async with asyncio.timeout(10):
+        for message in messages:
+            await call.write(message)
+        return [await call.read() for _ in range(answers)]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for a condition that the server's tasks make true."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - it is a plain condition, not an event
+            await asyncio.sleep(0.01)
+
+
+async def test_lean_ends_the_stream_with_its_answer() -> None:
+    async with replica() as fleet:
+        # Given a request in lean mode, when its 400 KB body has come in chunks
+        ask = json.dumps({"model": "m", "prompt": "x" * 400_000}).encode()
+        chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
+        call = fleet.exchange()
+        said = await told(call, headers("lean"), *chunks, body(), answers=8)
+
+        # Then it is answered whole, and the stream is over without Envoy's doing
+        assert parts(said) == ["request_headers"] + ["request_body"] * 7
+        assert b"".join(chunk.body for chunk in echoed(said)) == ask
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+        assert fleet.metrics.answers == [("lean", "m", "ok")]
+        assert fleet.gate.withdrawn == []
+
+
+async def test_standard_lasts_as_long_as_the_answer() -> None:
+    async with replica() as fleet:
+        call = fleet.exchange()
+        await told(call, headers("standard"), body(ASK), answers=2)
+        said = await told(
+            call, response_headers(), response_body(b"a"), response_body(b"b", ended=True), answers=3
+        )
+        assert parts(said) == ["response_headers", "response_body", "response_body"]
+        assert await call.code() is grpc.StatusCode.OK
+        assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
+
+
+async def test_a_refusal_ends_the_stream() -> None:
+    async with replica() as fleet:
+        call = fleet.exchange()
+        [answer] = await told(call, headers("lean"), body(b"{"), answers=1)
+        assert answer.immediate_response.status.code == 400
+        assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_a_client_that_leaves_while_queued_is_noticed(mode: str) -> None:
+    async with replica() as fleet:
+        # Given a request that waits at the gate
+        fleet.gate.open.clear()
+        call = fleet.exchange()
+        first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
+        await told(call, first, *([body(ASK)] if mode != "headers" else []), answers=0)
+        async with asyncio.timeout(10):
+            await fleet.gate.asked.wait()
+
+        # When Envoy resets its stream, then the wait is cancelled and nothing else is said of it
+        call.cancel()
+        await until(lambda: fleet.gate.cancelled == ["made-1"])
+        assert (fleet.gate.withdrawn, fleet.gate.settled, fleet.metrics.answers) == ([], [], [])
+
+
+async def test_a_client_that_leaves_mid_answer_is_accounted_for() -> None:
+    async with replica() as fleet:
+        call = fleet.exchange()
+        await told(call, headers("standard"), body(ASK), response_headers(), response_body(b"a"), answers=4)
+        call.cancel()
+        await until(lambda: fleet.gate.settled)
+        assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.CLIENT_GONE]
+
+
+async def test_a_stream_that_ends_before_its_body_leaves_nothing() -> None:
+    async with replica() as fleet:
+        call = fleet.exchange()
+        await told(call, headers("lean"), body(b"{", ended=False), answers=0)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert fleet.gate.admitted == []
+
+
+async def test_health_follows_readiness_and_liveness_does_not() -> None:
+    async with replica() as fleet:
+        names = ("", SERVICE, "readiness", "liveness")
+        assert [await fleet.health(name) for name in names] == [SERVING] * 4
+        await fleet.server.set_ready(False)
+        assert [await fleet.health(name) for name in names] == [NOT_SERVING] * 3 + [SERVING]
+
+
+async def test_a_drain_finishes_what_waits_and_refuses_what_comes() -> None:
+    async with replica() as fleet:
+        # Given a request that waits, and one whose body is not whole yet
+        fleet.gate.open.clear()
+        waiting, late = fleet.exchange(), fleet.exchange()
+        await told(waiting, headers("lean"), body(ASK), answers=0)
+        await told(late, headers("lean"), answers=0)
+        async with asyncio.timeout(10):
+            await fleet.gate.asked.wait()
+
+        # When the replica drains, then it says first that it takes nothing new
+        watch = fleet.watch("readiness")
+        assert (await watch.read()).status == SERVING
+        drain = asyncio.create_task(fleet.server.drain())
+        assert (await watch.read()).status == NOT_SERVING
+        # And a ready pool does not make it ready again
+        await fleet.server.set_ready(True)
+        assert await fleet.health("readiness") == NOT_SERVING
+
+        # And the late one is refused with a reason
+        [answer] = await told(late, body(ASK), answers=1)
+        immediate = answer.immediate_response
+        assert immediate.status.code == 503
+        assert set_headers(immediate.headers)["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
+        # And the waiting one has its turn, after which the server is gone
+        assert not drain.done()
+        fleet.gate.open.set()
+        assert parts(await told(waiting, answers=2)) == ["request_headers", "request_body"]
+        async with asyncio.timeout(10):
+            await drain
+        assert fleet.gate.cancelled == []
+
+
+async def test_what_waits_past_the_drain_is_refused() -> None:
+    async with replica(drain_timeout="50ms") as fleet:
+        fleet.gate.open.clear()
+        call = fleet.exchange()
+        await told(call, headers("lean"), body(ASK), answers=0)
+        async with asyncio.timeout(10):
+            await fleet.gate.asked.wait()
+            drain = asyncio.create_task(fleet.server.drain())
+            answer = await call.read()
+            await drain
+        error = json.loads(answer.immediate_response.body)["error"]
+        assert error["code"] == "shutting_down"
+        assert len(fleet.gate.cancelled) == 1
+        assert fleet.metrics.answers == [("lean", "m", "shutting_down")]
+
+
+async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
+    # Given another service on the same server, whose stream never ends
+    begun = asyncio.Event()
+
+    async def endless(_: object, context: Any) -> None:
+        begun.set()
+        await context.read()
+
+    handler = grpc.stream_stream_rpc_method_handler(endless)
+    async with replica(grpc.method_handlers_generic_handler("test.Logs", {"Stream": handler})) as fleet:
+        call = fleet.channel.stream_stream("/test.Logs/Stream")()
+        async with asyncio.timeout(10):
+            await begun.wait()
+            # When the replica drains, then it comes to its end
+            await fleet.server.drain()
+        assert await call.code() is not grpc.StatusCode.OK
+
+
+async def test_an_address_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StartupError, match=address):
+            async with replica(listen=address):
+                pass

@@ -1,0 +1,342 @@
+"""What comes in: bodies, headers and metadata, good and bad (PROTOCOL.md, "In"; G10)."""
+
+import contextlib
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import parse
+from app.errors import BadRequest
+from app.intake import Ask, Intake, read_body, read_metadata, read_subset
+from app.request import Band, InferenceRequest, Workload
+
+SETTINGS = parse(
+    {
+        "models": [
+            {"name": "llama", "criticality": "Critical", "weight": 2.0},
+            {
+                "name": "split",
+                "target_models": [{"name": "split-a", "weight": 1}, {"name": "split-b", "weight": 3}],
+            },
+        ],
+        "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
+        "fair_request_queue": {"queue_ttl": "30s"},
+    }
+)
+ANONYMOUS = Workload("auto-made", 3, registered=False)
+
+
+def ask(model: str = "m") -> Ask:
+    return Ask(model, stream=False, document={"model": model, "prompt": "p"})
+
+
+def asked(
+    headers: dict[str, str | bytes] | None = None,
+    *,
+    model: str = "m",
+    choice: float = 0.0,
+    trusted: bool = False,
+    settings: Any = SETTINGS,
+) -> InferenceRequest:
+    raw = {key: value.encode() if isinstance(value, str) else value for key, value in (headers or {}).items()}
+    intake = Intake(settings, new_id=lambda: "made", choose=lambda: choice)
+    return intake.request(ask(model), raw, subset=None, trusted=trusted)
+
+
+def test_a_bare_request_has_the_defaults() -> None:
+    # Given no header at all, when a request is made of the body
+    request = asked()
+
+    # Then it is an anonymous workload's, in its model's flow, in the Default band
+    assert request == InferenceRequest(
+        id="made",
+        model="m",
+        target_model="m",
+        stream=False,
+        flow="m",
+        band=Band.DEFAULT,
+        weight=1.0,
+        workload=ANONYMOUS,
+        cost=1.0,
+        ttl_s=30.0,
+        subset=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "stream"),
+    [
+        (b'{"model": "m"}', False),
+        (b' {"model": "m", "stream": true} ', True),
+        (b'{"model": "m", "stream": "true"}', False),
+        (b'{"model": "m", "stream": 1}', False),
+    ],
+)
+def test_a_body_tells_model_and_stream(body: bytes, stream: bool) -> None:
+    read = read_body(body)
+    assert (read.model, read.stream) == ("m", stream)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "body is empty"),
+        (b'{"model": "m"', "not valid JSON: unexpected end of data: line 1 column 14 (char 13)"),
+        (b'{"model": NaN}', "not valid JSON"),
+        (b'{"model": "\xff"}', "not valid JSON"),
+        pytest.param(b"[" * 100_000, "not valid JSON: depth limit exceeded", id="deeply-nested"),
+        (b'["model"]', "must be a JSON object"),
+        (b'"model"', "must be a JSON object"),
+        (b'{"prompt": "p"}', "has no model"),
+        (b'{"model": 5}', "model must be a string"),
+        (b'{"model": null}', "model must be a string"),
+        (b'{"model": {"model": "m"}}', "model must be a string"),
+        (b'{"model": ""}', "model is empty"),
+        (b'{"model": "   "}', "model is empty"),
+        (b'{"model": "a\\u001fb"}', "model contains a control character"),
+        (b'{"model": "a\\u0000"}', "model contains a control character"),
+        (b'{"model": "a\\nb"}', "model contains a control character"),
+        (orjson.dumps({"model": "m" * 257}), "model is longer than 256 bytes"),
+        (orjson.dumps({"model": "é" * 129}), "model is longer than 256 bytes"),
+    ],
+)
+def test_a_bad_body_is_named(body: bytes, says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_body(body)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"error": "invalid-json"}, "not valid JSON"),
+        ({"model": "", "stream": False}, "has no model"),
+        ({}, "has no model"),
+        ({"model": 5.0}, "must be a string"),
+        ({"model": None}, "must be a string"),
+        ({"model": "a\x1fb"}, "control character"),
+    ],
+)
+def test_bad_metadata_of_a_body_is_named(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_metadata(fields)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"), [(True, True), ("true", True), (False, False), (None, False)]
+)
+def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: bool) -> None:
+    assert read_metadata({"model": "m", "stream": stream, "max_tokens": 7.0}) == Ask("m", expected, None)
+
+
+def test_a_renamed_body_keeps_everything_else() -> None:
+    # Given a body with other fields, when its model is renamed
+    document = {"model": "m", "prompt": "üñí", "n": 1, "deep": {"model": "m"}, "f": 0.1}
+    renamed = read_body(json.dumps(document).encode()).renamed("target")
+
+    # Then only the outer model differs
+    assert json.loads(renamed) == {**document, "model": "target"}
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ('{"workload_id": "batch", "criticality": 4}', Workload("batch", 4, True)),
+        ('{"workload_id": "  batch  ", "criticality": 1}', Workload("batch", 1, True)),
+        ('{"workload_id": "b/ü:1", "criticality": 5}', Workload("b/ü:1", 5, True)),
+        ('{"workload_id": "b", "criticality": 0}', Workload("b", 1, True)),
+        ('{"workload_id": "b", "criticality": -3}', Workload("b", 1, True)),
+        ('{"workload_id": "b", "criticality": 6}', Workload("b", 5, True)),
+        ('{"workload_id": "b", "criticality": 9e99}', Workload("b", 5, True)),
+        ('{"workload_id": "b", "criticality": 123456789012345678901234567890}', Workload("b", 5, True)),
+        ('{"workload_id": "b", "criticality": 4.9}', Workload("b", 4, True)),
+        ('{"workload_id": "b", "criticality": "5"}', Workload("b", 3, True)),
+        ('{"workload_id": "b", "criticality": true}', Workload("b", 3, True)),
+        ('{"workload_id": "b", "criticality": null}', Workload("b", 3, True)),
+        ('{"workload_id": "b", "criticality": [5]}', Workload("b", 3, True)),
+        ('{"workload_id": "b"}', Workload("b", 3, True)),
+        ('{"workload_id": "b", "criticality": NaN}', ANONYMOUS),
+        ('{"workload_id": "b", "criticality": 1e999}', ANONYMOUS),
+        ('{"workload_id": "", "criticality": 5}', Workload("auto-made", 5, False)),
+        ('{"workload_id": "   ", "criticality": 5}', Workload("auto-made", 5, False)),
+        ('{"workload_id": 7, "criticality": 5}', Workload("auto-made", 5, False)),
+        ('{"workload_id": {"a": {"b": []}}, "criticality": 5}', Workload("auto-made", 5, False)),
+        ('{"criticality": 2}', Workload("auto-made", 2, False)),
+        ('{"workload_id": "a\\u0000b"}', ANONYMOUS),
+        ('{"workload_id": "a\\u001fb"}', ANONYMOUS),
+        ('{"workload_id": "a\x00b"}', ANONYMOUS),
+        pytest.param('{"workload_id": "' + "x" * 128 + '"}', Workload("x" * 128, 3, True), id="longest"),
+        pytest.param('{"workload_id": "' + "x" * 129 + '"}', ANONYMOUS, id="too-long"),
+        pytest.param('{"workload_id": "' + "ü" * 65 + '"}', ANONYMOUS, id="too-many-bytes"),
+        pytest.param('{"workload_id": "' + "x" * 1_000_000 + '"}', ANONYMOUS, id="a-megabyte"),
+        pytest.param("[" * 50_000, ANONYMOUS, id="deeply-nested"),
+        ('["workload_id"]', ANONYMOUS),
+        ("5", ANONYMOUS),
+        ("{", ANONYMOUS),
+        ("", ANONYMOUS),
+    ],
+)
+def test_a_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
+    assert asked({"x-workload-context": header}).workload == expected
+
+
+@given(st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(str))
+def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
+    workload = asked({"x-workload-context": text.encode("utf-8", "ignore")}).workload
+    assert 1 <= workload.criticality <= 5
+    assert workload.id
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({"workload_id": json_values, "criticality": json_values}))
+def test_any_json_as_workload_makes_a_sound_workload(context: dict[str, object]) -> None:
+    # Given any two values, when they come as a workload context
+    workload = asked({"x-workload-context": json.dumps(context)}).workload
+
+    # Then the workload can be used as it is: a short id without control characters, a clamped criticality
+    assert type(workload.criticality) is int
+    assert 1 <= workload.criticality <= 5
+    assert 0 < len(workload.id.encode()) <= 128
+    assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in workload.id)
+    assert workload.registered or workload.id == "auto-made"
+
+
+@given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    # Given any bytes, or any JSON, as a body: it is refused, or can be used and renamed
+    with contextlib.suppress(BadRequest):
+        read = read_body(body)
+        assert read.model
+        assert json.loads(read.renamed("t"))["model"] == "t"
+
+
+@pytest.mark.parametrize("name", ["x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"])
+def test_a_fairness_id_is_the_flow(name: str) -> None:
+    assert asked({name: "tenant a"}).flow == "tenant a"
+
+
+def test_the_gateways_spelling_goes_first() -> None:
+    both = {"x-gateway-inference-fairness-id": "a", "x-llm-d-inference-fairness-id": "b"}
+    assert asked(both).flow == "a"
+    assert asked({**both, "x-gateway-inference-fairness-id": ""}).flow == "b"
+
+
+def test_the_model_is_the_flow_if_so_configured() -> None:
+    settings = parse({"fair_request_queue": {"flow_key": "model"}})
+    assert asked({"x-gateway-inference-fairness-id": "a"}, settings=settings).flow == "m"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("x-gateway-inference-fairness-id", "a\x1fb", "contains a control character"),
+        ("x-gateway-inference-fairness-id", "a\nb", "contains a control character"),
+        ("x-llm-d-inference-fairness-id", "a" * 257, "is longer than 256 bytes"),
+        ("x-llm-d-inference-fairness-id", b"caf\xe9", "is not valid UTF-8"),
+        ("x-gateway-inference-objective", b"\xff", "is not valid UTF-8"),
+        ("x-gateway-model-name-rewrite", "a\x00", "contains a control character"),
+        ("x-llm-d-model-name-rewrite", "a" * 300, "is longer than 256 bytes"),
+        ("x-workload-context", b'{"workload_id": "\xff"}', "is not valid UTF-8"),
+        ("x-llm-d-inference-ttl", "soon", "'soon' is no duration"),
+        ("x-llm-d-inference-ttl", "-1", "'-1' is no duration"),
+        ("x-llm-d-inference-ttl", "nan", "'nan' is no duration"),
+        ("x-llm-d-inference-ttl", "1e3", "'1e3' is no duration"),
+        ("x-llm-d-inference-ttl", "0", "must be above zero"),
+        ("x-llm-d-inference-ttl", b"\xb2", "is not valid UTF-8"),
+    ],
+)
+def test_a_bad_header_is_named(name: str, value: str | bytes, says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        asked({name: value})
+    assert f"header {name}" in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ttl", "expected_s"),
+    [
+        ("5", 5.0),
+        ("0.5", 0.5),
+        ("500ms", 0.5),
+        (" 5s ", 5.0),
+        ("2m", 30.0),
+        ("9999999", 30.0),
+        ("0.1ms", 0.001),
+    ],
+)
+def test_a_deadline_shortens_the_ttl(ttl: str, expected_s: float) -> None:
+    assert asked({"x-llm-d-inference-ttl": ttl}).ttl_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "band", "weight"),
+    [
+        ("m", None, Band.DEFAULT, 1.0),
+        ("llama", None, Band.CRITICAL, 2.0),
+        ("m", "premium", Band.CRITICAL, 3.0),
+        ("llama", "unknown", Band.DEFAULT, 1.0),
+    ],
+)
+def test_objective_then_model_decide_band_and_weight(
+    model: str, objective: str | None, band: Band, weight: float
+) -> None:
+    for name in ("x-gateway-inference-objective", "x-llm-d-inference-objective"):
+        request = asked({name: objective} if objective else {}, model=model)
+        assert (request.band, request.weight) == (band, weight)
+
+
+@pytest.mark.parametrize(
+    ("choice", "target"), [(0.0, "split-a"), (0.2499, "split-a"), (0.25, "split-b"), (1.0, "split-b")]
+)
+def test_target_models_share_by_weight(choice: float, target: str) -> None:
+    request = asked(model="split", choice=choice)
+    assert (request.model, request.target_model) == ("split", target)
+
+
+def test_a_rewrite_header_beats_the_target_models() -> None:
+    assert asked({"x-gateway-model-name-rewrite": "other"}, model="split").target_model == "other"
+
+
+@pytest.mark.parametrize(
+    ("sent", "trusted", "expected"),
+    [
+        ("3b5f6ed4-8b41", True, "3b5f6ed4-8b41"),
+        ("A.b_c:d-1", True, "A.b_c:d-1"),
+        ("3b5f6ed4-8b41", False, "made"),
+        ("has space", True, "made"),
+        ("a\x1f", True, "made"),
+        ("ends\n", True, "made"),
+        (b"\xff", True, "made"),
+        ("x" * 129, True, "made"),
+        ("", True, "made"),
+    ],
+)
+def test_a_request_id_counts_only_where_envoy_sets_it(sent: str, trusted: bool, expected: str) -> None:
+    assert asked({"x-request-id": sent}, trusted=trusted).id == expected
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (["10.0.0.1:80", "[fd00::0001]:80"], ("10.0.0.1:80", "[fd00::1]:80")),
+        ("10.0.0.1:80, 10.0.0.2:80", ("10.0.0.1:80", "10.0.0.2:80")),
+        ([], ()),
+        ("", ()),
+        (["localhost:80", 5.0, None, "10.0.0.1"], ()),
+        (None, ()),
+        (7.0, ()),
+    ],
+)
+def test_a_subset_hint_lists_endpoints(hint: object, expected: tuple[str, ...]) -> None:
+    assert read_subset(hint) == expected
