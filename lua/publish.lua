@@ -7,20 +7,16 @@
 -- KEYS[1] epp:{POOL}:pool
 -- ARGV[1] the calling replica
 -- ARGV[2] config version      ARGV[3] endpoints version
--- ARGV[4] number of settings N, then N pairs name, number: upper_per, lower_per, total_capacity, ...
+-- ARGV[4] settings: JSON {name: number}, as lib/pool.lua lists them, and upper_per, lower_per (a backend)
 -- then pairs: endpoint, JSON {labels, draining}
 -- Returns {born, news, attempts, served, upper, lower, ready}; bounds as strings
-local owner, config_version, endpoints_version, settings = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local FIRST_ENDPOINT = 5
+local owner, config_version, endpoints_version, settings = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 news.caller = owner
-local first_endpoint = 5 + 2 * settings
-local per = {}
-for at = 5, first_endpoint - 1, 2 do
-  per[ARGV[at]] = tonumber(ARGV[at + 1])
-  pool.set(ARGV[at], tonumber(ARGV[at + 1]))
-end
+pool.share(settings)
 
 local wanted, ready = {}, 0
-for at = first_endpoint, #ARGV, 2 do
+for at = FIRST_ENDPOINT, #ARGV, 2 do
   local address, about = ARGV[at], ARGV[at + 1]
   local draining = cjson.decode(about).draining
   wanted[address] = true
@@ -45,13 +41,14 @@ end
 pool.set('ready', ready)
 -- Nine digits undo binary rounding: 20 backends at 1.15 are 23, not 22.999….
 local function scaled(bound) return tonumber(string.format('%.9g', bound * ready)) end
-pool.set('upper', scaled(per.upper_per))
-pool.set('lower', math.max(scaled(per.lower_per), 1e-9)) -- at 0 an empty pool still takes one
+pool.set('upper', scaled(pool.upper_per))
+pool.set('lower', math.max(scaled(pool.lower_per), 1e-9)) -- at 0 an empty pool still takes one
 if not pool.known then
   pool.set('born', now_us)
   pool.known = true
 end
-redis.call('HSET', key.pool, 'config_version', config_version, 'endpoints_version', endpoints_version)
+redis.call('HSET', key.pool, 'config_version', config_version, 'endpoints_version', endpoints_version,
+  'settings', settings)
 local born, mine, attempts, served = conclude()
 return {
   born, mine, attempts, served, string.format('%.17g', pool.upper), string.format('%.17g', pool.lower), ready,

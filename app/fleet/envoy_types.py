@@ -78,6 +78,7 @@ with warnings.catch_warnings():
     )
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
         ExternalProcessor,
+        HeaderForwardingRules,
         MetadataOptions,
         MetadataOptionsMetadataNamespaces,
         ProcessingMode,
@@ -116,7 +117,7 @@ with warnings.catch_warnings():
         HttpProtocolOptions,
         HttpProtocolOptionsExplicitHttpConfig,
     )
-    from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher
+    from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, RegexMatcher, StringMatcher
     from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
     from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
     from envoy_data_plane.google.protobuf import Any, Value
@@ -150,6 +151,7 @@ __all__ = [
     "FilterChain",
     "GrpcService",
     "GrpcServiceEnvoyGrpc",
+    "HeaderForwardingRules",
     "HeaderMutation",
     "HeaderValue",
     "HeaderValueOption",
@@ -177,6 +179,7 @@ __all__ = [
     "KeepaliveSettings",
     "LbEndpoint",
     "LeastRequest",
+    "ListStringMatcher",
     "Listener",
     "LoadBalancingPolicy",
     "LoadBalancingPolicyPolicy",
@@ -208,6 +211,7 @@ __all__ = [
     "SseToMetadata",
     "SseToMetadataProcessingRules",
     "StatusCode",
+    "StringMatcher",
     "Value",
     "VirtualHost",
     "address",

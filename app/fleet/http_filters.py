@@ -4,7 +4,7 @@ Modes are those of ENVOY's table: `standard` sends the picker both directions; `
 `headers` no body at all, but what Envoy's own JSON parser found in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from app.config import Settings
 from app.errors import ConfigError
@@ -12,6 +12,7 @@ from app.fleet.clusters import LB_NAMESPACE, picker_grpc
 from app.fleet.envoy_types import (
     BackoffStrategy,
     ExternalProcessor,
+    HeaderForwardingRules,
     HttpFilter,
     HttpStatus,
     JsonContentParser,
@@ -22,6 +23,7 @@ from app.fleet.envoy_types import (
     JsonToMetadataRule,
     JsonToMetadataSelector,
     JsonToMetadataValueType,
+    ListStringMatcher,
     MetadataOptions,
     MetadataOptionsMetadataNamespaces,
     PreviousHostsPredicate,
@@ -35,12 +37,14 @@ from app.fleet.envoy_types import (
     SseToMetadata,
     SseToMetadataProcessingRules,
     StatusCode,
+    StringMatcher,
     Value,
     extension,
     packed,
     seconds,
 )
 from app.fleet.modes import Mode
+from app.intake import HEADERS
 
 USAGE_NAMESPACE = "picker.usage"
 REQUEST_NAMESPACE = "picker.request"
@@ -105,7 +109,14 @@ def _ext_proc(mode: Mode) -> ExternalProcessor:
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, PICKER_NAMESPACE]),
         ),
         processing_mode=_processing_mode(mode),
+        # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
+        forward_rules=None if mode == "standard" else _only(HEADERS),
     )
+
+
+def _only(names: Iterable[str]) -> HeaderForwardingRules:
+    patterns = [StringMatcher(exact=name) for name in sorted(names)]
+    return HeaderForwardingRules(allowed_headers=ListStringMatcher(patterns=patterns))
 
 
 def _processing_mode(mode: Mode) -> ProcessingMode:

@@ -1,9 +1,10 @@
 """One connection to Redis that carries everything a replica asks of it, batched.
 
-What arises while a call is on its way goes out together in the next one: a turn of the event loop makes
-one message, and load makes batches larger rather than calls more numerous. Within a message scripts keep
-a fixed order (`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is
-renewed before the same request is settled, an arrival is admitted before it is cancelled.
+What arises while a message is on its way goes out together in the next one: a turn of the event loop makes
+one message, and load makes batches larger rather than messages more numerous. What nobody waits for
+(completions, renewals) gives the others a moment to join it. Within a message scripts keep a fixed order
+(`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is renewed before the
+same request is settled, an arrival is admitted before it is cancelled.
 
 A message has a deadline. If its connection breaks before, it is sent once more on a new one (scripts are
 idempotent by request id). Then its items fail with StateUnavailable, except the ones marked `lasting`,
@@ -12,26 +13,25 @@ that of the one ahead of it.
 """
 
 import asyncio
-import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import hiredis
-from redis import exceptions as redis_errors
-from redis.asyncio.connection import Connection, ConnectionPool
+from redis.asyncio.connection import ConnectionPool
 
 from app.errors import StateUnavailable
 from app.state import cancelling
 from app.state.scripts import NAMES, Script, load
+from app.state.wire import DOWN, Wire
 
 MAX_BATCH = 64  # items a script call: keeps the longest script near a millisecond
 MAX_LASTING = 50_000
 _RETRY_PAUSE_S = 0.05
+_PATIENCE_S = 0.002  # how long what nobody waits for waits for company
+_PATIENT = ("settle", "renew")
 _ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
-_DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 
 Reply = Any
 
@@ -61,12 +61,16 @@ class _Call:
     items: list[_Item]
     batched: bool = False
 
+    @property
+    def answered(self) -> bool:
+        return all(item.answer.done() for item in self.items)
+
 
 class Link:
     """A replica's connection to the shared state; see the module. One event loop.
 
-    `on_batch(script, head, replies)` is called with each batched script's reply head (born, news,
-    attempts, served) right after its items are answered.
+    `on_batch(head)` is called with each batched script's reply head (born, news, attempts, served) right
+    after its items are answered.
     """
 
     def __init__(
@@ -81,9 +85,13 @@ class Link:
         on_batch: Callable[[Sequence[Any]], None],
     ) -> None:
         self._pool = ConnectionPool.from_url(
-            url, socket_connect_timeout=connect_timeout_s, retry=None, decode_responses=True,
-            encoding_errors="replace", health_check_interval=0,
-        )  # fmt: skip
+            url,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=connect_timeout_s,
+            retry=None,
+            health_check_interval=0,
+        )
         self._key = key
         self._caller = caller
         self._call_timeout_s = call_timeout_s
@@ -92,10 +100,20 @@ class Link:
         self._scripts = {name: load(name) for name in NAMES}
         self._batched: dict[str, deque[_Item]] = {name: deque() for name in NAMES}
         self._single: deque[_Call] = deque()
-        self._wake = asyncio.Event()
-        self._connection: Connection | None = None
-        self._fault = "not connected yet"
         self._loop = asyncio.get_running_loop()
+        self._wire: Wire | None = None
+        self._open = False  # the wire may be written to
+        self._fault = "not connected yet"
+        self._lost = asyncio.Event()
+        self._lost.set()
+        self._due: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._due_now = False
+        self._message: list[_Call] = []  # on its way, whole
+        self._flying: deque[_Call] = deque()  # what of it is not answered yet, in order
+        self._forgotten: list[_Call] = []  # what of it met an empty script cache
+        self._sent_s = 0.0
+        self._resent = False
+        self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def fault(self) -> str | None:
@@ -115,38 +133,81 @@ class Link:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
         self._batched[name].append(_Item(args, answer, lasting))
-        self._wake.set()
+        self._schedule(now=name not in _PATIENT)
         return answer
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:
-        """Run script `name` by itself with the caller's id and `args`; the future brings its whole reply."""
+        """Run script `name` by itself with `args`; the future brings its whole reply."""
         script = self._scripts[name]
         return self._enqueue(name, script, ("EVALSHA", script.sha, 1, self._key, *args))
 
     def command(self, *args: str | int | float) -> asyncio.Future[Reply]:
-        """Run one plain read command."""
+        """Run one plain command."""
         return self._enqueue(str(args[0]).lower(), None, args)
 
     def _enqueue(self, name: str, script: Script | None, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        item = _Item((), answer, False)
-        self._single.append(_Call(name, script, command, [item]))
-        self._wake.set()
+        self._single.append(_Call(name, script, command, [_Item((), answer, False)]))
+        self._schedule(now=True)
         return answer
 
     async def run(self) -> None:
-        """Carry calls until cancelled; on the way out everything unanswered fails."""
+        """Keep the connection until cancelled; on the way out everything unanswered fails."""
         try:
             while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while calls := self._take():
-                    await self._deliver(calls)
-                    cancelling.heed()
+                await self._lost.wait()
+                self._lost.clear()
+                await self._reconnect()
         finally:
+            self._drop_message("the replica has stopped", keep=False)
             for call in self._take():
                 self._fail(call, "the replica has stopped")
             await self._disconnect()
+
+    async def _reconnect(self) -> None:
+        """A new connection, however long it takes; what can't wait that long fails meanwhile."""
+        await self._disconnect()
+        while True:
+            try:
+                async with asyncio.timeout(self._call_timeout_s):
+                    self._wire = await Wire.connect(self._pool, self._land, self._note_lost)
+            except DOWN as fault:
+                cancelling.heed()
+                self._fault = str(fault) or "no answer in time"
+                self._give_up()
+                await asyncio.sleep(_RETRY_PAUSE_S)
+            else:
+                break
+        self._open = True
+        rest = [call for call in self._message if not call.answered]
+        if rest and not self._resent:
+            self._send(rest, again=True)
+        else:
+            self._drop_message(self._fault, keep=True)
+            self._schedule(now=True)
+
+    async def _disconnect(self) -> None:
+        self._open = False
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            await wire.close()
+
+    def _schedule(self, *, now: bool) -> None:
+        """See that what is pending goes out: at once, or when it has had its wait for company."""
+        if not self._open or self._message or self._due_now:
+            return  # it goes with the next message anyway
+        if now:
+            if self._due is not None:
+                self._due.cancel()
+            self._due_now = True
+            self._due = self._loop.call_soon(self._send_pending)
+        elif self._due is None:
+            self._due = self._loop.call_later(_PATIENCE_S, self._send_pending)
+
+    def _send_pending(self) -> None:
+        self._due, self._due_now = None, False
+        if self._open and not self._message and (calls := self._take()):
+            self._send(calls, again=False)
 
     def _take(self) -> list[_Call]:
         """Everything pending, as calls of at most MAX_BATCH items, in the fixed order."""
@@ -162,64 +223,98 @@ class Link:
         self._single.clear()
         return calls
 
-    async def _deliver(self, calls: list[_Call]) -> None:
-        """Send `calls` and answer their items; once more if the connection fails under them."""
-        until_s = self._loop.time() + self._call_timeout_s
-        for attempt in (1, 2):
-            try:
-                async with asyncio.timeout_at(until_s):
-                    seconds = await self._exchange(calls)
-            except _DOWN as fault:
-                self._fault = str(fault) or "no answer in time"
-                for call in calls:
-                    self._metrics.redis_error(call.name)
-                await self._disconnect()
-                calls = [call for call in calls if not all(item.answer.done() for item in call.items)]
-                # A connection that broke is worth one more try at once; a server that is silent is not.
-                if attempt == 1 and calls and self._loop.time() < until_s:
-                    continue
-                await self._give_up(calls)
-                return
-            except asyncio.CancelledError:
-                for call in calls:
-                    self._fail(call, "the replica has stopped")
-                raise
-            self._fault = ""
-            self._metrics.redis_call(calls[0].name, seconds, sum(len(call.items) for call in calls))
-            return
+    def _send(self, calls: list[_Call], *, again: bool) -> None:
+        self._message, self._flying, self._forgotten = calls, deque(calls), []
+        self._resent = again
+        self._sent_s = self._loop.time()
+        self._deadline = self._loop.call_later(self._call_timeout_s, self._note_overdue)
+        self._write(calls)
 
-    async def _exchange(self, calls: list[_Call]) -> float:
-        """One round trip for all `calls`; returns its seconds."""
-        connection = await self._connected()
-        started = self._loop.time()
-        await connection.send_packed_command(
-            b"".join(hiredis.pack_command(call.command) for call in calls), check_health=False
-        )
-        forgotten: list[_Call] = []
+    def _write(self, calls: Sequence[_Call]) -> None:
+        assert self._wire is not None
+        self._wire.write(b"".join([hiredis.pack_command(call.command) for call in calls]))
+
+    def _land(self, reply: Reply) -> None:
+        """Take the next reply of the message on its way."""
+        call = self._flying.popleft()
+        if not isinstance(reply, hiredis.ReplyError):
+            self._answer(call, reply)
+        elif str(reply).startswith("NOSCRIPT"):
+            self._forgotten.append(call)
+        else:
+            self._metrics.redis_error(call.name)
+            self._fail(call, f"the shared state refused {call.name}: {reply}")
+        if not self._flying:
+            self._finish_message()
+
+    def _finish_message(self) -> None:
+        if self._forgotten:
+            # EVAL carries the source, so a flushed script cache costs one more trip and no error. An
+            # admission or renewal that runs late must not outlive the end that was sent after it.
+            late = [call for call in self._message if call.name in _ENDS and call not in self._forgotten]
+            self._flying = deque(self._forgotten + late)
+            self._forgotten = []
+            for call in self._flying:
+                assert call.script is not None
+                call.command = ("EVAL", call.script.source, *call.command[2:])
+            self._write(self._flying)
+            return
+        items = sum(len(call.items) for call in self._message)
+        self._metrics.redis_call(self._message[0].name, self._loop.time() - self._sent_s, items)
+        self._fault = ""
+        self._close_message()
+        if self._single or any(self._batched.values()):
+            # Not before those who wait for these replies have had their turn to ask for more.
+            self._schedule(now=True)
+
+    def _close_message(self) -> None:
+        self._message, self._flying = [], deque()
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _note_lost(self, why: str) -> None:
+        """The connection broke: its message is worth one more try on a new one."""
+        self._fault = why
+        for call in self._message:
+            self._metrics.redis_error(call.name)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._open = False
+        self._lost.set()
+
+    def _note_overdue(self) -> None:
+        """No answer in time: a server that is silent gets no second try of the same message."""
+        self._deadline = None
+        self._fault = "no answer in time"
+        for call in self._message:
+            self._metrics.redis_error(call.name)
+        self._drop_message(self._fault, keep=True)
+        self._open = False
+        self._lost.set()
+
+    def _give_up(self) -> None:
+        """Fail what is pending, and what was on its way, but for what lasts."""
+        self._drop_message(self._fault, keep=True)
+        calls = self._take()
         for call in calls:
-            try:
-                reply = await connection.read_response(timeout=math.inf)
-            except redis_errors.NoScriptError:
-                forgotten.append(call)
-            except redis_errors.ResponseError as fault:
-                self._metrics.redis_error(call.name)
-                self._fail(call, f"the shared state refused {call.name}: {fault}")
-            else:
-                self._answer(call, reply)
-        if forgotten:
-            # An admission or renewal that runs late must not outlive the end that was sent after it.
-            forgotten += [call for call in calls if call.name in _ENDS and call not in forgotten]
-        for call in forgotten:
-            # EVAL carries the source, so a flushed script cache costs one more trip and no error.
-            assert call.script is not None
-            command = ("EVAL", call.script.source, *call.command[2:])
-            await connection.send_packed_command(hiredis.pack_command(command), check_health=False)
-            try:
-                self._answer(call, await connection.read_response(timeout=math.inf))
-            except redis_errors.ResponseError as fault:
-                self._metrics.redis_error(call.name)
-                self._fail(call, f"the shared state refused {call.name}: {fault}")
-        return self._loop.time() - started
+            self._metrics.redis_error(call.name)
+        self._set_aside(calls, self._fault, keep=True)
+
+    def _drop_message(self, why: str, *, keep: bool) -> None:
+        calls = [call for call in self._message if not call.answered]
+        self._close_message()
+        self._set_aside(calls, why, keep=keep)
+
+    def _set_aside(self, calls: list[_Call], why: str, *, keep: bool) -> None:
+        """Fail the items of `calls`; with `keep` the lasting ones go back to where they came from."""
+        for call in reversed(calls):  # so that what is kept stays in order
+            kept = [item for item in call.items if keep and item.lasting and not item.answer.done()]
+            if kept:
+                self._batched[call.name].extendleft(reversed(kept))
+            call.items = [item for item in call.items if item not in kept]
+            self._fail(call, f"the shared state cannot be reached: {why}")
 
     def _answer(self, call: _Call, reply: Reply) -> None:
         if not call.batched:
@@ -240,33 +335,3 @@ class Link:
             if not item.answer.done():
                 item.answer.set_exception(StateUnavailable(why, retry_after_s=1))
                 item.answer.exception()  # a caller that has gone must not raise a warning
-
-    async def _give_up(self, calls: list[_Call]) -> None:
-        for call in reversed(calls):  # so that what is kept stays in order
-            kept = [item for item in call.items if item.lasting and not item.answer.done()]
-            self._batched[call.name].extendleft(reversed(kept))
-            self._fail(
-                _Call(call.name, None, (), [item for item in call.items if item not in kept]),
-                f"the shared state cannot be reached: {self._fault}",
-            )
-        await asyncio.sleep(_RETRY_PAUSE_S)
-        if any(self._batched.values()):
-            self._wake.set()
-
-    async def _connected(self) -> Connection:
-        if self._connection is None:
-            connection: Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-            try:
-                await connection.connect()  # type: ignore[no-untyped-call]
-                cancelling.heed()
-            except BaseException:
-                await connection.disconnect(nowait=True)
-                raise
-            self._connection = connection
-        return self._connection
-
-    async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(*_DOWN):
-                await connection.disconnect(nowait=True)

@@ -162,12 +162,12 @@ class Store:
         config_version: str,
         endpoints_version: str,
     ) -> None:
-        pairs = [part for name, number in settings.items() for part in (name, number)]
+        pairs = []
         for endpoint in endpoints:
             about = {"labels": endpoint.labels, "draining": endpoint.draining}
             pairs += [endpoint.address, json.dumps(about, separators=(",", ":"))]
         reply = await self._link.call(
-            "publish", self._replica, config_version, endpoints_version, len(settings), *pairs
+            "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
         self._take_head(reply)
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from bench.overhead.memory import Memory
 from bench.overhead.surroundings import Surroundings, look
 
 _QUICK_ROUNDS, _FULL_ROUNDS = 3, 5
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return _INTERRUPTED
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / "-".join(["overhead", *(name for name in ("quick", "memory") if getattr(args, name))])
     _write(stem, surroundings, plan, results, remembered)
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _measure(plan: Plan) -> tuple[list[RigResult], Memory | None]:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Driver.started() as driver:
         results = await measure.run(plan, driver, _tell)
         remembered = await memory.run(plan, driver, _tell) if plan.memory_requests else None

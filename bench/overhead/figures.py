@@ -6,6 +6,7 @@ else the machine did in a round touches both sides of it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from bench.overhead.cases import Case, Rig, Variant
@@ -19,6 +20,11 @@ class Spread:
     median: float
     low: float
     high: float
+
+    @property
+    def told_from_noise(self) -> bool:
+        """Whether a ratio means anything: not if one side, a difference, came out below nothing."""
+        return 0 <= self.median < inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,6 @@ def _added(readings: Readings, variant: Variant, figure: Callable[[Reading], flo
 
 
 def _divided(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round. A constant picker that added nothing, noise that it is, gives infinity."""
+    """Round by round; infinite where `below` is nothing or less, which differences may be by noise."""
     pairs = zip(above, below, strict=True)
-    return [one / other if other > 0 else float("inf") for one, other in pairs]
+    return [one / other if other > 0 else inf for one, other in pairs]

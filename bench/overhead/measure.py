@@ -111,6 +111,7 @@ async def _measure_rig(rig: Rig, rounds: int, driver: Driver, tell: Callable[[st
         case: {variant: [] for variant in rig.variants(case)} for case in rig.cases
     }
     sent: dict[Variant, int] = dict.fromkeys(rig.variants(rig.cases[0]), 0)
+    tell(f"{rig.name}: starting and warming up")
     async with standing(rig) as stacks:
         for case in rig.cases:
             for variant in rig.variants(case):

@@ -88,7 +88,8 @@ def _added(axes: Axes, short: Sequence[Short], prompt: Prompt) -> None:
             high = max(0.0, row.added_p99_ms or 0.0)
             axes.plot([at + side], [high], "_", color="black", markersize=12, label=label)
         height = own["picker"].added_p50_ms or 0.0
-        ratio = f"{comparison.added_p50.median:.2f}×"
+        told = comparison.added_p50.told_from_noise
+        ratio = f"{comparison.added_p50.median:.2f}×" if told else "–"
         axes.annotate(ratio, (at + _WIDTH / 2, height), ha="center", va="bottom", fontsize=8)
     _by_rig(axes, short, f"Added latency, {PROMPT_NAMES[prompt]} prompt (× of p50)")
     axes.set_ylabel("ms")
@@ -96,9 +97,10 @@ def _added(axes: Axes, short: Sequence[Short], prompt: Prompt) -> None:
 
 def _by_rig(axes: Axes, short: Sequence[Short], title: str) -> None:
     names = [f"{comparison.rig.mode}\n× {comparison.rig.replicas}" for _, comparison in short]
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_xlim(-0.7, max(len(names), 3) - 0.3)  # a single pair of bars is no wider than others
     axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8)
 
@@ -124,7 +126,7 @@ def _lengths(axes: Axes, found: Sequence[Row]) -> None:
     axes.set_ylabel("µs a request")
     axes.set_title("CPU by length of answer, full speed, 1 replica", fontsize=10)
     if ticks:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=7, loc="lower left", ncols=3)
 
 
 def _memory(axes: Axes, memory: Memory) -> None:

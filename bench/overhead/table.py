@@ -1,7 +1,6 @@
 """The run as Markdown."""
 
 from collections.abc import Iterable, Sequence
-from math import isinf
 from statistics import median
 
 from bench.overhead.cases import CALM_CONNECTIONS, PACE_PER_S
@@ -151,8 +150,8 @@ def _memory(memory: Memory) -> str:
 
 
 def _spread(found: Spread) -> str:
-    if isinf(found.median):
-        return "–"  # the constant picker added nothing that could be told from noise
+    if not found.told_from_noise:
+        return "–"
     if found.low == found.high:
         return f"{found.median:.2f}"
     return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"

@@ -1,33 +1,24 @@
 -- include: keys
 -- One request as a string: its fields, each closed by \31, which no field may hold (replicas refuse
--- control characters). state: queued, held (its replica is silent), granted, placed.
+-- control characters). state: queued, held (its replica is silent), granted, placed. Written out field by
+-- field: a loop over names costs twice the time.
 local record = {}
-do
-  local fields = {
-    'state', 'owner', 'attempt', 'flow', 'band', 'weight', 'cost', 'workload', 'criticality', 'model',
-    'arrived', 'deadline_ms', 'endpoints', 'granted_us',
+function record.read(id)
+  local text = redis.call('HGET', key.requests, id)
+  if not text then return nil end
+  local state, owner, attempt, flow, band, weight, cost, workload, criticality, model, arrived, deadline_ms,
+    endpoints_, granted_us = string.match(text, '^(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31'
+      .. '(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31$')
+  return {
+    id = id, state = state, owner = owner, attempt = attempt, flow = flow, band = tonumber(band),
+    weight = tonumber(weight), cost = tonumber(cost), workload = workload,
+    criticality = tonumber(criticality), model = model, arrived = tonumber(arrived),
+    deadline_ms = tonumber(deadline_ms), endpoints = endpoints_, granted_us = tonumber(granted_us),
   }
-  local numeric = {
-    band = '%d', weight = '%.17g', cost = '%.17g', criticality = '%d', arrived = '%.0f',
-    deadline_ms = '%.0f', granted_us = '%.0f',
-  }
-  local pattern = '^' .. string.rep('([^\31]*)\31', #fields) .. '$'
-  function record.read(id)
-    local text = redis.call('HGET', key.requests, id)
-    if not text then return nil end
-    local values = {string.match(text, pattern)}
-    local r = {id = id}
-    for i, name in ipairs(fields) do
-      r[name] = numeric[name] and tonumber(values[i]) or values[i]
-    end
-    return r
-  end
-  function record.write(r)
-    local values = {}
-    for i, name in ipairs(fields) do
-      local form = numeric[name]
-      values[i] = form and string.format(form, r[name]) or r[name]
-    end
-    redis.call('HSET', key.requests, r.id, table.concat(values, '\31') .. '\31')
-  end
+end
+function record.write(r)
+  redis.call('HSET', key.requests, r.id, string.format(
+    '%s\31%s\31%s\31%s\31%d\31%.17g\31%.17g\31%s\31%d\31%s\31%.0f\31%.0f\31%s\31%.0f\31',
+    r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model,
+    r.arrived, r.deadline_ms, r.endpoints, r.granted_us))
 end
