@@ -33,6 +33,7 @@ _EXPIRY_ANSWER_S = 0.5
 # How often an admission is tried again when the shared state has just been lost and is being rebuilt.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
+_TAKEN_OVER = "taken over by a newer stream"
 
 _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "too-many-flows": (TooManyFlows, "the queue is full"),
@@ -92,7 +93,8 @@ class SharedGate:
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
             # Envoy has re-driven the request over a new stream; the old one has no client any more.
-            displaced.news.set_exception(ClientGone("taken over by a newer stream"))
+            displaced.news.set_exception(ClientGone(_TAKEN_OVER))
+            displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
         try:
             placed_on = await self._place(waiter)
@@ -125,6 +127,8 @@ class SharedGate:
                 self._metrics.waited(request.model, self._loop.time() - waiter.arrived, True)
                 return tuple(verdict.detail.split(","))
             if verdict.what == "gone":
+                if self._waiting.get(request.id) is not waiter:
+                    raise ClientGone(_TAKEN_OVER)
                 # The grant was lost with the shared state, or reaped: ask again, as old as it is.
                 waiter.news = self._loop.create_future()
                 verdict = await self._admit_known(waiter)

@@ -83,8 +83,10 @@ class Exchange:
         "_code",
         "_desk",
         "_headers",
+        "_length",
         "_mode",
         "_model",
+        "_ready",
         "_response",
         "_started_s",
         "_step",
@@ -102,6 +104,10 @@ class Exchange:
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._length = -1  # of the body, if its header says so
+        self._ready: tuple[ProcessingResponse, bytes] | None = (
+            None  # placed before the end of its body was told
+        )
         self._model = ""
         self._target_model = ""
         self._code = ""  # of a decision that is not counted yet
@@ -122,13 +128,13 @@ class Exchange:
         try:
             part = message.WhichOneof("request")
             if self._step is _BODY and part == "request_body":
-                return await self._place_body(ended=True) if self._collect(message.request_body) else ()
+                return await self._take_body(message.request_body)
             if self._step is _OPEN and part == "request_headers":
                 return () if self._begin(message) else await self._place_headers(message)
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
-                return [*await self._place_body(ended=False), codec.REQUEST_TRAILERS]
+                return [*await self._answer_body(ended=False), codec.REQUEST_TRAILERS]
             return self._unexpected(part, message)
         except RequestError as error:
             return self._refuse(error)
@@ -171,7 +177,8 @@ class Exchange:
         self._headers = codec.read_headers(headers, HEADERS)
         length = self._headers.pop(CONTENT_LENGTH, b"")
         if length.isdigit():
-            self._check_size(int(length[:20]))
+            self._length = int(length[:20])
+            self._check_size(self._length)
         if self._mode == "headers":
             return False
         self._step = _BODY
@@ -183,7 +190,7 @@ class Exchange:
             placement = await self._desk.gate.route(self._subset)
             if self._mode == "standard":
                 self._response = self._answer_of("", None)
-            return [self._placed(placement, "", None)]
+            return [self._placed(codec.placed(placement, "", None))]
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
@@ -193,17 +200,27 @@ class Exchange:
                 f"headers mode cannot send model {request.model} as {request.target_model}; "
                 "lean and standard can"
             )
-        return [await self._admit(request, None)]
+        return [self._placed(codec.placed(await self._admit(request), request.id, None))]
 
-    def _collect(self, part: HttpBody) -> bool:
-        """Keep a chunk; says whether the body is whole."""
+    async def _take_body(self, part: HttpBody) -> Sequence[ProcessingResponse]:
+        """Keep a chunk; the answers once the body has ended.
+
+        Envoy tells a body's end in a message of its own. By its content-length a body is whole before that:
+        its placement begins then, and the mark of its end comes while it is under way.
+        """
         chunk = part.body
+        if chunk and self._ready is not None:
+            raise BadRequest("the body is longer than its content-length")
         self._body.append(chunk)
         self._body_bytes += len(chunk)
         self._check_size(self._body_bytes)
-        return bool(part.end_of_stream)
+        if part.end_of_stream:
+            return await self._answer_body(ended=True)
+        if self._body_bytes == self._length:
+            await self._place_body()
+        return ()
 
-    async def _place_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
+    async def _place_body(self) -> None:
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
         ask = read_body(body)
@@ -214,10 +231,18 @@ class Exchange:
             length = len(body)
             rename = ModelRename(request.target_model, request.model)
         del ask  # a long wait should not hold the parsed body too
-        answer = await self._admit(request, length)
+        placement = await self._admit(request)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
-        return [answer, *codec.request_body(body, ended=ended)]
+        self._ready = codec.placed(placement, request.id, length), body
+
+    async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
+        if self._ready is None:
+            await self._place_body()
+        assert self._ready is not None
+        answer, body = self._ready
+        self._ready = None
+        return [self._placed(answer), *codec.request_body(body, ended=ended)]
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model
@@ -226,15 +251,15 @@ class Exchange:
         self._target_model = request.target_model
         return request
 
-    async def _admit(self, request: InferenceRequest, length: int | None) -> ProcessingResponse:
+    async def _admit(self, request: InferenceRequest) -> Placement:
         placement = await self._desk.door.admit(request, held=self._mode == "standard")
         self._untold = (request.id, placement)
-        return self._placed(placement, request.id, length)
+        return placement
 
-    def _placed(self, placement: Placement, request_id: str, length: int | None) -> ProcessingResponse:
+    def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED
         self._code = "ok"
-        return codec.placed(placement, request_id, length)
+        return answer
 
     def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         if part == "response_headers" and self._step is _BODY and self._mode == "standard":

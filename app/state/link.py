@@ -1,7 +1,7 @@
 """One connection to Redis that carries everything a replica asks of it, batched.
 
-What arises while a message is on its way goes out together in the next one: a turn of the event loop makes
-one message, and load makes batches larger rather than messages more numerous. What nobody waits for
+What arises while a message is on its way goes out together in the next one: alone, a call leaves at once,
+and load makes batches larger rather than messages more numerous. What nobody waits for
 (completions, renewals) gives the others a moment to join it. Within a message scripts keep a fixed order
 (`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is renewed before the
 same request is settled, an arrival is admitted before it is cancelled.
@@ -15,7 +15,6 @@ that of the one ahead of it.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import hiredis
@@ -23,6 +22,7 @@ from redis.asyncio.connection import ConnectionPool
 
 from app.errors import StateUnavailable
 from app.state import cancelling
+from app.state.calls import Call, Item, Reply
 from app.state.scripts import NAMES, Script, load
 from app.state.wire import DOWN, Wire
 
@@ -33,8 +33,6 @@ _PATIENCE_S = 0.002  # how long what nobody waits for waits for company
 _PATIENT = ("settle", "renew")
 _ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 
-Reply = Any
-
 
 class CallMetrics(Protocol):
     """What the link reports of its calls."""
@@ -42,28 +40,6 @@ class CallMetrics(Protocol):
     def redis_call(self, script: str, seconds: float, items: int) -> None: ...
 
     def redis_error(self, script: str) -> None: ...
-
-
-@dataclass(slots=True)
-class _Item:
-    args: tuple[str | int | float, ...]
-    answer: asyncio.Future[Reply]
-    lasting: bool
-
-
-@dataclass(slots=True)
-class _Call:
-    """One EVALSHA (or plain command) on the wire and the items it answers."""
-
-    name: str
-    script: Script | None
-    command: tuple[Any, ...]
-    items: list[_Item]
-    batched: bool = False
-
-    @property
-    def answered(self) -> bool:
-        return all(item.answer.done() for item in self.items)
 
 
 class Link:
@@ -98,19 +74,18 @@ class Link:
         self._metrics = metrics
         self._on_batch = on_batch
         self._scripts = {name: load(name) for name in NAMES}
-        self._batched: dict[str, deque[_Item]] = {name: deque() for name in NAMES}
-        self._single: deque[_Call] = deque()
+        self._batched: dict[str, deque[Item]] = {name: deque() for name in NAMES}
+        self._single: deque[Call] = deque()
         self._loop = asyncio.get_running_loop()
         self._wire: Wire | None = None
         self._open = False  # the wire may be written to
         self._fault = "not connected yet"
         self._lost = asyncio.Event()
         self._lost.set()
-        self._due: asyncio.TimerHandle | asyncio.Handle | None = None
-        self._due_now = False
-        self._message: list[_Call] = []  # on its way, whole
-        self._flying: deque[_Call] = deque()  # what of it is not answered yet, in order
-        self._forgotten: list[_Call] = []  # what of it met an empty script cache
+        self._due: asyncio.TimerHandle | None = None
+        self._message: list[Call] = []  # on its way, whole
+        self._flying: deque[Call] = deque()  # what of it is not answered yet, in order
+        self._forgotten: list[Call] = []  # what of it met an empty script cache
         self._sent_s = 0.0
         self._resent = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -132,7 +107,7 @@ class Link:
         if lasting and len(self._batched[name]) >= MAX_LASTING:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
-        self._batched[name].append(_Item(args, answer, lasting))
+        self._batched[name].append(Item(args, answer, lasting))
         self._schedule(now=name not in _PATIENT)
         return answer
 
@@ -147,7 +122,7 @@ class Link:
 
     def _enqueue(self, name: str, script: Script | None, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        self._single.append(_Call(name, script, command, [_Item((), answer, False)]))
+        self._single.append(Call(name, script, command, [Item((), answer, False)]))
         self._schedule(now=True)
         return answer
 
@@ -161,7 +136,7 @@ class Link:
         finally:
             self._drop_message("the replica has stopped", keep=False)
             for call in self._take():
-                self._fail(call, "the replica has stopped")
+                call.fail("the replica has stopped")
             await self._disconnect()
 
     async def _reconnect(self) -> None:
@@ -194,43 +169,42 @@ class Link:
 
     def _schedule(self, *, now: bool) -> None:
         """See that what is pending goes out: at once, or when it has had its wait for company."""
-        if not self._open or self._message or self._due_now:
-            return  # it goes with the next message anyway
+        if not self._open or self._message:
+            return  # it goes with the next message
         if now:
-            if self._due is not None:
-                self._due.cancel()
-            self._due_now = True
-            self._due = self._loop.call_soon(self._send_pending)
+            self._send_pending()
         elif self._due is None:
             self._due = self._loop.call_later(_PATIENCE_S, self._send_pending)
 
     def _send_pending(self) -> None:
-        self._due, self._due_now = None, False
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         if self._open and not self._message and (calls := self._take()):
             self._send(calls, again=False)
 
-    def _take(self) -> list[_Call]:
+    def _take(self) -> list[Call]:
         """Everything pending, as calls of at most MAX_BATCH items, in the fixed order."""
-        calls: list[_Call] = []
+        calls: list[Call] = []
         for name, waiting in self._batched.items():
             while waiting:
                 items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
                 script = self._scripts[name]
                 args = [arg for item in items for arg in item.args]
                 command = ("EVALSHA", script.sha, 1, self._key, self._caller, *args)
-                calls.append(_Call(name, script, command, items, batched=True))
+                calls.append(Call(name, script, command, items, batched=True))
         calls.extend(self._single)
         self._single.clear()
         return calls
 
-    def _send(self, calls: list[_Call], *, again: bool) -> None:
+    def _send(self, calls: list[Call], *, again: bool) -> None:
         self._message, self._flying, self._forgotten = calls, deque(calls), []
         self._resent = again
         self._sent_s = self._loop.time()
         self._deadline = self._loop.call_later(self._call_timeout_s, self._note_overdue)
         self._write(calls)
 
-    def _write(self, calls: Sequence[_Call]) -> None:
+    def _write(self, calls: Sequence[Call]) -> None:
         assert self._wire is not None
         self._wire.write(b"".join([hiredis.pack_command(call.command) for call in calls]))
 
@@ -238,12 +212,12 @@ class Link:
         """Take the next reply of the message on its way."""
         call = self._flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
-            self._answer(call, reply)
+            call.answer(reply, self._on_batch)
         elif str(reply).startswith("NOSCRIPT"):
             self._forgotten.append(call)
         else:
             self._metrics.redis_error(call.name)
-            self._fail(call, f"the shared state refused {call.name}: {reply}")
+            call.fail(f"the shared state refused {call.name}: {reply}")
         if not self._flying:
             self._finish_message()
 
@@ -265,7 +239,7 @@ class Link:
         self._close_message()
         if self._single or any(self._batched.values()):
             # Not before those who wait for these replies have had their turn to ask for more.
-            self._schedule(now=True)
+            self._loop.call_soon(self._send_pending)
 
     def _close_message(self) -> None:
         self._message, self._flying = [], deque()
@@ -307,31 +281,11 @@ class Link:
         self._close_message()
         self._set_aside(calls, why, keep=keep)
 
-    def _set_aside(self, calls: list[_Call], why: str, *, keep: bool) -> None:
+    def _set_aside(self, calls: list[Call], why: str, *, keep: bool) -> None:
         """Fail the items of `calls`; with `keep` the lasting ones go back to where they came from."""
         for call in reversed(calls):  # so that what is kept stays in order
             kept = [item for item in call.items if keep and item.lasting and not item.answer.done()]
             if kept:
                 self._batched[call.name].extendleft(reversed(kept))
             call.items = [item for item in call.items if item not in kept]
-            self._fail(call, f"the shared state cannot be reached: {why}")
-
-    def _answer(self, call: _Call, reply: Reply) -> None:
-        if not call.batched:
-            self._resolve(call.items[0], reply)
-            return
-        for item, answer in zip(call.items, reply[4:], strict=True):
-            self._resolve(item, answer)
-        self._on_batch(reply[:4])
-
-    @staticmethod
-    def _resolve(item: _Item, reply: Reply) -> None:
-        if not item.answer.done():
-            item.answer.set_result(reply)
-
-    @staticmethod
-    def _fail(call: _Call, why: str) -> None:
-        for item in call.items:
-            if not item.answer.done():
-                item.answer.set_exception(StateUnavailable(why, retry_after_s=1))
-                item.answer.exception()  # a caller that has gone must not raise a warning
+            call.fail(f"the shared state cannot be reached: {why}")

@@ -66,6 +66,11 @@ def test_given_the_documented_example_when_compared_then_it_spells_the_defaults(
     assert settings.scraping == defaults.scraping
 
 
+def test_given_the_shipped_example_when_loaded_then_it_is_valid_and_all_in_effect() -> None:
+    settings = load(Path(__file__).parents[2] / "deploy" / "picker.yaml", {})
+    assert inert(settings) == ()
+
+
 def test_given_keys_without_a_feature_when_set_then_they_are_named_as_inert(tmp_path: Path) -> None:
     named = inert(load(written(tmp_path, WHOLE), {}))
     assert "fair_request_queue.overload" in named

@@ -100,6 +100,48 @@ async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
+SIZED = {"content-length": str(len(ASK))}
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+@pytest.mark.parametrize("end", ["an empty chunk", "trailers"])
+async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(mode: str, end: str) -> None:
+    # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    assert await converse(exchange, headers(mode, SIZED), body(ASK, ended=False)) == []
+    # Then it is placed, once, and Envoy knows nothing of it yet
+    assert len(gate.admitted) == 1
+    # When the end is told, then it has its answers
+    answers = await converse(exchange, body() if end == "an empty chunk" else trailers())
+    told = ["request_headers", "request_body"] + ["request_trailers"] * (end == "trailers")
+    assert parts(answers) == told
+    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, end != "trailers")]
+    exchange.close()
+    assert len(gate.admitted) == 1
+    assert gate.withdrawn == []
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(mode: str) -> None:
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, headers(mode, SIZED), body(ASK, ended=False))
+    exchange.close()
+    assert len(gate.withdrawn) == 1
+
+
+async def test_a_body_longer_than_its_length_is_refused_and_taken_back() -> None:
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    code, error = refusal(await converse(exchange, body(b"more")))
+    assert code == 400
+    assert "content-length" in error["message"]
+    exchange.close()
+    assert len(gate.withdrawn) == 1
+
+
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_trailers_end_the_body_and_come_last(mode: str) -> None:
     exchange = Exchange(desk(ScriptedGate()))

@@ -1,0 +1,57 @@
+"""What a message to Redis is made of: calls, each with the items that its reply answers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.errors import StateUnavailable
+from app.state.scripts import Script
+
+Reply = Any
+HEAD = 4  # born, news, attempts, served: what every batched script's reply begins with
+
+
+@dataclass(slots=True)
+class Item:
+    """One thing asked, and the future that brings its answer. A `lasting` one outlives a lost connection."""
+
+    args: tuple[str | int | float, ...]
+    answer: asyncio.Future[Reply]
+    lasting: bool
+
+
+@dataclass(slots=True)
+class Call:
+    """One EVALSHA (or plain command) and the items it answers: one, or a whole batch."""
+
+    name: str
+    script: Script | None
+    command: tuple[Any, ...]
+    items: list[Item]
+    batched: bool = False
+
+    @property
+    def answered(self) -> bool:
+        return all(item.answer.done() for item in self.items)
+
+    def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
+        """Give each item its part of `reply`; `on_batch` gets a batch's head after that."""
+        if not self.batched:
+            _resolve(self.items[0], reply)
+            return
+        for item, part in zip(self.items, reply[HEAD:], strict=True):
+            _resolve(item, part)
+        on_batch(reply[:HEAD])
+
+    def fail(self, why: str) -> None:
+        """StateUnavailable to every item that has no answer yet."""
+        for item in self.items:
+            if not item.answer.done():
+                item.answer.set_exception(StateUnavailable(why, retry_after_s=1))
+                item.answer.exception()  # a caller that has gone must not raise a warning
+
+
+def _resolve(item: Item, reply: Reply) -> None:
+    if not item.answer.done():
+        item.answer.set_result(reply)
