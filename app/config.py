@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from app.errors import ConfigError
+from app.request import Band
 from app.sections import Admin as Admin
 from app.sections import DecisionLog as DecisionLog
 from app.sections import Discovery as Discovery
@@ -44,16 +45,6 @@ _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-
 
 # Keys accepted and checked whose feature does not exist yet.
 INERT: Mapping[str, tuple[str, ...]] = {
-    "admin": ("token",),
-    "fair_request_queue": ("band_weights", "overload", "starvation_after", "guard_share"),
-    "workloads": (
-        "wait_weight",
-        "criticality_weight",
-        "rate_weight",
-        "wait_cap",
-        "rate_cap",
-        "wait_signal",
-    ),
     "scheduling": ("scorers",),
     "scraping": ("interval", "stale_after", "engine"),
 }
@@ -86,6 +77,29 @@ class Settings(Section):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"{kind} names {', '.join(twice)} more than once")
+        return self
+
+    @model_validator(mode="after")
+    def _guarantees_fit(self) -> Self:
+        # Critical is never preempted, so each critical flow is promised its part of the queue (specs/003).
+        queue = self.fair_request_queue
+        critical = sum(model.criticality is Band.CRITICAL for model in self.models)
+        if critical * queue.flow_capacity > queue.total_capacity:
+            raise ValueError(
+                f"ErrTooManyFlows: {critical} Critical models with fair_request_queue.flow_capacity "
+                f"{queue.flow_capacity} each need {critical * queue.flow_capacity} places; "
+                f"fair_request_queue.total_capacity is {queue.total_capacity}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_have_flows(self) -> Self:
+        limited = [model.name for model in self.models if model.max_inflight_per_endpoint is not None]
+        if limited and self.fair_request_queue.fairness == "none":
+            raise ValueError(
+                "fair_request_queue.fairness none keeps no flows apart, so max_inflight_per_endpoint of "
+                f"models {', '.join(limited)} cannot be kept; use weighted-fair or round-robin"
+            )
         return self
 
     @model_validator(mode="after")

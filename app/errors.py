@@ -12,6 +12,7 @@
         ├── DeadlineExceeded     504: the client's own deadline passed
         ├── StateUnavailable     503: the shared state cannot be reached
         └── Dropped              503, or 429 by configuration: overload
+            ├── Saturated
             ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
@@ -103,6 +104,12 @@ class Dropped(RequestError):
     reason = "rejected-saturated"
 
 
+class Saturated(Dropped):
+    """No room below the bounds, and this band may not wait (overload policy reject-noncritical)."""
+
+    code = "saturated"
+
+
 class TooManyFlows(Dropped):
     """ErrTooManyFlows: the queue's total capacity is in use."""
 
@@ -123,6 +130,8 @@ class ExpiredTtl(Dropped):
 
 
 class Evicted(Dropped):
+    """Waited, and had to make room: for a higher band, or because an operator said so."""
+
     code = "evicted"
     reason = "evicted-queue-pressure"
 

@@ -35,17 +35,28 @@ MAX_WORKLOAD_ID_BYTES = 128
 DEFAULT_CRITICALITY = 3
 _MIN_TTL_S = 0.001
 
+# A token is about four bytes of a JSON body, its field names included; `settle` corrects what was charged.
+_BYTES_A_TOKEN = 4
+_MAX_ANSWER = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+_MOST_ANSWER_TOKENS = 1_000_000
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request's body asks for. `document` is the parsed body, None if Envoy read it (`headers`)."""
+    """What a request's body asks for.
+
+    `document` is the parsed body, None if Envoy read it (`headers`). `body_bytes` is its length, 0 if that is
+    not known; `answer_tokens` the longest answer it allows, None if it sets no maximum.
+    """
 
     model: str
     stream: bool
     document: dict[str, Any] | None
+    body_bytes: int = 0
+    answer_tokens: int | None = None
 
     def renamed(self, target: str) -> bytes:
         """The body with `target` as its model, everything else as it was."""
@@ -68,11 +79,12 @@ def read_body(body: bytes) -> Ask:
         raise BadRequest("the body must be a JSON object")
     if "model" not in document:
         raise BadRequest("the body has no model")
-    return Ask(_model(document["model"]), document.get("stream") is True, document)
+    model, stream = _model(document["model"]), document.get("stream") is True
+    return Ask(model, stream, document, len(body), _answer_tokens(document))
 
 
-def read_metadata(fields: Mapping[str, object]) -> Ask:
-    """What Envoy read from the body (`headers` mode): model, stream, error.
+def read_metadata(fields: Mapping[str, object], body_bytes: int = 0) -> Ask:
+    """What Envoy read from the body (`headers` mode): model, stream, max_tokens, error.
 
     Raises:
         BadRequest: Envoy could not parse the body, or its model is missing or unusable.
@@ -81,7 +93,8 @@ def read_metadata(fields: Mapping[str, object]) -> Ask:
         raise BadRequest(f"the body is not valid JSON ({str(fields['error'])[:40]})")
     if fields.get("model", "") == "":
         raise BadRequest("the body has no model")
-    return Ask(_model(fields["model"]), fields.get("stream") in (True, "true"), None)
+    model, stream = _model(fields["model"]), fields.get("stream") in (True, "true")
+    return Ask(model, stream, None, body_bytes, _answer_tokens(fields))
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
@@ -111,7 +124,9 @@ class Intake:
         self._choose = choose
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
+        self._in_tokens = settings.request_queue_controller.unit == "tokens"
         self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
+        self._limits = {model.name: model.max_inflight_per_endpoint or 0 for model in settings.models}
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
 
@@ -141,6 +156,7 @@ class Intake:
             ttl = _text(headers, TTL)
             context = _text(headers, WORKLOAD)
         band, weight = self._rank(model, objective)
+        cost, learn = _tokens(ask) if self._in_tokens else (1.0, False)
         return InferenceRequest(
             id=request_id,
             model=model,
@@ -150,9 +166,11 @@ class Intake:
             band=band,
             weight=weight,
             workload=_workload(context, request_id),
-            cost=1.0,
+            cost=cost,
             ttl_s=self._ttl(ttl) if ttl else self._ttl_s,
             subset=subset,
+            limit=self._limits.get(model, 0),
+            learn=learn,
         )
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:
@@ -175,6 +193,23 @@ class Intake:
         if ttl_s <= 0:
             raise BadRequest(f"header {TTL[0]}: must be above zero")
         return min(max(ttl_s, _MIN_TTL_S), self._ttl_s)
+
+
+def _tokens(ask: Ask) -> tuple[float, bool]:
+    """The cost of `ask` in tokens, and whether it lacks the answer's part."""
+    prompt_tokens = max(1.0, ask.body_bytes / _BYTES_A_TOKEN)
+    if ask.answer_tokens is None:
+        return prompt_tokens, True
+    return prompt_tokens + ask.answer_tokens, False
+
+
+def _answer_tokens(fields: Mapping[str, object]) -> int | None:
+    """The answer's maximum that `fields` set, in any API's name for it; None without a sensible one."""
+    for name in _MAX_ANSWER:
+        number = finite_number(fields.get(name))
+        if number is not None and number >= 1:
+            return int(min(number, _MOST_ANSWER_TOKENS))
+    return None
 
 
 def _workload(text: str, request_id: str) -> Workload:

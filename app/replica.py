@@ -14,6 +14,7 @@ from typing import Any
 
 from app.admin import api
 from app.admin import server as admin_server
+from app.admin.fleet_controls import FleetControls
 from app.admin.fleet_view import FleetView
 from app.admission.membership import Membership
 from app.admission.shared import SharedGate
@@ -65,12 +66,14 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
     )
+    in_tokens = settings.request_queue_controller.unit == "tokens"
     gate = SharedGate(
         store,
         metrics=metrics,
         endpoints=endpoints,
         fallbacks=settings.scheduling.fallbacks,
         on_unknown_pool=lambda: membership.poke(),
+        answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
     )
     about = {"host": socket.gethostname()}
     membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
@@ -85,12 +88,14 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
     )
     view = FleetView(store, membership, replica=replica, pool=settings.pool)
+    controls = FleetControls(store, membership, settings)
     stopping = _on_signal()
     source = source_of(settings.discovery)
 
     port = await grpc_server.start()
     try:
-        async with admin_server.serving(api.create(view, metrics, settings), settings.admin.listen) as admin:
+        api_app = api.create(view, controls, metrics, settings)
+        async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             for key in inert(settings):

@@ -1,9 +1,10 @@
 """The sections of the settings tree, each with its defaults and the faults it can find by itself.
 
 Names follow specs/003 where it has them. Keys that are accepted before their feature exists are listed in
-`app.config.INERT`; values that would change what the picker does, and cannot yet, are refused.
+`app.config.INERT`; faults between sections are found there too.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -19,7 +20,6 @@ from app.units import (
     HostPort,
     Name,
     Number,
-    not_yet,
     starting_with,
 )
 
@@ -103,15 +103,8 @@ class Model(Section):
     name: Name
     criticality: BandName = Band.DEFAULT
     weight: Number = Field(1.0, gt=0, le=1e6)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1)  # of each of its flows
     target_models: tuple[TargetModel, ...] = ()
-
-    @model_validator(mode="after")
-    def _no_limit_yet(self) -> Self:
-        # A limit that is read and not kept would be a promise broken in silence.
-        if self.max_inflight_per_endpoint is not None:
-            raise ValueError("max_inflight_per_endpoint is not available yet; valid: null")
-        return self
 
 
 class Objective(Section):
@@ -120,24 +113,28 @@ class Objective(Section):
     weight: Number = Field(1.0, gt=0, le=1e6)
 
 
+_BAND_WEIGHTS: Mapping[Band, float] = {Band.CRITICAL: 70, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
+# Whatever is not named keeps its default: every band has a weight.
+BandWeights = Annotated[
+    dict[BandName, Annotated[Number, Field(gt=0, le=1e6)]],
+    AfterValidator(lambda given: {**_BAND_WEIGHTS, **given}),
+]
+
+
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
-    band_policy: Annotated[Literal["strict"], not_yet("weighted", valid="strict")] = "strict"
-    band_weights: dict[BandName, Annotated[Number, Field(gt=0)]] = {
-        Band.CRITICAL: 70,
-        Band.DEFAULT: 20,
-        Band.SHEDDABLE: 10,
-    }
-    fairness: Annotated[Literal["weighted-fair"], not_yet("round-robin", "none", valid="weighted-fair")] = (
-        "weighted-fair"
-    )
-    ordering: Annotated[Literal["fcfs"], not_yet("edf", "workload-aware", valid="fcfs")] = "fcfs"
-    overload: Annotated[Literal["preempt"], not_yet("reject-noncritical", valid="preempt")] = "preempt"
-    starvation_after: Annotated[Duration, Field(gt=0)] | None = None
+    band_policy: Literal["strict", "weighted"] = "strict"
+    band_weights: BandWeights = dict(_BAND_WEIGHTS)
+    fairness: Literal["weighted-fair", "round-robin", "none"] = "weighted-fair"
+    ordering: Literal["fcfs", "edf", "workload-aware"] = "fcfs"
+    overload: Literal["preempt", "reject-noncritical"] = "preempt"
+    starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
+    # Stands for an answer of unknown length where the flow has had none yet; only under `unit: tokens`.
+    default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
     overload_status: Literal[503, 429] = 503
 
     @model_validator(mode="after")
@@ -154,13 +151,13 @@ class FairRequestQueue(Section):
 
 
 class RequestQueueController(Section):
-    """Bounds per ready backend, in requests."""
+    """Bounds per ready backend, in `unit`."""
 
     watermark_per_backend: Number = Field(2, gt=0)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
     lower_bound_per_backend: Number | None = Field(None, ge=0)
     upper_bound_per_backend: Number | None = Field(None, gt=0)
-    unit: Annotated[Literal["requests"], not_yet("tokens", valid="requests")] = "requests"
+    unit: Literal["requests", "tokens"] = "requests"
     expiry_cleanup_interval: Duration = Field(1.0, gt=0)
 
     @property
@@ -174,6 +171,13 @@ class RequestQueueController(Section):
         if self.lower_bound_per_backend is not None:
             return self.lower_bound_per_backend
         return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
+
+    @model_validator(mode="after")
+    def _tokens_are_chosen(self) -> Self:
+        # Two requests are a sensible default, two tokens are not.
+        if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
+            raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
+        return self
 
     @model_validator(mode="after")
     def _band_holds_watermark(self) -> Self:

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from app.request import Band
 
@@ -88,17 +88,6 @@ def file_path(value: object) -> Path:
     return Path(value)
 
 
-def not_yet(*later: str, valid: str) -> BeforeValidator:
-    """Refuses values that are planned but would silently behave as another one today."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str) and value in later:
-            raise ValueError(f"{value} is not available yet; valid: {valid}")
-        return value
-
-    return BeforeValidator(check)
-
-
 def starting_with(*prefixes: str, later: tuple[str, ...] = ()) -> Callable[[str], str]:
     """A check that a URL begins with one of `prefixes`; `later` ones are refused as not available yet."""
     valid = ", ".join(prefixes)
@@ -124,7 +113,11 @@ Duration = Annotated[float, BeforeValidator(duration_s)]
 HostPort = Annotated[str, BeforeValidator(host_port)]
 EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
-BandName = Annotated[Band, BeforeValidator(Band.parse)]
+BandName = Annotated[
+    Band,
+    BeforeValidator(Band.parse),
+    PlainSerializer(lambda band: band.name.capitalize(), return_type=str, when_used="json"),
+]
 # Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]

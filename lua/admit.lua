@@ -1,31 +1,21 @@
--- include: dispatch
+-- include: placing dispatch answers
 -- Admit a batch of arrivals: place at once (bypass), queue, or refuse; adopt what is already known.
 --
 -- Guarantees: stock never passes the upper bound (G1); an id that is known keeps its place, its grant or
 -- its endpoint and changes its owner, so that repeating a call changes nothing (G6, G7).
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica; then for each request ITEM arguments:
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request ADMIT_ITEM arguments:
 --   id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload ('' anonymous), criticality, model,
---   candidates ('*' or 'a,b,c')
+--   candidates ('*' or 'a,b,c'), limit (of the flow, on each endpoint; 0 none), learn (1: cost lacks the
+--   answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
---   'placed a,b,c' | 'queued TTL_LEFT_MS' | 'refused too-many-flows' | 'refused insufficient-flow-capacity'
---   | 'refused no-endpoints' | 'expired' | 'unknown-pool' (publish first); of a known id the first two end
---   in ' adopted'
-local ITEM = 12
-news.caller = ARGV[1]
+--   'placed a,b,c' | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with REASON one of no-endpoints,
+--   saturated, insufficient-flow-capacity, too-many-flows | 'expired' | 'unknown-pool' (publish first);
+--   of a known id the first two end in ' adopted'
+local ADMIT_ITEM = 14
 
-local function place(r, candidates, turn)
-  local picked = endpoints.pick(candidates, turn)
-  if not picked then return nil end
-  r.endpoints, r.state = picked, 'placed'
-  endpoints.reserve(endpoints.first(picked))
-  redis.call('ZADD', key.inflight, now_ms + pool.lease_ms, r.id)
-  record.write(r)
-  return 'placed ' .. picked
-end
-
-local function adopt(r, attempt, candidates, turn)
+local function adopt(r, attempt, candidates, turn, picks)
   local old_owner = r.owner
   r.owner, r.attempt = news.caller, attempt
   if r.state == 'queued' or r.state == 'held' then
@@ -33,88 +23,124 @@ local function adopt(r, attempt, candidates, turn)
       finish_request(r, 'expired')
       return 'expired'
     end
+    local tag
     if r.state == 'held' then
-      redis.call('ZREM', key.deadlines, r.id)
       r.state = 'queued'
-      queue.insert(r)
+      tag = queue.insert(r)
     end
     record.write(r)
-    log('adopted', r)
+    log('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
   end
   log('adopted', r)
+  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
   if r.state == 'placed' then
-    redis.call('ZADD', key.inflight, now_ms + pool.lease_ms, r.id)
     record.write(r)
     return 'placed ' .. r.endpoints .. ' adopted'
   end
-  redis.call('HDEL', key.inbox(old_owner), r.id)
-  local reply = place(r, candidates, turn)
-  if not reply then
-    finish_request(r, 'refused')
-    return 'refused no-endpoints'
-  end
-  log('placed', r)
-  return reply .. ' adopted'
+  news.forget(old_owner, r.id)
+  local reply = place_granted(r, candidates, turn, picks)
+  return string.find(reply, '^[pq]') and reply .. ' adopted' or reply
 end
 
 local function refuse(r, reason)
-  log('refused', r, reason)
-  return 'refused ' .. reason
+  local retry_after_s = 1
+  if reason ~= 'no-endpoints' and pool.rate > 0 then
+    retry_after_s = math.max(1, math.min(60, math.ceil((pool.queued + 1) / pool.rate)))
+  end
+  log('refused', r, nil, nil, reason)
+  return 'refused ' .. reason .. ' ' .. retry_after_s
 end
 
-local function arrive(r, ttl_ms, age_ms, candidates, turn)
+-- Make room for a request of a higher band: the newest request of the least recently preempted lane of the
+-- lowest band below (specs/003). Which lane that is must be known only under pressure, and is kept till it ends.
+local function preempt_for(r)
+  for band = 2, r.band + 1, -1 do
+    if pool[QUEUED[band]] > 0 then
+      if pool.pressed == 0 then
+        pool.set('pressed', 1)
+        for _, each in ipairs({1, 2}) do
+          redis.call('ZUNIONSTORE', key.victims[each], 2, key.flows[each], key.parked[each], 'WEIGHTS', 0, 0)
+        end
+      end
+      while true do
+        local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
+        local newest = redis.call('ZRANGE', key.queue(band, lane), -1, -1)[1]
+        if newest then
+          redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
+          turn_away(record.read(newest), 'preempted')
+          return true
+        end
+        redis.call('ZREM', key.victims[band], lane) -- it has drained meanwhile
+      end
+    end
+  end
+  return false
+end
+
+local function bypass(r, candidates, age_ms, turn, picks)
+  local take = math.min(r.cost, pool.upper)
+  if settings.paused == 1 or pool.queued > 0 or pool.stock + take > pool.upper or endpoints.flow_full(r) then
+    return nil
+  end
+  r.taken, r.granted_us = take, now_us
+  local reply, limited = place_request(r, candidates, turn, picks)
+  if not reply then
+    r.taken, r.granted_us = 0, 0
+    return not limited and refuse(r, 'no-endpoints') or nil
+  end
+  pool.add('stock', take)
+  if r.limit > 0 then endpoints.count_flow(r, r.flow, 1) end
+  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
+  workloads.arrived(r.workload)
+  workloads.dispatched(r.workload, age_ms)
+  log('bypassed', r)
+  return reply
+end
+
+local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
   if ttl_ms <= age_ms then return 'expired' end
   if pool.ready == 0 then return refuse(r, 'no-endpoints') end
-  if pool.queued == 0 and pool.stock + r.cost <= pool.upper then
-    pool.add('stock', r.cost)
-    r.granted_us = now_us
-    local reply = place(r, candidates, turn)
-    if not reply then
-      pool.add('stock', -r.cost)
-      return refuse(r, 'no-endpoints')
-    end
-    workloads.arrived(r.workload)
-    workloads.dispatched(r.workload, age_ms)
-    log('bypassed', r)
-    return reply
-  end
-  if redis.call('ZCARD', key.queue(r.band, r.flow)) >= pool.flow_capacity then
+  r.deadline_ms = now_ms + ttl_ms - age_ms
+  local reply = bypass(r, candidates, age_ms, turn, picks)
+  if reply then return reply end
+  if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
+  local length = queue.length(r.band, queue.lane(r))
+  if settings.fairness ~= 'none' and length >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
   end
-  if pool.queued >= pool.total_capacity then return refuse(r, 'too-many-flows') end
-  r.state, r.deadline_ms = 'queued', now_ms + ttl_ms - age_ms
-  queue.insert(r)
-  record.write(r)
+  if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
+    return refuse(r, 'too-many-flows')
+  end
+  r.state = 'queued'
   workloads.arrived(r.workload)
-  log('queued', r)
+  local tag = queue.insert(r, length)
+  record.write(r)
+  log('queued', r, tag)
   return 'queued ' .. (ttl_ms - age_ms)
 end
 
-local replies = {}
-for at = 2, #ARGV, ITEM do
-  local id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload, criticality, model, candidates =
-    unpack(ARGV, at, at + ITEM - 1)
-  local turn = now_us + at
-  local reply
+local function admit(args)
   if not pool.known then
-    reply = 'unknown-pool'
-  else
-    local r = record.read(id)
-    if r then
-      reply = adopt(r, attempt, candidates, turn)
-    else
-      r = {
-        id = id, owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
-        weight = tonumber(weight), cost = tonumber(cost), workload = workload,
-        criticality = tonumber(criticality), model = model, arrived = pool.arrival(tonumber(age_ms)),
-        deadline_ms = 0, endpoints = '', granted_us = 0, state = 'new',
-      }
-      reply = arrive(r, tonumber(ttl_ms), tonumber(age_ms), candidates, turn)
-    end
+    local replies = {}
+    for _ = 2, #args, ADMIT_ITEM do replies[#replies + 1] = 'unknown-pool' end
+    return {'0', {}, 0, 0, unpack(replies)}
   end
-  replies[#replies + 1] = reply
+  record.prefetch(column(args, ADMIT_ITEM, 1))
+  workloads.prefetch(column(args, ADMIT_ITEM, 9))
+  local picks = (#args - 1) / ADMIT_ITEM
+  return batch(args, ADMIT_ITEM, function(at, id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload_id,
+      criticality, model, candidates, limit, learn)
+    local r = record.read(id)
+    if r then return adopt(r, attempt, candidates, now_us + at, picks) end
+    age_ms = tonumber(age_ms)
+    r = {
+      id = id, state = 'new', owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
+      weight = tonumber(weight), cost = tonumber(cost), workload = workload_id, criticality = tonumber(criticality),
+      model = model, arrived = pool.arrival(age_ms), deadline_ms = 0, endpoints = '', granted_us = 0,
+      limit = tonumber(limit), taken = 0, tag = -1,
+    }
+    if learn == '1' then r.cost = r.cost + answers.mean(flow) end
+    return arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+  end)
 end
-if not pool.known then return {'0', {}, 0, 0, unpack(replies)} end
-local born, mine, attempts, served = conclude()
-return {born, mine, attempts, served, unpack(replies)}

@@ -2,37 +2,40 @@
 -- A replica says that it lives, and learns what it must know: whether the shared state is the one it
 -- knew, who publishes, the bounds, and the news that a lost wake-up may have left in its inbox.
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica
--- ARGV[2] JSON it gives of itself
--- ARGV[3] silence_ms after which a replica counts as gone
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica
+-- args[2] JSON it gives of itself
+-- args[3] silence_ms after which a replica counts as gone
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
---   live replicas, config version, endpoints version, stock, queued, upper, lower, ready}; numbers as strings
-local owner, about, silence_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
-news.caller = owner
-local last = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0)
-local was_known = last > now_ms - silence_ms and 1 or 0
-redis.call('ZADD', key.replicas, now_ms, owner)
-redis.call('HSET', key.about, owner, about)
--- A sweep may have begun on what it queued before; the next silence is walked from the start.
-if was_known == 0 then redis.call('HDEL', key.orphans, owner) end
-local live = redis.call('ZRANGEBYSCORE', key.replicas, now_ms - silence_ms, '+inf')
-local leader = 1
-for _, other in ipairs(live) do
-  if other < owner then leader = 0 end
+--   live replicas, config version, endpoints version, tuned version, stock, queued, upper, lower, ready,
+--   paused (0 or 1)}; numbers as strings where they may have fractions
+local function heartbeat(args)
+  local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
+  forget_news(owner)
+  local last = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0)
+  local was_known = last > now_ms - silence_ms and 1 or 0
+  redis.call('ZADD', key.replicas, now_ms, owner)
+  redis.call('HSET', key.about, owner, about)
+  -- A sweep may have begun on what it queued before; the next silence is walked from the start.
+  if was_known == 0 then redis.call('HDEL', key.orphans, owner) end
+  local others = redis.call('ZRANGEBYSCORE', key.replicas, now_ms - silence_ms, '+inf')
+  local leader = 1
+  for _, other in ipairs(others) do
+    if other < owner then leader = 0 end
+  end
+  local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version')
+  local inbox = redis.call('HGETALL', key.inbox(owner))
+  local left = {}
+  for i = 1, #inbox, 2 do
+    left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
+    -- A grant stays until place takes it; an ending has no other trace and is told once.
+    if inbox[i + 1] ~= 'granted' then redis.call('HDEL', key.inbox(owner), inbox[i]) end
+  end
+  local head = conclude()
+  for _, item in ipairs(head[2]) do left[#left + 1] = item end
+  return {
+    head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '', versions[2] or '',
+    versions[3] or '', full(pool.stock), pool.queued, full(pool.upper), full(pool.lower), pool.ready,
+    settings.paused or 0,
+  }
 end
-local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version')
-local inbox = redis.call('HGETALL', key.inbox(owner))
-local left = {}
-for i = 1, #inbox, 2 do
-  left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
-  -- A grant stays until place takes it; an ending has no other trace and is told once.
-  if inbox[i + 1] ~= 'granted' then redis.call('HDEL', key.inbox(owner), inbox[i]) end
-end
-local born, mine, attempts, served = conclude()
-for _, item in ipairs(mine) do left[#left + 1] = item end
-return {
-  born, left, attempts, served, was_known, leader, #live, versions[1] or '', versions[2] or '',
-  string.format('%.17g', pool.stock), pool.queued, string.format('%.17g', pool.upper),
-  string.format('%.17g', pool.lower), pool.ready,
-}

@@ -1,39 +1,23 @@
--- include: dispatch
+-- include: placing dispatch
 -- Choose and reserve an endpoint for each granted request of a batch.
 --
 -- Guarantees: load is read and reserved in one step, so two replicas never both take an endpoint for
 -- idle; repeating a call returns the same endpoint (G6).
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica; then for each request: id, attempt, candidates ('*' or 'a,b,c')
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request: id, attempt, candidates ('*' or 'a,b,c')
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
---   'placed a,b,c' | 'refused no-endpoints' (and ended) | 'gone' (no grant of this owner)
-local ITEM = 3
-news.caller = ARGV[1]
-local replies = {}
-for at = 2, #ARGV, ITEM do
-  local id, attempt, candidates = unpack(ARGV, at, at + ITEM - 1)
-  local r, reply = record.read(id), 'gone'
-  if r and r.owner == news.caller and r.attempt == attempt then
-    if r.state == 'placed' then
-      reply = 'placed ' .. r.endpoints
-    elseif r.state == 'granted' then
-      local picked = endpoints.pick(candidates, now_us + at)
-      if picked then
-        redis.call('HDEL', key.inbox(r.owner), id)
-        r.endpoints, r.state = picked, 'placed'
-        endpoints.reserve(endpoints.first(picked))
-        redis.call('ZADD', key.inflight, now_ms + pool.lease_ms, id)
-        record.write(r)
-        log('placed', r)
-        reply = 'placed ' .. picked
-      else
-        finish_request(r, 'refused')
-        reply = 'refused no-endpoints'
-      end
-    end
-  end
-  replies[#replies + 1] = reply
+--   'placed a,b,c' | 'queued TTL_LEFT_MS' (back in its place: its flow is at its limit wherever it may go)
+--   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
+local PLACE_ITEM = 3
+local function place(args)
+  record.prefetch(column(args, PLACE_ITEM, 1))
+  local picks = (#args - 1) / PLACE_ITEM
+  return batch(args, PLACE_ITEM, function(at, id, attempt, candidates)
+    local r = record.read(id)
+    if not r or r.owner ~= news.caller or r.attempt ~= attempt then return 'gone' end
+    if r.state == 'placed' then return 'placed ' .. r.endpoints end
+    if r.state ~= 'granted' then return 'gone' end
+    return place_granted(r, candidates, now_us + at, picks)
+  end)
 end
-local born, mine, attempts, served = conclude()
-return {born, mine, attempts, served, unpack(replies)}

@@ -4,57 +4,62 @@
 --
 -- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted.
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
 --   served endpoint ('' unknown), ticket ('' none): flow, band, weight, cost, workload, criticality,
---   model, endpoint, joined by tabs
+--   model, endpoint, limit, joined by tabs
 -- Returns {born, news, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown'
-local ITEM = 4
-local TICKET = '^' .. string.rep('([^\t]*)\t', 7) .. '([^\t]*)$'
-news.caller = ARGV[1]
+local RENEW_ITEM = 4
+local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)$'
 
 local function restore(id, attempt, served, ticket)
-  local flow, band, weight, cost, workload, criticality, model, endpoint = string.match(ticket, TICKET)
+  local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
   if not (pool.known and flow and tonumber(band) and tonumber(weight) and tonumber(cost)
-      and tonumber(criticality)) then
+      and tonumber(criticality) and tonumber(limit)) then
     return 'unknown'
   end
   local r = {
     id = id, owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
-    weight = tonumber(weight), cost = tonumber(cost), workload = workload,
+    weight = tonumber(weight), cost = tonumber(cost), workload = workload_id,
     criticality = tonumber(criticality), model = model, arrived = now_us, deadline_ms = 0,
     endpoints = served ~= '' and served or endpoint, granted_us = now_us, state = 'placed',
+    limit = tonumber(limit), taken = tonumber(cost), tag = -1,
   }
-  pool.add('stock', r.cost)
+  pool.add('stock', r.taken)
   endpoints.reserve(r.endpoints)
-  workloads.restored(workload)
-  redis.call('ZADD', key.inflight, now_ms + pool.lease_ms, id)
+  if r.limit > 0 then
+    endpoints.count_flow(r, r.flow, 1)
+    endpoints.count_flow(r, r.flow .. '\31' .. r.endpoints, 1)
+  end
+  workloads.restored(workload_id)
+  writes.zset(key.inflight, id, now_ms + settings.lease_ms)
   record.write(r)
   log('restored', r)
   return 'restored'
 end
 
-local replies = {}
-for at = 2, #ARGV, ITEM do
-  local id, attempt, served, ticket = unpack(ARGV, at, at + ITEM - 1)
-  local r = record.read(id)
-  local reply
-  if not r then
-    reply = restore(id, attempt, served, ticket)
-  elseif r.state == 'queued' or r.state == 'held' then
-    reply = 'waiting'
-  else
-    reply = 'renewed'
-    redis.call('ZADD', key.inflight, 'XX', 'GT', now_ms + pool.lease_ms, id)
-    if r.state == 'placed' and served ~= '' and served ~= endpoints.first(r.endpoints) then
-      endpoints.release(endpoints.first(r.endpoints))
-      endpoints.reserve(served)
-      r.endpoints = served
-      record.write(r)
-    end
-  end
-  replies[#replies + 1] = reply
+-- Envoy went on to a fallback: the count follows.
+local function move(r, served)
+  local old = endpoints.first(r.endpoints)
+  if served == '' or served == old then return end
+  endpoints.release(old)
+  endpoints.reserve(served)
+  endpoints.count_flow(r, r.flow .. '\31' .. old, -1)
+  endpoints.count_flow(r, r.flow .. '\31' .. served, 1)
+  r.endpoints = served
+  record.write(r)
+  log('moved', r)
 end
-local born, mine, attempts, served = conclude()
-return {born, mine, attempts, served, unpack(replies)}
+
+local function renew(args)
+  record.prefetch(column(args, RENEW_ITEM, 1))
+  return batch(args, RENEW_ITEM, function(_, id, attempt, served, ticket)
+    local r = record.read(id)
+    if not r then return restore(id, attempt, served, ticket) end
+    if r.state == 'queued' or r.state == 'held' then return 'waiting' end
+    writes.zset(key.inflight, id, now_ms + settings.lease_ms)
+    if r.state == 'placed' then move(r, served) end
+    return 'renewed'
+  end)
+end

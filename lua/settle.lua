@@ -1,24 +1,43 @@
--- include: dispatch
--- Account for requests that have ended, whoever reports it: give back stock, endpoint and lease, and
--- dispatch what now fits. A queued one has lost its client and leaves the queue.
+-- include: dispatch answers
+-- Account for requests that have ended, whoever reports it: give back stock, endpoint and lease, correct
+-- what their flow was charged, and dispatch what now fits. A queued one has lost its client and leaves.
 --
 -- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed)
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed),
+--   its real cost ('' unknown), its answer's tokens ('' unknown)
 -- Returns {born, news, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
-local ITEM = 2
-news.caller = ARGV[1]
-local replies = {}
-for at = 2, #ARGV, ITEM do
-  local id, outcome = unpack(ARGV, at, at + ITEM - 1)
-  local r, reply = record.read(id), 'unknown'
-  if r then
-    local waiting = r.state == 'queued' or r.state == 'held'
-    finish_request(r, waiting and 'cancelled' or outcome)
-    reply = (waiting and 'left ' or 'settled ') .. r.model
-  end
-  replies[#replies + 1] = reply
+local SETTLE_ITEM = 4
+local function correct_charge(r, actual)
+  -- A bypass charges nothing, so there is nothing to correct.
+  if settings.fairness ~= 'weighted-fair' or r.tag < 0 or not actual or actual == r.cost then return end
+  local share = queue.share(r)
+  local change = (actual - r.cost) * share / r.cost
+  log('corrected', r, queue.correct(r, queue.lane(r), change, r.tag + share), nil, change)
 end
-local born, mine, attempts, served = conclude()
-return {born, mine, attempts, served, unpack(replies)}
+local function settle(args)
+  record.prefetch(column(args, SETTLE_ITEM, 1))
+  local hosts, ids = {}, {}
+  for _, id in ipairs(column(args, SETTLE_ITEM, 1)) do
+    local r = record.read(id)
+    if r then
+      if r.state == 'placed' then hosts[#hosts + 1] = endpoints.first(r.endpoints) end
+      if r.workload ~= '' then ids[#ids + 1] = r.workload end
+    end
+  end
+  endpoints.prefetch(hosts)
+  workloads.prefetch(ids)
+  return batch(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
+    local r = record.read(id)
+    if not r then return 'unknown' end
+    if r.state == 'queued' or r.state == 'held' then
+      finish_request(r, 'cancelled')
+      return 'left ' .. r.model
+    end
+    correct_charge(r, tonumber(actual))
+    if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
+    finish_request(r, outcome)
+    return 'settled ' .. r.model
+  end)
+end

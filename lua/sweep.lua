@@ -1,79 +1,130 @@
--- include: dispatch
+-- include: dispatch answers
 -- Find what nobody will report: expired requests, leases that ran out, replicas that fell silent,
--- workloads gone idle. Any replica may call it at any time.
+-- workloads gone idle; and walk the waiting requests whose order time or a new policy has changed. Any
+-- replica may call it at any time.
 --
 -- Guarantees: runs at most once an interval, whoever calls; a bounded amount of work a call; a call that
 -- left work behind says so, and may be repeated at once.
 --
--- KEYS[1] epp:{POOL}:pool
--- ARGV[1] the calling replica
--- ARGV[2] interval_ms   ARGV[3] grace_ms: a silent replica's queued requests wait this long for adoption
--- ARGV[4] idle_ms: a workload is forgotten after
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica
+-- args[2] interval_ms   args[3] grace_ms: a silent replica's queued requests wait this long for adoption
+-- args[4] idle_ms: a workload is forgotten after
 -- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1)}
-local owner, interval_ms, grace_ms, idle_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local CHUNK = 100
-news.caller = owner
-local more = 0
+local WALKS = 50 -- calls an interval that go on with the walk, at most
+local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
-local state = redis.call('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor')
-if not pool.known or (now_ms - tonumber(state[1] or 0) < interval_ms and state[2] ~= '1') then
-  return {string.format('%.0f', pool.born), {}, 0, 0, 0, 0, 0, 0}
+local function reap()
+  local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, CHUNK)
+  record.prefetch(ids)
+  for _, id in ipairs(ids) do finish_request(record.read(id), 'reclaimed') end
+  return #ids
 end
 
-local expired = redis.call('ZRANGEBYSCORE', key.deadlines, '-inf', now_ms, 'LIMIT', 0, CHUNK)
-for _, id in ipairs(expired) do
-  local r = record.read(id)
-  local held = r.state == 'held'
-  finish_request(r, held and 'abandoned' or 'expired')
-  if not held then news.tell(r.owner, id, 'expired') end
-end
-
-local reaped = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, CHUNK)
-for _, id in ipairs(reaped) do finish_request(record.read(id), 'reclaimed') end
-
--- A silent replica's queued requests: walk the waiting ones by deadline, a chunk a call. What moves
--- behind the walk's back is held by dispatch when its turn comes, or ends with its TTL.
-local silent = redis.call('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - pool.silence_ms, 'LIMIT', 0, 1)[1]
-if silent then
-  local from = tonumber(redis.call('HGET', key.orphans, silent) or 0)
-  local ids = redis.call('ZRANGE', key.deadlines, from, from + CHUNK - 1)
-  for _, id in ipairs(ids) do
-    local r = record.read(id)
-    if r.owner == silent and r.state == 'queued' then queue.hold(r, now_ms + grace_ms) end
+-- A silent replica's queued requests, found by a walk over all, a chunk a call. What comes behind the walk's
+-- back is held by dispatch when its turn comes, or ends with its TTL.
+local function hold_orphans(grace_ms)
+  local silent = redis.call('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
+  if not silent then return false end
+  local scan = redis.call('HSCAN', key.requests, redis.call('HGET', key.orphans, silent) or '0', 'COUNT', CHUNK)
+  for i = 1, #scan[2], 2 do
+    local r = record.meet(scan[2][i], scan[2][i + 1])
+    if r and r.owner == silent and r.state == 'queued' then queue.hold(r, now_ms + grace_ms) end
   end
-  if #ids == CHUNK then
-    redis.call('HSET', key.orphans, silent, from + CHUNK)
-    more = 1
-  else
-    redis.call('ZREM', key.replicas, silent)
-    redis.call('HDEL', key.about, silent)
-    redis.call('HDEL', key.orphans, silent)
-    redis.call('DEL', key.inbox(silent))
+  if scan[1] ~= '0' then
+    redis.call('HSET', key.orphans, silent, scan[1])
+    return true
   end
+  redis.call('ZREM', key.replicas, silent)
+  redis.call('HDEL', key.about, silent)
+  redis.call('HDEL', key.orphans, silent)
+  redis.call('DEL', key.inbox(silent))
+  return false
 end
 
-local scan = redis.call('HSCAN', key.workloads, state[3] or '0', 'COUNT', CHUNK)
-for i = 1, #scan[2], 2 do
-  local _, active, _, _, last_ms = unpack(workloads.parse(scan[2][i + 1]))
-  if active == 0 and now_ms - last_ms > idle_ms then
-    redis.call('HDEL', key.workloads, scan[2][i])
+local function forget_idle(hash, cursor, is_idle, idle_ms)
+  local scan = redis.call('HSCAN', hash, cursor, 'COUNT', CHUNK)
+  for i = 1, #scan[2], 2 do
+    if is_idle(scan[2][i + 1], idle_ms) then redis.call('HDEL', hash, scan[2][i]) end
   end
+  return scan[1]
 end
 
--- At rest no flow has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
-for _, band in ipairs({0, 1, 2}) do
-  local v = queue.vtime(band)
-  if pool.queued == 0 and pool.stock == 0 then
-    local top = redis.call('ZRANGE', key.finish(band), -1, -1, 'WITHSCORES')
-    if top[2] then
-      v = math.max(v, tonumber(top[2]))
-      redis.call('HSET', key.pool, 'vtime:' .. band, v)
+-- A stretch of the walk over all requests. Returns where it stands; '0' when it is through.
+local function walk(cursor)
+  local scan = redis.call('HSCAN', key.requests, cursor, 'COUNT', CHUNK)
+  for i = 1, #scan[2], 2 do
+    local r = record.meet(scan[2][i], scan[2][i + 1])
+    if r and r.state == 'queued' then
+      if pool.refiling == 1 then
+        queue.refile(r)
+      else
+        order.refresh(r, queue.lane(r))
+      end
     end
   end
-  redis.call('ZREMRANGEBYSCORE', key.finish(band), '-inf', v)
+  if scan[1] == '0' then pool.set('refiling', 0) end
+  return scan[1]
 end
 
-if #expired == CHUNK or #reaped == CHUNK then more = 1 end
-redis.call('HSET', key.pool, 'swept_ms', now_ms, 'sweep_more', more, 'workload_cursor', scan[1])
-local born, mine, attempts, served = conclude()
-return {born, mine, attempts, served, 1, #expired, #reaped, more}
+-- How fast the queue drains, for Retry-After.
+local function measure_rate(swept_ms, dispatches)
+  if swept_ms == 0 or now_ms == swept_ms then return end
+  local rate = (pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms)
+  pool.set('rate', pool.rate == 0 and rate or (pool.rate + rate) / 2)
+end
+
+-- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
+local function age_tags(band)
+  local v = pool[V[band]]
+  if pool.queued == 0 and pool.stock == 0 then
+    local top = redis.call('ZRANGE', key.finish[band], -1, -1, 'WITHSCORES')
+    if top[2] then v = math.max(v, tonumber(top[2])) end
+    pool.set(V[band], v)
+  end
+  -- Not all at once: a million of them would hold everyone up.
+  local stale = redis.call('ZRANGEBYSCORE', key.finish[band], '-inf', v, 'LIMIT', 0, 10 * CHUNK)
+  if #stale > 0 then redis.call('ZREM', key.finish[band], unpack(stale)) end
+  return #stale == 10 * CHUNK
+end
+
+local function sweep(args)
+  local owner, interval_ms, grace_ms, idle_ms = args[1], tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
+  forget_news(owner)
+  local state = redis.call('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'answer_cursor', 'walk',
+    'walks', 'swept_dispatches')
+  local swept_ms = tonumber(state[1] or 0)
+  local fresh = now_ms - swept_ms >= interval_ms
+  if not pool.known or not (fresh or state[2] == '1') then
+    return {full(pool.born), {}, 0, 0, 0, 0, 0, 0}
+  end
+  local more = false
+  local ran, expired = run_timers(CHUNK)
+  local reaped = reap()
+  if ran == CHUNK or reaped == CHUNK or hold_orphans(grace_ms) then more = true end
+  local walks = fresh and 0 or tonumber(state[6] or 0)
+  local walked = state[5] or '0'
+  if pool.refiling == 1 or (settings.ordering == 'workload-aware' and (fresh or walked ~= '0')) then
+    walked, walks = walk(walked), walks + 1
+    if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
+  end
+  for _, band in ipairs(BANDS) do
+    for _, lane in ipairs(redis.call('ZRANGE', key.parked[band], 0, CHUNK - 1)) do queue.unpark(band, lane) end
+    if age_tags(band) then more = true end
+  end
+  if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
+    pool.set('pressed', 0)
+    redis.call('UNLINK', key.victims[1], key.victims[2])
+  end
+  if fresh then
+    measure_rate(swept_ms, tonumber(state[7] or 0))
+    redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
+  end
+  redis.call('HSET', key.pool, 'sweep_more', more and 1 or 0, 'walk', walked, 'walks', walks,
+    'workload_cursor', forget_idle(key.workloads, state[3] or '0', workloads.idle, idle_ms),
+    'answer_cursor', forget_idle(key.answers, state[4] or '0', answers.idle, idle_ms))
+  local head = conclude()
+  head[5], head[6], head[7], head[8] = 1, expired, reaped, more and 1 or 0
+  return head
+end

@@ -1,4 +1,4 @@
-"""The replica's HTTP API: health, metrics, and a view of the shared state.
+"""The replica's HTTP API: health, metrics, a view of the shared state, and changes to it.
 
 Every fault is a problem document (RFC 9457, `application/problem+json`), also for paths and methods that
 do not exist.
@@ -15,10 +15,13 @@ from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from app.admin import changes
+from app.admin.guard import Guard
 from app.admin.models import Health, Problem, State
-from app.admin.view import StateView
+from app.admin.view import Controls, StateView
+from app.admission.tuning import LIVE
 from app.config import Settings
-from app.errors import RequestError, StateUnavailable
+from app.errors import ConfigError, RequestError, StateUnavailable
 from app.telemetry.metrics import PAGE_TYPE, Metrics
 
 _STATE_S = 2.0
@@ -27,8 +30,8 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _log = logging.getLogger(__name__)
 
 
-def create(view: StateView, metrics: Metrics, settings: Settings) -> FastAPI:
-    """The API of one replica over `view` and `metrics`."""
+def create(view: StateView, controls: Controls, metrics: Metrics, settings: Settings) -> FastAPI:
+    """The API of one replica over its `view`, its `controls` and `metrics`."""
     app = FastAPI(
         title="Picker Fleet",
         summary=f"One replica of pool {settings.pool}.",
@@ -67,6 +70,7 @@ def create(view: StateView, metrics: Metrics, settings: Settings) -> FastAPI:
         except TimeoutError:
             raise StateUnavailable(f"the shared state did not answer within {_STATE_S:g} s") from None
 
+    changes.add(app, controls, Guard(settings.admin.token))
     return app
 
 
@@ -74,6 +78,10 @@ def _add_problems(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(request: Request, fault: RequestError) -> JSONResponse:
         return _problem(request, fault.status, str(fault), code=fault.code)
+
+    @app.exception_handler(ConfigError)
+    async def unfit(request: Request, fault: ConfigError) -> JSONResponse:
+        return _problem(request, 422, str(fault), faults=str(fault).splitlines(), live=list(LIVE))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, fault: HTTPException) -> JSONResponse:

@@ -1,6 +1,6 @@
 """The admin API's answers, as its OpenAPI page describes them."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,11 +16,21 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
+    "paused": False,
+    "tuned_version": "2",
+}
+_CONFIG_EXAMPLE: dict[str, Any] = {
+    "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
+    "weights": {"gold": 3.0},
+    "changes": {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3.0}},
+    "paused": False,
+    "tuned_version": "2",
+    "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
 }
 
 
 class Bounds(BaseModel):
-    """The whole fleet's bounds of the stock, in its unit (requests)."""
+    """The whole fleet's bounds of the stock, in its unit (requests or tokens)."""
 
     lower: float = Field(description="dispatch runs while the stock is below it")
     watermark: float = Field(description="the stock that is aimed at")
@@ -35,7 +45,7 @@ class State(BaseModel):
     pool: str
     replica: str = Field(description="who answered")
     degraded: bool = Field(description="this replica works without the shared state")
-    stock: float = Field(description="requests in flight, fleet-wide")
+    stock: float = Field(description="what is in flight, fleet-wide, in requests or tokens")
     bounds: Bounds
     ready_backends: int = Field(description="endpoints that take new requests")
     queue_length: dict[str, int] = Field(description="queued requests by band")
@@ -43,6 +53,35 @@ class State(BaseModel):
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")
     replicas: list[str] = Field(description="ids of the live replicas")
     in_flight: dict[str, int] = Field(default_factory=dict, description="requests by endpoint (ip:port)")
+    paused: bool = Field(False, description="nothing is dispatched and nothing goes past the queue")
+    tuned_version: str = Field("", description="of the live changes; empty while there never was one")
+
+
+class Config(BaseModel):
+    """The configuration in force: the answering replica's own, with the fleet's live changes in it."""
+
+    model_config = ConfigDict(json_schema_extra={"example": _CONFIG_EXAMPLE})
+
+    config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
+    weights: dict[str, float] = Field(description="weights of single flows, in place of their requests'")
+    changes: dict[str, Any] = Field(description="the live changes, as a PATCH would bring them about")
+    paused: bool
+    tuned_version: str = Field(description="of the live changes; empty while there never was one")
+    live: list[str] = Field(description="the keys that PATCH may change")
+
+
+class Dispatch(BaseModel):
+    """Whether the fleet dispatches."""
+
+    paused: bool
+    tuned_version: str
+
+
+class Eviction(BaseModel):
+    """A request that has left the queue; its client is told so with the reason `evicted-queue-pressure`."""
+
+    id: str
+    result: Literal["evicted"] = "evicted"
 
 
 class Health(BaseModel):

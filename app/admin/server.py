@@ -46,6 +46,7 @@ async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # whose words about a client count is the guard's to say
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)

@@ -1,5 +1,6 @@
-"""What the admin API shows, as the running replica offers it."""
+"""What the admin API shows and does, as the running replica offers it."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -20,4 +21,28 @@ class StateView(Protocol):
 
     def identity(self) -> dict[str, str]:
         """Who this replica is: at least `replica` (its id) and `pool`."""
+        ...
+
+
+class Controls(Protocol):
+    """What an operator can change in the whole fleet. Each method raises StateUnavailable as `state` does."""
+
+    async def config(self) -> dict[str, Any]:
+        """The configuration in force, of the shape of `app.admin.models.Config`."""
+        ...
+
+    async def change(self, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the changes of a partial settings tree, and return `config`; null takes a change back.
+
+        Raises:
+            ConfigError: a key may not change live, or what results is not valid. Nothing has changed then.
+        """
+        ...
+
+    async def pause(self, paused: bool) -> dict[str, Any]:
+        """Stop or go on dispatching; of the shape of `app.admin.models.Dispatch`."""
+        ...
+
+    async def evict(self, request_id: str) -> str:
+        """Take a request out of the queue: `evicted`, `running` (too late) or `unknown`."""
         ...

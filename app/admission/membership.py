@@ -1,21 +1,27 @@
-"""A replica's part in the fleet: its heartbeat, the sweep, the leases it keeps, what it publishes."""
+"""A replica's part in the fleet: its heartbeat, the sweep, the leases it keeps, what it publishes, and the
+changes made live that it follows."""
 
 import asyncio
 import contextlib
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from app.admission import tuning
+from app.admission.published import published
 from app.admission.shared import SharedGate
+from app.admission.tuning import Effective, Tuned
 from app.config import Settings
 from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.errors import StateUnavailable
+from app.errors import ConfigError, StateUnavailable
 from app.state.store import Pulse, Store
 from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
+_LONGEST_RETRY_S = 60
 
 
 class Membership:
@@ -40,7 +46,7 @@ class Membership:
         self._cell = endpoints
         self._metrics = metrics
         self._about = json.dumps(about, separators=(",", ":"))
-        self._shared = _shared_settings(settings)
+        self._shared = published(settings, {})
         self._config_version = _version(self._shared)
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
@@ -50,11 +56,24 @@ class Membership:
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
         self._left = False
+        self._tuned = Tuned()
+        self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
+        self._effective = Effective(settings, {})
 
     @property
     def pulse(self) -> Pulse | None:
         """What the last heartbeat learned; None before the first."""
         return self._pulse
+
+    @property
+    def tuned(self) -> Tuned:
+        """The live changes, as of the last heartbeat."""
+        return self._tuned
+
+    @property
+    def effective(self) -> Effective:
+        """The configuration with the live changes in it, as of the last heartbeat."""
+        return self._effective
 
     async def known(self) -> None:
         """Wait until this replica has joined a pool that may admit."""
@@ -63,7 +82,7 @@ class Membership:
     async def state(self) -> dict[str, Any]:
         """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable."""
         state = await self._store.state(self._settings.leases.replica_silence)
-        watermark = self._settings.request_queue_controller.watermark_per_backend
+        watermark = self._effective.settings.request_queue_controller.watermark_per_backend
         state["bounds"]["watermark"] = watermark * state["ready_backends"]
         state["degraded"] = False
         return state
@@ -124,7 +143,26 @@ class Membership:
             self._forgotten = not await self._gate.register_again()
         self._born = pulse.born
         self._known.set()
-        self._metrics.pool(await self.state())
+        await self._follow(pulse)
+        state = await self.state()
+        self._metrics.pool(state)
+        self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+
+    async def _follow(self, pulse: Pulse) -> None:
+        """Take over live changes; bring them back if they were lost with the shared state."""
+        if (pulse.born, pulse.tuned_version) == self._followed:
+            return
+        if not pulse.tuned_version and self._tuned.overrides:
+            await self._store.tune(self._tuned.overrides, self._tuned.note)
+        self._take(pulse.born, Tuned(*await self._store.tuned()))
+
+    def _take(self, born: str, tuned: Tuned) -> None:
+        self._tuned, self._followed = tuned, (born, tuned.version)
+        try:
+            self._effective = tuning.applied(self._settings, tuned.note)
+        except ConfigError as fault:
+            _log.warning("live changes do not fit this replica's configuration: %s", fault)
+            self._effective = Effective(self._settings, {})
 
     def _differs(self, pulse: Pulse) -> bool:
         return (pulse.config_version, pulse.endpoints_version) != (
@@ -140,6 +178,12 @@ class Membership:
             config_version=self._config_version,
             endpoints_version=self._discovered_version,
         )
+        # What was changed live may mean other numbers under this configuration than under the last one.
+        tuned = Tuned(*await self._store.tuned())
+        with contextlib.suppress(ConfigError):
+            wanted = tuning.overrides(self._settings, tuned.note)
+            if tuned.note and wanted != {name: tuned.overrides.get(name) for name in wanted}:
+                await self._store.tune(tuning.replacing(tuned.overrides, wanted), {})
 
     async def _sweep_forever(self) -> None:
         settings = self._settings
@@ -163,28 +207,11 @@ class Membership:
             self._gate.renew_held()
 
 
-def _shared_settings(settings: Settings) -> dict[str, float]:
-    """The numbers every replica must agree on, under the names `lua/lib/pool.lua` reads."""
-    queue, controller, leases = (
-        settings.fair_request_queue,
-        settings.request_queue_controller,
-        settings.leases,
-    )
-    log = settings.decision_log
-    return {
-        "upper_per": controller.upper_per_backend,
-        "lower_per": controller.lower_per_backend,
-        "total_capacity": queue.total_capacity,
-        "flow_capacity": queue.flow_capacity,
-        "lease_ms": leases.inflight * 1000,
-        # A replica that does not place a grant within this is as silent as one that does not beat.
-        "grant_lease_ms": leases.replica_silence * 1000,
-        "silence_ms": leases.replica_silence * 1000,
-        "fallbacks": settings.scheduling.fallbacks,
-        "log_max": log.max_entries if log.enabled else 0,
-        "window_ms": settings.workloads.rate_window * 1000,
-        "ema_alpha": settings.workloads.ema_alpha,
-    }
+def _retry_after_s(queued: int, drain_rate: float) -> int:
+    """How long the queue takes to drain, whole seconds; as the scripts tell it to whom they refuse."""
+    if drain_rate <= 0:
+        return 1
+    return max(1, min(_LONGEST_RETRY_S, math.ceil((queued + 1) / drain_rate)))
 
 
 def _version(facts: object) -> str:

@@ -1,8 +1,8 @@
 """The gate on shared state: one queue and one stock for all replicas.
 
 A request's way through here: `admit` it; if queued, wait for the grant, which comes in the reply of any
-call, by wake-up, or with a heartbeat; then `place` it. `attempt` numbers a stream's try, so that what a
-dead stream leaves behind never touches the stream that took over its request.
+call, by wake-up, or with a heartbeat; then `place` it, which may send it back to wait. `attempt` numbers a
+stream's try, so that what a dead stream leaves behind never touches the stream that took over its request.
 """
 
 import asyncio
@@ -12,16 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.admission import ticket
+from app.admission.refusal import refusal
 from app.endpoints.snapshot import SnapshotCell
-from app.errors import (
-    ClientGone,
-    ExpiredTtl,
-    InsufficientFlowCapacity,
-    NoEndpoints,
-    RequestError,
-    StateUnavailable,
-    TooManyFlows,
-)
+from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
@@ -35,21 +28,19 @@ _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _TAKEN_OVER = "taken over by a newer stream"
 
-_REFUSALS: dict[str, tuple[type[RequestError], str]] = {
-    "too-many-flows": (TooManyFlows, "the queue is full"),
-    "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
-    "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
-}
-
 
 @dataclass(slots=True)
 class _Waiter:
-    """A request between its admission and its placement. `news` brings what happens to it meanwhile."""
+    """A request between its admission and its placement. `news` brings what happens to it meanwhile.
+
+    `placing` says that its placement is asked for: it has been granted, and need not be told of again.
+    """
 
     request: InferenceRequest
     attempt: int
     arrived: float  # event-loop time
     news: asyncio.Future[Verdict]
+    placing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,11 @@ class _Held:
 
 
 class SharedGate:
-    """`app.admission.gate.Gate` over `Store`. One event loop."""
+    """`app.admission.gate.Gate` over `Store`. One event loop.
+
+    `answer_tokens` is what an answer costs by default where the stock counts tokens, None where it counts
+    requests. `retry_after_s` is what those are told who are turned away after they have waited.
+    """
 
     def __init__(
         self,
@@ -72,12 +67,15 @@ class SharedGate:
         endpoints: SnapshotCell,
         fallbacks: int,
         on_unknown_pool: Callable[[], None],
+        answer_tokens: int | None = None,
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._endpoints = endpoints
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
+        self._answer_tokens = answer_tokens
+        self.retry_after_s = 1
         self._attempts = itertools.count(1)
         self._waiting: dict[str, _Waiter] = {}
         self._held: dict[str, _Held] = {}
@@ -105,7 +103,7 @@ class SharedGate:
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        note = ticket.write(request, placed_on[0])
+        note = ticket.write(request, placed_on[0], self._answer_tokens or 0)
         if held:
             self._held[request.id] = _Held(waiter.attempt, note, placed_on[0])
         return Placement(placed_on, note, waiter.attempt)
@@ -115,16 +113,23 @@ class SharedGate:
         request = waiter.request
         verdict = await self._admit_known(waiter)
         if verdict.what == "placed":
-            self._metrics.bypassed(request.model)
+            self._metrics.bypassed(request.model, request.target_model)
             return tuple(verdict.detail.split(","))
+        self._metrics.waiting(request.model, request.target_model, 1)
+        try:
+            return await self._wait(waiter, verdict)
+        finally:
+            self._metrics.waiting(request.model, request.target_model, -1)
+
+    async def _wait(self, waiter: _Waiter, verdict: Verdict) -> tuple[str, ...]:
+        """The endpoints of a queued request; it may be granted and sent back to wait any number of times."""
+        request = waiter.request
         while True:
             verdict = await self._turn(waiter, verdict)
             if verdict.what == "granted":
-                verdict = self._accepted(
-                    request, await self._store.place(request.id, waiter.attempt, request.subset)
-                )
+                verdict = await self._take_up(waiter)
             if verdict.what == "placed":
-                self._metrics.waited(request.model, self._loop.time() - waiter.arrived, True)
+                self._count_wait(waiter, True)
                 return tuple(verdict.detail.split(","))
             if verdict.what == "gone":
                 if self._waiting.get(request.id) is not waiter:
@@ -134,6 +139,17 @@ class SharedGate:
                 verdict = await self._admit_known(waiter)
                 if verdict.what == "placed":
                     return tuple(verdict.detail.split(","))
+
+    async def _take_up(self, waiter: _Waiter) -> Verdict:
+        """Ask for a granted request's place: `placed`, `queued` or `gone`; every refusal is raised."""
+        request = waiter.request
+        # Anew before it is asked: one that is sent back may be granted again before its task runs.
+        waiter.news, waiter.placing = self._loop.create_future(), True
+        try:
+            answer = await self._store.place(request.id, waiter.attempt, request.subset)
+        finally:
+            waiter.placing = False
+        return self._accepted(request, answer)
 
     async def _admit_known(self, waiter: _Waiter) -> Verdict:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
@@ -148,14 +164,16 @@ class SharedGate:
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
     def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
+        error = refusal(verdict, ttl_s=request.ttl_s, retry_after_s=self.retry_after_s)
+        if error is None:
+            return verdict
         if verdict.what == "refused":
-            error, message = _REFUSALS[verdict.detail]
-            self._metrics.push_error(request.model, error.code)
-            raise error(message, retry_after_s=1)
-        if verdict.what == "expired":
-            self._metrics.expired(request.model)
-            raise ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=1)
-        return verdict
+            self._metrics.push_error(request.model, error.code, request.target_model)
+        elif verdict.what == "expired":
+            self._metrics.expired(request.model, request.target_model)
+        else:
+            self._metrics.evicted(request.band)
+        raise error
 
     async def _turn(self, waiter: _Waiter, queued: Verdict) -> Verdict:
         """Wait for the grant of a queued request; `granted`, or `placed` if it was placed meanwhile."""
@@ -165,15 +183,19 @@ class SharedGate:
         try:
             verdict = await waiter.news
         except asyncio.CancelledError:
-            self._metrics.cancelled(request.model)
+            self._metrics.cancelled(request.model, request.target_model)
             raise
         finally:
             timer.cancel()
         if verdict.what == "late":
             verdict = Verdict(await self._expire(waiter), "")
-        if verdict.what == "expired":
-            self._metrics.waited(request.model, self._loop.time() - waiter.arrived, False)
+        if verdict.what in ("expired", "evicted"):
+            self._count_wait(waiter, False)
         return self._accepted(request, verdict)
+
+    def _count_wait(self, waiter: _Waiter, success: bool) -> None:
+        request, seconds = waiter.request, self._loop.time() - waiter.arrived
+        self._metrics.waited(request.model, seconds, success, request.target_model)
 
     async def _expire(self, waiter: _Waiter) -> str:
         """`granted` if the grant came in time after all, else `expired`."""
@@ -200,7 +222,12 @@ class SharedGate:
 
     def settle(self, completion: Completion) -> None:
         self._held.pop(completion.id, None)
-        answer = self._store.settle(completion.id, completion.outcome)
+        actual = answer_tokens = None
+        if self._answer_tokens is not None:
+            answer_tokens = completion.completion_tokens
+            if answer_tokens is not None and completion.prompt_tokens is not None:
+                actual = float(completion.prompt_tokens + answer_tokens)
+        answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
         answer.add_done_callback(lambda done: self._settled(completion, done))
 
     def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
@@ -219,7 +246,7 @@ class SharedGate:
             _ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
 
     def hear(self, what: str, request_id: str) -> None:
-        """News of a waiting request: `granted` or `expired`. Repeated or late news changes nothing."""
+        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing."""
         waiter = self._waiting.get(request_id)
         if waiter is not None:
             _tell(waiter.news, Verdict(what, ""))
@@ -236,7 +263,7 @@ class SharedGate:
         return all(task.result() for task in told)
 
     async def _register_waiter(self, waiter: _Waiter) -> bool:
-        if waiter.news.done():
+        if waiter.news.done() or waiter.placing:
             return True
         age_s = self._loop.time() - waiter.arrived
         try:
@@ -245,9 +272,10 @@ class SharedGate:
             )
         except StateUnavailable:
             return False
-        except RequestError as refusal:
+        except RequestError as error:
             if not waiter.news.done():
-                waiter.news.set_exception(refusal)
+                waiter.news.set_exception(error)
+                waiter.news.exception()  # it may be past waiting for news
             return True
         if verdict.what == "placed":
             _tell(waiter.news, verdict)

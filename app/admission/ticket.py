@@ -7,18 +7,23 @@ order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses 
 from app.request import InferenceRequest
 
 
-def write(request: InferenceRequest, endpoint: str) -> str:
-    """The ticket of `request` placed on `endpoint` (`ip:port`)."""
+def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
+    """The ticket of `request` placed on `endpoint` (`ip:port`).
+
+    `answer_tokens` stands for the answer in the cost of a request that lacks it: what flows have learned of
+    their answers is lost together with the state that a ticket makes good.
+    """
     workload = request.workload
     return "\t".join(
         (
             request.flow,
             str(int(request.band)),
             repr(request.weight),
-            repr(request.cost),
+            repr(request.cost + answer_tokens if request.learn else request.cost),
             workload.id if workload.registered else "",
             str(workload.criticality),
             request.model,
             endpoint,
+            str(request.limit),
         )
     )

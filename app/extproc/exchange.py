@@ -194,7 +194,7 @@ class Exchange:
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
-        request = self._request(read_metadata(fields))
+        request = self._request(read_metadata(fields, max(self._length, 0)))
         if request.target_model != request.model:
             raise Unsupported(
                 f"headers mode cannot send model {request.model} as {request.target_model}; "

@@ -5,6 +5,7 @@ import re
 from collections import deque
 
 _TAIL_BYTES = 16_384
+_MOST_TOKENS = 1e9  # what is above is no count, and must not be charged to anyone
 _USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
@@ -50,6 +51,6 @@ class UsageTail:
 def _count(usage: dict[str, object], *names: str) -> int | None:
     for name in names:
         value = usage.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS:
             return value
     return None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import StateUnavailable
-from app.state.scripts import Script
 
 Reply = Any
 HEAD = 4  # born, news, attempts, served: what every batched script's reply begins with
@@ -23,10 +22,9 @@ class Item:
 
 @dataclass(slots=True)
 class Call:
-    """One EVALSHA (or plain command) and the items it answers: one, or a whole batch."""
+    """One function call (or plain command) and the items it answers: none, one, or a whole batch."""
 
     name: str
-    script: Script | None
     command: tuple[Any, ...]
     items: list[Item]
     batched: bool = False
@@ -38,7 +36,8 @@ class Call:
     def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
         """Give each item its part of `reply`; `on_batch` gets a batch's head after that."""
         if not self.batched:
-            _resolve(self.items[0], reply)
+            for item in self.items:
+                _resolve(item, reply)
             return
         for item, part in zip(self.items, reply[HEAD:], strict=True):
             _resolve(item, part)

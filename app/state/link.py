@@ -23,7 +23,7 @@ from redis.asyncio.connection import ConnectionPool
 from app.errors import StateUnavailable
 from app.state import cancelling
 from app.state.calls import Call, Item, Reply
-from app.state.scripts import NAMES, Script, load
+from app.state.scripts import NAMES, load_library
 from app.state.wire import DOWN, Wire
 
 MAX_BATCH = 64  # items a script call: keeps the longest script near a millisecond
@@ -32,6 +32,8 @@ _RETRY_PAUSE_S = 0.05
 _PATIENCE_S = 0.002  # how long what nobody waits for waits for company
 _PATIENT = ("settle", "renew")
 _ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
+_NOT_LOADED = "ERR Function not found"
+_LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
 
 
 class CallMetrics(Protocol):
@@ -73,7 +75,8 @@ class Link:
         self._call_timeout_s = call_timeout_s
         self._metrics = metrics
         self._on_batch = on_batch
-        self._scripts = {name: load(name) for name in NAMES}
+        self._library = load_library()
+        self._functions = {name: self._library.function(name) for name in NAMES}
         self._batched: dict[str, deque[Item]] = {name: deque() for name in NAMES}
         self._single: deque[Call] = deque()
         self._loop = asyncio.get_running_loop()
@@ -85,7 +88,8 @@ class Link:
         self._due: asyncio.TimerHandle | None = None
         self._message: list[Call] = []  # on its way, whole
         self._flying: deque[Call] = deque()  # what of it is not answered yet, in order
-        self._forgotten: list[Call] = []  # what of it met an empty script cache
+        self._forgotten: list[Call] = []  # what of it met a Redis that lacks the library
+        self._loads = 0
         self._sent_s = 0.0
         self._resent = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -113,16 +117,15 @@ class Link:
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:
         """Run script `name` by itself with `args`; the future brings its whole reply."""
-        script = self._scripts[name]
-        return self._enqueue(name, script, ("EVALSHA", script.sha, 1, self._key, *args))
+        return self._enqueue(name, ("FCALL", self._functions[name], 1, self._key, *args))
 
     def command(self, *args: str | int | float) -> asyncio.Future[Reply]:
         """Run one plain command."""
-        return self._enqueue(str(args[0]).lower(), None, args)
+        return self._enqueue(str(args[0]).lower(), args)
 
-    def _enqueue(self, name: str, script: Script | None, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
+    def _enqueue(self, name: str, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        self._single.append(Call(name, script, command, [Item((), answer, False)]))
+        self._single.append(Call(name, command, [Item((), answer, False)]))
         self._schedule(now=True)
         return answer
 
@@ -189,17 +192,16 @@ class Link:
         for name, waiting in self._batched.items():
             while waiting:
                 items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
-                script = self._scripts[name]
                 args = [arg for item in items for arg in item.args]
-                command = ("EVALSHA", script.sha, 1, self._key, self._caller, *args)
-                calls.append(Call(name, script, command, items, batched=True))
+                command = ("FCALL", self._functions[name], 1, self._key, self._caller, *args)
+                calls.append(Call(name, command, items, batched=True))
         calls.extend(self._single)
         self._single.clear()
         return calls
 
     def _send(self, calls: list[Call], *, again: bool) -> None:
         self._message, self._flying, self._forgotten = calls, deque(calls), []
-        self._resent = again
+        self._resent, self._loads = again, 0
         self._sent_s = self._loop.time()
         self._deadline = self._loop.call_later(self._call_timeout_s, self._note_overdue)
         self._write(calls)
@@ -213,7 +215,7 @@ class Link:
         call = self._flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
             call.answer(reply, self._on_batch)
-        elif str(reply).startswith("NOSCRIPT"):
+        elif str(reply).startswith(_NOT_LOADED) and self._loads < _LOADS:
             self._forgotten.append(call)
         else:
             self._metrics.redis_error(call.name)
@@ -223,15 +225,7 @@ class Link:
 
     def _finish_message(self) -> None:
         if self._forgotten:
-            # EVAL carries the source, so a flushed script cache costs one more trip and no error. An
-            # admission or renewal that runs late must not outlive the end that was sent after it.
-            late = [call for call in self._message if call.name in _ENDS and call not in self._forgotten]
-            self._flying = deque(self._forgotten + late)
-            self._forgotten = []
-            for call in self._flying:
-                assert call.script is not None
-                call.command = ("EVAL", call.script.source, *call.command[2:])
-            self._write(self._flying)
+            self._load_library()
             return
         items = sum(len(call.items) for call in self._message)
         self._metrics.redis_call(self._message[0].name, self._loop.time() - self._sent_s, items)
@@ -240,6 +234,16 @@ class Link:
         if self._single or any(self._batched.values()):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
+
+    def _load_library(self) -> None:
+        """Give Redis the library and ask again: a flushed one costs one more trip and no error."""
+        self._loads += 1
+        # An admission or renewal that runs late must not outlive the end that was sent after it.
+        late = [call for call in self._message if call.name in _ENDS and call not in self._forgotten]
+        load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
+        self._flying = deque([load, *self._forgotten, *late])
+        self._forgotten = []
+        self._write(self._flying)
 
     def _close_message(self) -> None:
         self._message, self._flying = [], deque()

@@ -1,7 +1,10 @@
-"""The Lua scripts as shipped: read from `lua/`, their shared pieces put in, named by their SHA-1.
+"""The Lua as shipped: `lua/` put together into one library of Redis Functions.
 
-A script's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in
-once, before what needs it. The whole is one chunk, so pieces are plain locals.
+A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in once,
+before what needs it. The whole is one chunk, so pieces are plain locals, which Redis defines once when the
+library is loaded rather than at every call. Each file of `lua/` defines one local function of its own name,
+which becomes a function of the library. Names end in the library's own hash, so replicas of two versions
+never run each other's code.
 """
 
 import hashlib
@@ -14,45 +17,57 @@ _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
 _PACKAGED = Path(__file__).parent.parent / "_lua"  # in a wheel
 _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent.parent / "lua"
 
-NAMES = ("renew", "settle", "admit", "place", "cancel", "heartbeat", "publish", "sweep", "state")
+# In the order in which a message carries them (app/state/link.py).
+NAMES = (
+    "renew", "settle", "admit", "place", "cancel", "evict",
+    "heartbeat", "publish", "tune", "sweep", "state",
+)  # fmt: skip
+_REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return %s(args) end)"
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """One atomic transition: its name, whole source and SHA-1, by which Redis knows it."""
+class Library:
+    """The source that FUNCTION LOAD takes, and the version that its functions' names carry."""
 
-    name: str
     source: str
-    sha: str
+    version: str
+
+    def function(self, name: str) -> str:
+        """What FCALL knows the function of `lua/NAME.lua` by. Raises KeyError if there is none."""
+        if name not in NAMES:
+            raise KeyError(name)
+        return f"{name}_{self.version}"
 
 
-def load(name: str) -> Script:
-    """The script `name` with its pieces. Raises KeyError if `lua/` has no such script."""
-    if name not in NAMES:
-        raise KeyError(name)
+def load_library(clock: str | None = None) -> Library:
+    """The library; `clock` replaces `lua/lib/clock.lua`, for those who need to set the time."""
     pieces: list[str] = []
-    _collect(_SOURCES / f"{name}.lua", pieces, set())
-    source = "\n".join(pieces)
-    return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
+    seen: set[str] = set()
+    for name in NAMES:
+        _collect(f"{name}.lua", pieces, seen, clock)
+    body = "\n".join(pieces)
+    version = hashlib.sha1(body.encode()).hexdigest()[:8]
+    registered = [_REGISTER % (f"{name}_{version}", name) for name in NAMES]
+    return Library("\n".join([f"#!lua name=picker_{version}", body, *registered, ""]), version)
 
 
-def _collect(path: Path, pieces: list[str], seen: set[Path]) -> None:
-    if path in seen:
+def _collect(file: str, pieces: list[str], seen: set[str], clock: str | None) -> None:
+    if file in seen:
         return
-    seen.add(path)
-    text = path.read_text(encoding="utf-8")
+    seen.add(file)
+    text = (_SOURCES / file).read_text(encoding="utf-8")
     for names in _INCLUDE.findall(text):
         for name in names.split():
-            _collect(_SOURCES / "lib" / f"{name}.lua", pieces, seen)
-    pieces.append(text)
+            _collect(f"lib/{name}.lua", pieces, seen, clock)
+    pieces.append(clock if clock is not None and file == "lib/clock.lua" else text)
 
 
-def write_all(folder: Path) -> None:
-    """Write every assembled script into `folder`, where luacheck sees what Redis would."""
+def write_library(folder: Path) -> None:
+    """Write the library into `folder`, where luacheck sees what Redis would."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
-        (folder / f"{name}.lua").write_text(load(name).source, encoding="utf-8")
+    body = load_library().source.split("\n", 1)[1]  # the first line is for Redis, not Lua
+    (folder / "library.lua").write_text(body, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_all(Path(sys.argv[1]))
+    write_library(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ replies. Arguments and replies are those of the files in `lua/`; times in second
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class Pulse:
     upper: float
     lower: float
     ready: int
+    tuned_version: str
+    paused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Sweep:
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_news(what, request_id)` is called with each grant or expiry that a reply carries;
+    `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
     was already known.
     Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
@@ -100,7 +102,7 @@ class Store:
         return self._link.fault
 
     async def admit(self, request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
-        """placed a,b,c | queued TTL_LEFT_MS | refused REASON | expired | unknown-pool"""
+        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool"""
         workload = request.workload
         reply = await self._link.submit(
             "admit",
@@ -117,6 +119,8 @@ class Store:
                 workload.criticality,
                 request.model,
                 _candidates(request.subset),
+                request.limit,
+                int(request.learn),
             ),
         )
         if reply.endswith(_ADOPTED):
@@ -125,12 +129,19 @@ class Store:
         return _verdict(reply)
 
     async def place(self, request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
-        """placed a,b,c | refused no-endpoints | gone"""
+        """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
         return _verdict(await self._link.submit("place", (request_id, attempt, _candidates(subset))))
 
-    def settle(self, request_id: str, outcome: Outcome) -> asyncio.Future[str]:
-        """settled MODEL | left MODEL | unknown. Kept until Redis takes it."""
-        return self._link.submit("settle", (request_id, outcome.value), lasting=True)
+    def settle(
+        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+    ) -> asyncio.Future[str]:
+        """settled MODEL | left MODEL | unknown. Kept until Redis takes it.
+
+        `actual` is the request's real cost, in the unit it was charged in; `answer_tokens` what its answer
+        had, for the estimate of later ones. None: not known.
+        """
+        known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
+        return self._link.submit("settle", (request_id, outcome.value, *known), lasting=True)
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
@@ -144,10 +155,10 @@ class Store:
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
         reply = await self._link.call("heartbeat", self._replica, about, int(silence_s * 1000))
         self._take_head(reply)
-        known, leader, live, config, endpoints, stock, queued, upper, lower, ready = reply[4:]
+        known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused = reply[4:]
         return Pulse(
             reply[0], known == 1, leader == 1, live, config, endpoints,
-            float(stock), queued, float(upper), float(lower), ready,
+            float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
 
     async def leave(self) -> None:
@@ -156,7 +167,7 @@ class Store:
 
     async def publish(
         self,
-        settings: dict[str, float],
+        settings: Mapping[str, object],
         endpoints: Sequence[Endpoint],
         *,
         config_version: str,
@@ -170,6 +181,29 @@ class Store:
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
         self._take_head(reply)
+
+    async def tune(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
+        """Change settings for the whole fleet; the version that results, '' while the pool is unknown.
+
+        `overrides` are named as `publish` names them, `note` says the same in the operator's words; None
+        takes a change back.
+        """
+        reply = await self._link.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
+        self._take_head(reply)
+        return str(reply[4])
+
+    async def tuned(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """The live changes in force: their version, the settings they override, and their note."""
+        version, overrides, note = await self._link.command(
+            "HMGET", self.keys.pool, "tuned_version", "overrides", "tuned"
+        )
+        return version or "", json.loads(overrides or "{}"), json.loads(note or "{}")
+
+    async def evict(self, request_id: str) -> str:
+        """Take a request out of the queue: evicted | running (too late) | unknown"""
+        reply = await self._link.call("evict", self._replica, request_id)
+        self._take_head(reply)
+        return str(reply[4])
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:
         times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s))
@@ -192,7 +226,7 @@ class Store:
         """What the scripts hold at this moment, under the names of the contract's `state`."""
         reply = await self._link.call("state", int(silence_s * 1000))
         born, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
-        bands, replicas, load = reply[10:]
+        bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
         vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
         return {
             "born_us": int(born),
@@ -207,6 +241,12 @@ class Store:
             "leases": inflight,
             "dispatched_total": int(dispatched),
             "ended_total": int(ended),
+            "guard_dispatches_total": int(guards),
+            "guard_credit": float(credit),
+            "overdue": overdue,
+            "drain_rate": float(rate),
+            "paused": paused == 1,
+            "tuned_version": tuned_version,
             "replicas": replicas[::3],
             "in_flight": {
                 address: int(float(score) % _UNPICKABLE)

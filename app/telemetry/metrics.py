@@ -1,9 +1,10 @@
 """What a replica counts and times, and the Prometheus page that shows it.
 
 Names are those of specs/003 with the prefix `epp_`, and what operators of such systems expect besides.
-Counters and histograms are this replica's own and add up over the fleet; gauges of shared state (bounds,
-stock, queue) are the same on every replica and are to be read with `max`. Label values are capped at 1000 a
-label, then `other`. Times are seconds. `target_model` is empty where the variant is not known.
+Counters, histograms and `epp_queue_length` are this replica's own and add up over the fleet; gauges of
+shared state (bounds, stock, queue by band) are the same on every replica and are to be read with `max`. Label
+values are capped at 1000 a label, then `other`. Times are seconds. `target_model` is empty where the variant
+is not known.
 
 Every method returns at once and belongs to the event loop; `page` may be called from a thread.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from app.request import Completion
+from app.request import Band, Completion
 from app.telemetry.series import Counters, Gauges, Histograms, LabelCap
 
 PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of `page`
@@ -61,6 +62,8 @@ class Metrics:
         self._bypasses = counters("bypass", "Requests that went past the queue.", _MODEL)
         self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
         self._cancelled = counters("requests_cancelled", "Requests whose client went away.", _MODEL)
+        self._waiting = gauges("queue_length", "Requests of this replica that wait for their turn.", _MODEL)
+        self._preemptions = counters("preemptions", "Requests evicted from the queue.", ("band",))
         self._push_errors = counters(
             "queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
         )
@@ -85,17 +88,18 @@ class Metrics:
         self._scalars = {
             name: gauges(name, about)
             for name, about in (
-                ("stock_level", "Requests in flight, fleet-wide."),
+                ("stock_level", "What is in flight, fleet-wide, in the stock's unit."),
                 ("lower_bound", "Dispatch runs below it."),
                 ("watermark", "The stock that is aimed at."),
                 ("upper_bound", "The stock is never above it."),
                 ("active_flows", "Flows with a queued request."),
                 ("ready_backends", "Endpoints that take new requests."),
                 ("live_replicas", "Replicas that report."),
+                ("paused", "1 while dispatch is paused, fleet-wide."),
                 ("degraded", "1 while this replica works without the shared state."),
             )
         }
-        self._queue_length = gauges("queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._band_queue = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
@@ -135,6 +139,14 @@ class Metrics:
     def cancelled(self, model: str, target_model: str = "") -> None:
         self._cancelled.add((self._model(model), self._target(target_model)))
 
+    def waiting(self, model: str, target_model: str, change: int) -> None:
+        """`change` requests more (or fewer) of this replica wait in the queue."""
+        self._waiting.add((self._model(model), self._target(target_model)), change)
+
+    def evicted(self, band: Band) -> None:
+        """A queued request of this replica had to make room."""
+        self._preemptions.add((band.name.capitalize(),))
+
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """The queue refused a request; `error_type` is the Dropped error's code."""
         self._push_errors.add((self._model(model), self._target(target_model), error_type))
@@ -162,7 +174,7 @@ class Metrics:
         """Set the gauges of shared state from a state of the shape of `app.admin.view.StateView.state`.
 
         Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests},
-        `active_flows`, `ready_backends`, `replicas` (a list), `degraded` and `in_flight` {ip:port:
+        `active_flows`, `ready_backends`, `replicas` (a list), `paused`, `degraded` and `in_flight` {ip:port:
         requests}. A key that is absent leaves its gauge as it was.
         """
         bounds = state.get("bounds", {})
@@ -175,12 +187,13 @@ class Metrics:
             ("active_flows", state.get("active_flows")),
             ("ready_backends", state.get("ready_backends")),
             ("live_replicas", None if replicas is None else len(replicas)),
+            ("paused", state.get("paused")),
             ("degraded", state.get("degraded")),
         ):
             if value is not None:
                 self._scalars[name].set(float(value))
         if "queue_length" in state:
-            self._queue_length.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
+            self._band_queue.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
         if "in_flight" in state:
             loads: dict[tuple[str, ...], float] = {}
             for address, count in state["in_flight"].items():

@@ -82,6 +82,10 @@ class Gauges(Collector):
     def set(self, value: float) -> None:
         self._values = {(): value}
 
+    def add(self, labels: Labels, change: float) -> None:
+        values = self._values
+        values[labels] = values.get(labels, 0.0) + change
+
     def replace(self, values: dict[Labels, float]) -> None:
         self._values = values
 

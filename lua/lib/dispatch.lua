@@ -1,44 +1,128 @@
--- include: ending news
+-- include: ending
+-- What time brings due, the earliest first: a queued request becomes overdue, then expires; a held one is
+-- given up.
+local TIMERS_LIMIT = 64
+local timed -- once a call is enough
+local function run_timers(limit)
+  timed = true
+  local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
+  local ran, expired = 0, 0
+  for i = 1, #due, 2 do
+    local id = due[i]
+    -- An earlier step of this call may have moved it.
+    local r = not writes.pending(key.timers, id) and record.read(id)
+    if r then
+      ran = ran + 1
+      if r.state == 'held' then
+        finish_request(r, 'abandoned')
+        expired = expired + 1
+      elseif r.deadline_ms <= now_ms then
+        turn_away(r, 'expired')
+        expired = expired + 1
+      else
+        redis.call('ZADD', key.overdue, due[i + 1] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
+        redis.call('ZADD', key.timers, r.deadline_ms, id)
+        pool.add('overdue', 1)
+      end
+    end
+  end
+  return ran, expired
+end
+local live -- owner -> whether it has been heard of lately, as this call knows it
+local function is_live(owner)
+  if live[owner] == nil then
+    live[owner] = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
+  end
+  return live[owner]
+end
+local function grant(r, tag, take, by)
+  local share = queue.serve(r, tag, by)
+  r.state, r.granted_us, r.taken, r.tag = 'granted', now_us, take, tag
+  record.write(r)
+  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
+  pool.add('stock', take)
+  pool.add('dispatches', 1)
+  if by == 'guard' then
+    pool.add('guards', 1)
+    pool.add('credit', -1)
+  end
+  pool.set('credit', math.min(pool.credit + settings.guard_share, 1))
+  if r.limit > 0 then endpoints.count_flow(r, r.flow, 1) end
+  workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
+  news.tell(r.owner, r.id, 'granted')
+  log('granted', r, tag, by, share)
+end
 -- Serve the queue while there is room: stock below the lower bound, and never past the upper (G1).
 -- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
-local DISPATCH_LIMIT = 128 -- the next script goes on; every one that frees room ends with a dispatch
+local DISPATCH_LIMIT = 128 -- the next call goes on; every one that frees room ends with a dispatch
+local GUARD_CREDIT = 1 - 1e-9 -- ten tenths are not quite one
 local function dispatch()
-  local live, served, attempts = {}, 0, 0
-  while pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
-    local id, tag = queue.head()
-    local r = id and record.read(id)
-    if not r or pool.stock + r.cost > pool.upper then break end
-    attempts = attempts + 1
-    if live[r.owner] == nil then
-      local beat = tonumber(redis.call('ZSCORE', key.replicas, r.owner) or 0)
-      live[r.owner] = beat > now_ms - pool.silence_ms
+  live = {}
+  local served, attempts = 0, 0
+  if not timed then run_timers(TIMERS_LIMIT) end
+  while settings.paused ~= 1 and pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
+    local id, tag, by
+    if pool.overdue > 0 and settings.guard_share > 0 and pool.credit >= GUARD_CREDIT then
+      id, tag = queue.most_overdue()
+      by = 'guard'
     end
+    if not id then
+      id, tag = queue.turn()
+      by = 'turn'
+    end
+    if not id then break end
+    local r = record.read(id)
+    local take = math.min(r.cost, pool.upper)
+    attempts = attempts + 1
     if r.deadline_ms <= now_ms then
-      finish_request(r, 'expired')
-      news.tell(r.owner, id, 'expired')
-    elseif not live[r.owner] then
-      queue.hold(r, now_ms + pool.grant_lease_ms)
+      turn_away(r, 'expired')
+    elseif not is_live(r.owner) then
+      queue.hold(r, now_ms + settings.lease_ms)
+    elseif endpoints.flow_full(r) then
+      queue.park(r.band, queue.lane(r), tag)
+    elseif pool.upper <= 0 or pool.stock + take > pool.upper then
+      break
     else
-      queue.serve(r, tag)
-      r.state, r.granted_us = 'granted', now_us
-      record.write(r)
-      redis.call('ZADD', key.inflight, now_ms + pool.grant_lease_ms, id)
-      pool.add('stock', r.cost)
-      pool.add('dispatches', 1)
-      workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
-      news.tell(r.owner, id, 'granted')
-      log('granted', r, tag)
+      grant(r, tag, take, by)
       served = served + 1
     end
   end
   return served, attempts
 end
--- Every script that may change the queue ends here. Returns what each reply begins with:
+-- Every call that may change the queue ends here. Returns what each reply begins with:
 -- the pool's birth, the caller's news, dispatch attempts and successes.
-local function conclude()
-  local served, attempts = dispatch()
-  pool.save()
+local function conclude(replies)
+  local served, attempts = 0, 0
+  if pool.known then served, attempts = dispatch() end
   workloads.save()
+  pool.save()
+  writes.flush()
   news.send()
-  return string.format('%.0f', pool.born), news.mine, attempts, served
+  return {full(pool.born), news.mine, attempts, served, unpack(replies or {})}
+end
+-- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name.
+local function batch(args, size, answer)
+  forget_news(args[1])
+  local replies = {}
+  for at = 2, #args, size do replies[#replies + 1] = answer(at, unpack(args, at, at + size - 1)) end
+  return conclude(replies)
+end
+-- What a batch names in its n-th of every `size` arguments; '' is nobody.
+local function column(args, size, n)
+  local found = {}
+  for at = 1 + n, #args, size do
+    if args[at] ~= '' then found[#found + 1] = args[at] end
+  end
+  return found
+end
+local function begin(pool_key)
+  use_keys(pool_key)
+  forget_writes()
+  forget_records()
+  forget_workloads()
+  forget_endpoints()
+  forget_news('')
+  timed = false
+  read_clock()
+  read_pool()
 end

@@ -1,18 +1,36 @@
--- include: queue endpoints workloads
+-- include: queue endpoints news
 -- The end of a request, whatever state it is in: everything it holds is given back, exactly once.
-local function finish_request(r, event)
+local function release(r)
+  writes.zset(key.inflight, r.id, false)
+  pool.set('stock', math.max(0, pool.stock - r.taken))
+  if r.state == 'placed' then
+    local endpoint = endpoints.first(r.endpoints)
+    endpoints.release(endpoint)
+    endpoints.count_flow(r, r.flow .. '\31' .. endpoint, -1)
+  else
+    news.forget(r.owner, r.id)
+  end
+  endpoints.count_flow(r, r.flow, -1)
+end
+local function finish_request(r, event, note_text)
+  local ran = r.state == 'granted' or r.state == 'placed'
   if r.state == 'queued' then
     queue.remove(r)
   elseif r.state == 'held' then
-    redis.call('ZREM', key.deadlines, r.id)
+    writes.zset(key.timers, r.id, false)
   else
-    redis.call('ZREM', key.inflight, r.id)
-    pool.add('stock', -r.cost)
-    if r.state == 'placed' then endpoints.release(endpoints.first(r.endpoints)) end
-    if r.state == 'granted' then redis.call('HDEL', key.inbox(r.owner), r.id) end
+    release(r)
   end
-  redis.call('HDEL', key.requests, r.id)
+  record.drop(r)
   workloads.ended(r.workload)
   pool.add('ended', 1)
-  log(event, r)
+  log(event, r, nil, nil, note_text)
+  if ran and r.limit > 0 then
+    for _, band in ipairs(BANDS) do queue.unpark(band, r.flow) end
+  end
+end
+-- End a queued request that did not ask for it, and tell its owner.
+local function turn_away(r, event)
+  finish_request(r, event)
+  news.tell(r.owner, r.id, event == 'expired' and 'expired' or 'evicted')
 end

@@ -1,59 +1,111 @@
 -- include: pool
 -- Live load of every endpoint, and the choice among them. An endpoint that must take nothing new
 -- (draining, or gone but still serving) is kept above UNPICKABLE, so its count stays exact.
+-- A flow may have a limit of requests in flight on each endpoint; `limits` counts those of such flows.
 local UNPICKABLE = 1e9
 local endpoints = {}
--- Best first, least loaded; equals take turns by `turn`. `candidates` is '*' (all) or 'a,b,c'.
--- Returns 'a,b,c' with up to `fallbacks` more than one, or nil when nothing can be picked.
-function endpoints.pick(candidates, turn)
-  local chosen, want = {}, pool.fallbacks + 1
-  if candidates == '*' then
-    local best = redis.call('ZRANGE', key.load, 0, 0, 'WITHSCORES')
-    if not best[1] or tonumber(best[2]) >= UNPICKABLE then return nil end
-    local equals = redis.call('ZCOUNT', key.load, best[2], best[2])
-    local first = turn % equals
-    -- The least loaded from `first` on, then those before it, then the next best.
-    local function take(from, before)
-      if #chosen >= want or from >= before then return end
-      local last = math.min(before, from + want - #chosen) - 1
-      for _, address in ipairs(redis.call('ZRANGE', key.load, from, last)) do
-        chosen[#chosen + 1] = address
-      end
-    end
-    take(first, equals)
-    take(0, first)
-    take(equals, pool.ready)
-    return table.concat(chosen, ',')
-  end
-  local asked, seen, ranked = {}, {}, {}
-  for address in string.gmatch(candidates, '[^,]+') do
-    if not seen[address] then asked[#asked + 1] = address end
-    seen[address] = true
-  end
-  for i = 1, #asked, 500 do
-    local scores = redis.call('ZMSCORE', key.load, unpack(asked, i, math.min(i + 499, #asked)))
-    for j, score in ipairs(scores) do
-      local at = i + j - 1
-      if score and tonumber(score) < UNPICKABLE then
-        ranked[#ranked + 1] = {asked[at], tonumber(score), (at + turn) % #asked}
-      end
-    end
-  end
-  if #ranked == 0 then return nil end
-  table.sort(ranked, function(a, b) return a[2] < b[2] or (a[2] == b[2] and a[3] < b[3]) end)
-  for i = 1, math.min(want, #ranked) do chosen[i] = ranked[i][1] end
-  return table.concat(chosen, ',')
-end
+local loads = {} -- endpoint -> load, as this call knows it
+local window, window_left -- the least loaded, and how many picks they are good for
 function endpoints.first(list) return string.match(list, '^[^,]+') end
-function endpoints.reserve(address)
-  if tonumber(redis.call('ZINCRBY', key.load, 1, address)) == 1
-      and redis.call('HEXISTS', key.endpoints, address) == 0 then
-    redis.call('ZINCRBY', key.load, UNPICKABLE, address)
+function endpoints.prefetch(addresses)
+  if #addresses == 0 then return end
+  local scores = redis.call('ZMSCORE', key.load, unpack(addresses))
+  for i, address in ipairs(addresses) do
+    if not loads[address] and scores[i] then loads[address] = tonumber(scores[i]) end
   end
+end
+local function load_of(address)
+  if not loads[address] then
+    loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
+  end
+  return loads[address]
+end
+local function set_load(address, load)
+  loads[address] = load
+  writes.zset(key.load, address, load >= 0 and load)
+end
+function endpoints.reserve(address)
+  local load = load_of(address)
+  set_load(address, load < 0 and UNPICKABLE + 1 or load + 1)
 end
 function endpoints.release(address)
-  if tonumber(redis.call('ZINCRBY', key.load, -1, address)) == UNPICKABLE
-      and redis.call('HEXISTS', key.endpoints, address) == 0 then
-    redis.call('ZREM', key.load, address)
-  end
+  local load = load_of(address)
+  if load <= 0 or load == UNPICKABLE then return end
+  load = load - 1
+  local gone = load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0
+  set_load(address, gone and -1 or load)
 end
+-- Those worth looking at for one of `picks` requests: picks + want least loaded hold the best of each.
+local function least_loaded(picks, want)
+  if not window or window_left < 1 then
+    local flat = redis.call('ZRANGE', key.load, 0, picks + want - 1, 'WITHSCORES')
+    window, window_left = {}, picks
+    for i = 1, #flat, 2 do
+      if not loads[flat[i]] then loads[flat[i]] = tonumber(flat[i + 1]) end
+      window[#window + 1] = flat[i]
+    end
+  end
+  window_left = window_left - 1
+  return window
+end
+local function listed(candidates)
+  local found, seen = {}, {}
+  for address in string.gmatch(candidates, '[^,]+') do
+    if not seen[address] and #found < 1000 then found[#found + 1] = address end
+    seen[address] = true
+  end
+  endpoints.prefetch(found)
+  return found
+end
+local function below_limit(r, among)
+  local fields, free = {}, {}
+  for i, address in ipairs(among) do fields[i] = r.flow .. '\31' .. address end
+  if #fields == 0 then return free end
+  local counts = redis.call('HMGET', key.limits, unpack(fields))
+  for i, address in ipairs(among) do
+    if tonumber(counts[i] or 0) < r.limit then free[#free + 1] = address end
+  end
+  return free
+end
+-- Best first, least loaded; equals take turns by `turn`. `candidates` is '*' (all) or 'a,b,c'; `picks` is
+-- how many requests this call may still place. Returns 'a,b,c' with up to `fallbacks` more than one; or nil,
+-- and whether it is only the flow's limit that stands in the way.
+function endpoints.pick(r, candidates, turn, picks)
+  local want, among = settings.fallbacks + 1
+  if candidates ~= '*' then
+    among = listed(candidates)
+  elseif r.limit > 0 then
+    among = redis.call('ZRANGE', key.load, 0, -1)
+  else
+    among = least_loaded(picks, want)
+  end
+  local pickable = {}
+  for _, address in ipairs(among) do
+    local load = load_of(address)
+    if load >= 0 and load < UNPICKABLE then pickable[#pickable + 1] = address end
+  end
+  local open = r.limit > 0 and below_limit(r, pickable) or pickable
+  local count, chosen, taken = #open, {}, {}
+  for _ = 1, math.min(want, count) do
+    local best, best_load
+    for i = 0, count - 1 do
+      local address = open[(i + turn) % count + 1]
+      if not taken[address] and (not best or loads[address] < best_load) then
+        best, best_load = address, loads[address]
+      end
+    end
+    chosen[#chosen + 1], taken[best] = best, true
+  end
+  if count == 0 then return nil, #pickable > 0 end
+  return table.concat(chosen, ',')
+end
+-- A limited flow's requests in flight: all of them (granted and placed), and those on one endpoint.
+-- What is granted will need a place too, so the total decides before any endpoint's count does.
+function endpoints.flow_full(r)
+  return r.limit > 0 and tonumber(redis.call('HGET', key.limits, r.flow) or 0) >= r.limit * pool.ready
+end
+function endpoints.count_flow(r, field, change)
+  if r.limit == 0 then return end
+  if redis.call('HINCRBY', key.limits, field, change) <= 0 then redis.call('HDEL', key.limits, field) end
+end
+local function forget_endpoints() loads, window = {}, nil end

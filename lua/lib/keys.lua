@@ -1,39 +1,56 @@
--- Every key of the pool, derived from the one declared: KEYS[1] = epp:{POOL}:pool. All carry the hash
--- tag {POOL}, so a Cluster keeps them in one slot and each script is legal there.
+-- Every key of the pool, derived from the one declared: keys[1] = epp:{POOL}:pool. All carry the hash
+-- tag {POOL}, so a Cluster keeps them in one slot and each call is legal there. B is a band (0 to 2), L a
+-- lane: what a band orders, the flow's name or, under `fairness: none`, '' for the whole band.
 --
--- key         type    what it holds                                             removed by
--- pool        hash    stock, queue length, bounds, virtual times, capacities    nobody (FLUSHALL)
--- requests    hash    request id -> record (lib/record.lua)                     the request's end
--- inflight    zset    granted or placed request id -> lease expiry, ms          the request's end
--- deadlines   zset    queued or held id -> end of its TTL or of its hold, ms    dispatch, the request's end
--- queue:B:F   zset    queued ids of flow F in band B -> arrival sequence        Redis, when empty
--- flows:B     zset    backlogged flow -> its start tag                          Redis, when empty
--- finish:B    zset    idle flow -> its last finish tag, while above v           sweep
--- load        zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
--- endpoints   hash    endpoint -> JSON {labels, draining}                       publish
--- workloads   hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
--- replicas    zset    replica incarnation -> last heartbeat, ms                 sweep
--- about       hash    replica incarnation -> JSON it gave of itself             sweep
--- orphans     hash    silent replica -> how far the sweep has walked            sweep, heartbeat
--- inbox:R     hash    request id -> news for replica R: granted, expired        place, heartbeat, sweep
--- log         stream  the decision log, when it is on                           its own cap
--- wake:R      channel the same news as a hint to replica R                      (never stored)
-local base = string.sub(KEYS[1], 1, -5)
-local key = {
-  pool = KEYS[1],
-  requests = base .. 'requests',
-  inflight = base .. 'inflight',
-  deadlines = base .. 'deadlines',
-  load = base .. 'load',
-  endpoints = base .. 'endpoints',
-  workloads = base .. 'workloads',
-  replicas = base .. 'replicas',
-  about = base .. 'about',
-  orphans = base .. 'orphans',
-  log = base .. 'log',
-}
-function key.queue(band, flow) return base .. 'queue:' .. band .. ':' .. flow end
-function key.flows(band) return base .. 'flows:' .. band end
-function key.finish(band) return base .. 'finish:' .. band end
-function key.inbox(replica) return base .. 'inbox:' .. replica end
-function key.wake(replica) return base .. 'wake:' .. replica end
+-- key          type    what it holds                                             removed by
+-- pool         hash    counters (packed, lib/pool.lua), settings, versions       nobody (FLUSHALL)
+-- requests     hash    request id -> record (lib/record.lua)                     the request's end
+-- inflight     zset    granted or placed request id -> lease expiry, ms          the request's end
+-- timers       zset    queued or held id -> when its next thing is due, ms       dispatch, the request's end
+-- overdue      zset    queued id -> when it became overdue, us                   dispatch, the request's end
+-- queue:B:L    zset    queued ids of a lane -> arrival, us                       Redis, when empty
+-- edf:B:L      zset    the same ids -> deadline (ordering edf)                   Redis, when empty
+-- line:B:L:W   zset    the ids of workload W there -> arrival (workload-aware)   Redis, when empty
+-- growing:B:L  zset    heads of lines whose score grows (lib/order.lua)          Redis, when empty
+-- static:B:L   zset    heads of lines whose score does not                       Redis, when empty
+-- flows:B      zset    backlogged lane -> its start tag                          Redis, when empty
+-- parked:B     zset    backlogged lane at its limit -> its start tag             Redis, when empty
+-- finish:B     zset    idle lane -> its last finish tag, while above v           sweep
+-- victims:B    zset    lane -> when it was last preempted, us; under pressure    sweep
+-- limits       hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
+-- load         zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
+-- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
+-- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
+-- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
+-- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep
+-- about        hash    replica incarnation -> JSON it gave of itself             sweep
+-- orphans      hash    silent replica -> cursor of the sweep's walk              sweep, heartbeat
+-- inbox:R      hash    request id -> news for replica R                          place, heartbeat, sweep
+-- log          stream  the decision log, when it is on                           its own cap
+-- wake:R       channel the same news as a hint to replica R                      (never stored)
+local BANDS = {0, 1, 2}
+local key -- the keys of the pool that this call is about
+local keyrings = {}
+local function use_keys(pool_key)
+  key = keyrings[pool_key]
+  if key then return end
+  local base = string.sub(pool_key, 1, -5)
+  key = {pool = pool_key}
+  for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'workloads',
+    'answers', 'replicas', 'about', 'orphans', 'log'}) do
+    key[name] = base .. name
+  end
+  for _, kind in ipairs({'flows', 'parked', 'finish', 'victims'}) do
+    key[kind] = {}
+    for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
+  end
+  for _, kind in ipairs({'queue', 'edf', 'growing', 'static'}) do
+    local prefix = {}
+    for _, band in ipairs(BANDS) do prefix[band] = base .. kind .. ':' .. band .. ':' end
+    key[kind] = function(band, lane) return prefix[band] .. lane end
+  end
+  function key.line(band, lane, workload) return base .. 'line:' .. band .. ':' .. lane .. ':' .. workload end
+  function key.inbox(replica) return base .. 'inbox:' .. replica end
+  function key.wake(replica) return base .. 'wake:' .. replica end
+  keyrings[pool_key] = key
+end

@@ -1,11 +1,11 @@
--- include: keys
+-- include: writes
 -- News for the replicas that own requests: durable in each one's inbox until taken, with a wake-up as a
 -- hint. News for the calling replica goes home in the script's own reply instead of a wake-up.
-local news = {mine = {}, others = {}}
+local news = {}
 function news.tell(owner, id, what)
   -- Only a live replica is granted anything; an inbox of one that is gone would never be emptied.
   if what == 'granted' or redis.call('ZSCORE', key.replicas, owner) then
-    redis.call('HSET', key.inbox(owner), id, what)
+    writes.hash(key.inbox(owner), id, what)
   end
   if owner == news.caller then
     news.mine[#news.mine + 1] = what .. ' ' .. id
@@ -14,6 +14,8 @@ function news.tell(owner, id, what)
     news.others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
   end
 end
+function news.forget(owner, id) writes.hash(key.inbox(owner), id, false) end
 function news.send()
   for owner, text in pairs(news.others) do redis.call('PUBLISH', key.wake(owner), text) end
 end
+local function forget_news(caller) news.caller, news.mine, news.others = caller, {}, {} end

@@ -1,66 +1,165 @@
--- include: pool record log
--- The queue: bands, in each band flows ordered by start tag, in each flow requests in arrival order.
+-- include: order log
+-- The queue: bands, in each band lanes ordered by start tag, in each lane requests by the ordering.
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; several servers: Jin, Chase, Kaur, SFQ(D), 2004):
--- a flow that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + cost/weight.
--- One tag a flow: a request that leaves early leaves no hole.
+-- a lane that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share.
+-- One tag a lane: a request that leaves early leaves no hole. docs/fairness.md has the proofs.
 local queue = {}
-local BANDS = {0, 1, 2}
+-- What serving r costs its lane.
+function queue.share(r)
+  if settings.fairness == 'round-robin' then return 1 end
+  if settings.fairness == 'none' then return r.cost end
+  return r.cost / (settings.weights[r.flow] or r.weight)
+end
+function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
+-- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
+local function standing_lane(r)
+  local lane = queue.lane(r)
+  if pool.refiling == 0 or redis.call('ZSCORE', key.queue(r.band, lane), r.id) then return lane end
+  local other = lane == '' and r.flow or ''
+  return redis.call('ZSCORE', key.queue(r.band, other), r.id) and other
+end
+function queue.length(band, lane) return redis.call('ZCARD', key.queue(band, lane)) end
+function queue.due_ms(r)
+  local arrived_ms = math.floor(r.arrived / 1000)
+  local patience_ms = settings.starvation_ms
+  if patience_ms == 0 then patience_ms = math.floor((r.deadline_ms - arrived_ms) / 2) end
+  return math.min(arrived_ms + patience_ms, r.deadline_ms)
+end
 local function grow(r, change)
   pool.add('queued', change)
-  pool.add('queued:' .. r.band, change)
+  pool.add(QUEUED[r.band], change)
 end
-function queue.vtime(band) return tonumber(redis.call('HGET', key.pool, 'vtime:' .. band) or 0) end
--- Put r in (back) at its place. Its record is written by the caller.
-function queue.insert(r)
-  local requests = key.queue(r.band, r.flow)
-  redis.call('ZADD', requests, r.arrived, r.id)
-  redis.call('ZADD', key.deadlines, r.deadline_ms, r.id)
+-- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
+-- written by the caller.
+function queue.insert(r, length)
+  local band, lane = r.band, queue.lane(r)
+  redis.call('ZADD', key.queue(band, lane), r.arrived, r.id)
+  known_records[r.id] = r
+  order.insert(r, lane)
+  r.due_ms = queue.due_ms(r)
+  writes.zset(key.timers, r.id, r.due_ms)
+  if pool[QUEUED[band]] == 0 then pool.set(BAND_TAG[band], math.max(pool[BAND_TAG[band]], pool.bv)) end
   grow(r, 1)
-  if redis.call('ZCARD', requests) == 1 then
-    local finish = tonumber(redis.call('ZSCORE', key.finish(r.band), r.flow) or 0)
-    redis.call('ZADD', key.flows(r.band), math.max(queue.vtime(r.band), finish), r.flow)
-  end
+  if (length or queue.length(band, lane) - 1) > 0 then return nil end
+  local tag = math.max(pool[V[band]], tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
+  redis.call('ZADD', key.flows[band], tag, lane)
+  if pool.pressed == 1 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
+  return tag
 end
--- Take r out of its flow without serving it; an emptied flow keeps its tag as its finish tag.
-function queue.remove(r)
-  local requests = key.queue(r.band, r.flow)
-  if redis.call('ZREM', requests, r.id) == 0 then return end
-  redis.call('ZREM', key.deadlines, r.id)
-  grow(r, -1)
-  if redis.call('EXISTS', requests) == 0 then
-    redis.call('ZADD', key.finish(r.band), redis.call('ZSCORE', key.flows(r.band), r.flow), r.flow)
-    redis.call('ZREM', key.flows(r.band), r.flow)
-  end
+local function retire(band, lane, tag)
+  redis.call('ZREM', key.flows[band], lane)
+  redis.call('ZADD', key.finish[band], tag, lane)
 end
--- The id that is served next and its flow's start tag, or nil: the first band that has one, its least tag.
-function queue.head()
-  for _, band in ipairs(BANDS) do
-    local flow = redis.call('ZRANGE', key.flows(band), 0, 0, 'WITHSCORES')
-    if flow[1] then
-      return redis.call('ZRANGE', key.queue(band, flow[1]), 0, 0)[1], tonumber(flow[2])
-    end
-  end
-end
--- Charge r to its flow and take it out: v moves to the flow's start tag, the flow to its next.
-function queue.serve(r, tag)
-  local requests, finish = key.queue(r.band, r.flow), tag + r.cost / r.weight
+-- Take r off everything that orders it. Returns its lane, and whether that is now empty.
+local function unqueue(r)
+  local lane = standing_lane(r)
+  local requests = key.queue(r.band, lane)
   redis.call('ZREM', requests, r.id)
-  redis.call('ZREM', key.deadlines, r.id)
-  redis.call('HSET', key.pool, 'vtime:' .. r.band, tag)
+  order.remove(r, lane)
+  writes.zset(key.timers, r.id, false)
+  if pool.overdue > 0 then pool.add('overdue', -redis.call('ZREM', key.overdue, r.id)) end
   grow(r, -1)
-  if redis.call('EXISTS', requests) == 1 then
-    redis.call('ZADD', key.flows(r.band), finish, r.flow)
-  else
-    redis.call('ZREM', key.flows(r.band), r.flow)
-    redis.call('ZADD', key.finish(r.band), finish, r.flow)
+  return lane, redis.call('EXISTS', requests) == 0
+end
+-- Take r out without serving it: its lane's tag stays as it is.
+function queue.remove(r)
+  local lane, emptied = unqueue(r)
+  if not emptied then return end
+  local tag = redis.call('ZSCORE', key.flows[r.band], lane)
+  if not tag then
+    tag = redis.call('ZSCORE', key.parked[r.band], lane)
+    redis.call('ZREM', key.parked[r.band], lane)
   end
+  retire(r.band, lane, tag)
+end
+-- Take r out and charge it to its lane, whose start tag is `tag`. A turn moves v to the tag; what the guard
+-- serves out of turn does not.
+function queue.serve(r, tag, by)
+  local lane, emptied = unqueue(r)
+  local share = queue.share(r)
+  if by == 'turn' then pool.set(V[r.band], math.max(pool[V[r.band]], tag)) end
+  if emptied then
+    retire(r.band, lane, tag + share)
+  else
+    redis.call('ZADD', key.flows[r.band], tag + share, lane)
+  end
+  if settings.band_policy == 'weighted' then
+    local name = BAND_TAG[r.band]
+    if by == 'turn' then pool.set('bv', math.max(pool.bv, pool[name])) end
+    pool.add(name, r.cost / settings.band_weights[r.band + 1])
+  end
+  return share
+end
+-- Change what a lane has been charged, by what is now known to be right; `floor` is the least its tag can be.
+-- Returns the lane's tag after it.
+function queue.correct(r, lane, change, floor)
+  for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
+    if redis.call('ZSCORE', place, lane) then return tonumber(redis.call('ZINCRBY', place, change, lane)) end
+  end
+  redis.call('ZADD', key.finish[r.band], floor + change, lane)
+  return floor + change
+end
+-- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
+function queue.park(band, lane, tag)
+  redis.call('ZREM', key.flows[band], lane)
+  redis.call('ZADD', key.parked[band], tag, lane)
+  log_lane('parked', band, lane, tag)
+end
+function queue.unpark(band, lane)
+  local tag = redis.call('ZSCORE', key.parked[band], lane)
+  if not tag then return end
+  redis.call('ZREM', key.parked[band], lane)
+  tag = math.max(pool[V[band]], tonumber(tag))
+  redis.call('ZADD', key.flows[band], tag, lane)
+  log_lane('unparked', band, lane, tag)
 end
 -- Keep a silent replica's request for whoever brings its id, out of the order until then. Its own deadline
 -- stays in its record: whoever adopts it has the rest of its TTL.
 function queue.hold(r, until_ms)
   queue.remove(r)
   r.state = 'held'
-  redis.call('ZADD', key.deadlines, math.min(r.deadline_ms, until_ms), r.id)
+  writes.zset(key.timers, r.id, math.min(r.deadline_ms, until_ms))
   record.write(r)
   log('held', r)
+end
+-- The walk of a changed policy has come by: stand where the policy now in force would have put r.
+function queue.refile(r)
+  local lane = standing_lane(r)
+  if lane ~= queue.lane(r) then
+    queue.remove(r)
+    queue.insert(r)
+  else
+    order.remove(r, lane)
+    order.insert(r, lane)
+  end
+end
+-- The band that comes next, in the order of the policy; a closure over the bands that have someone waiting.
+function queue.bands()
+  local nonempty = {}
+  for _, band in ipairs(BANDS) do
+    if pool[QUEUED[band]] > 0 then nonempty[#nonempty + 1] = band end
+  end
+  if settings.band_policy == 'weighted' then
+    table.sort(nonempty, function(a, b)
+      local tag_a, tag_b = pool['band:' .. a], pool['band:' .. b]
+      return tag_a < tag_b or (tag_a == tag_b and a < b)
+    end)
+  end
+  return nonempty
+end
+-- Whose turn it is: an id, and its lane's start tag; nil when nobody can be served.
+function queue.turn()
+  for _, band in ipairs(queue.bands()) do
+    local lane = redis.call('ZRANGE', key.flows[band], 0, 0, 'WITHSCORES')
+    if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]) end
+  end
+end
+-- The most overdue request of the whole queue whose lane is not parked; nil if there is none near the front.
+local GUARD_LOOKS_AT = 16
+function queue.most_overdue()
+  for _, id in ipairs(redis.call('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
+    local r = record.read(id)
+    local tag = redis.call('ZSCORE', key.flows[r.band], standing_lane(r))
+    if tag then return id, tonumber(tag) end
+  end
 end

@@ -1,24 +1,47 @@
--- include: keys
--- One request as a string: its fields, each closed by \31, which no field may hold (replicas refuse
--- control characters). state: queued, held (its replica is silent), granted, placed. Written out field by
--- field: a loop over names costs twice the time.
+-- include: keys writes
+-- One request, packed. state: queued, held (its replica is silent), granted, placed. Fields hold no control
+-- characters (replicas refuse them), so none can end a string early. Each is read once a call.
 local record = {}
+local RECORD = 'ssssBddsBsddsdddd'
+local known_records = {}
+local function parse_record(id, text)
+  if not text then
+    known_records[id] = false
+    return nil
+  end
+  local r = {id = id}
+  r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
+    r.deadline_ms, r.endpoints, r.granted_us, r.limit, r.taken, r.tag = struct.unpack(RECORD, text)
+  known_records[id] = r
+  return r
+end
+-- Read the records that a batch names in one go.
+function record.prefetch(ids)
+  if #ids == 0 then return end
+  local texts = redis.call('HMGET', key.requests, unpack(ids))
+  for i = 1, #ids do
+    if known_records[ids[i]] == nil then parse_record(ids[i], texts[i]) end
+  end
+end
 function record.read(id)
-  local text = redis.call('HGET', key.requests, id)
-  if not text then return nil end
-  local state, owner, attempt, flow, band, weight, cost, workload, criticality, model, arrived, deadline_ms,
-    endpoints_, granted_us = string.match(text, '^(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31'
-      .. '(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31(.-)\31$')
-  return {
-    id = id, state = state, owner = owner, attempt = attempt, flow = flow, band = tonumber(band),
-    weight = tonumber(weight), cost = tonumber(cost), workload = workload,
-    criticality = tonumber(criticality), model = model, arrived = tonumber(arrived),
-    deadline_ms = tonumber(deadline_ms), endpoints = endpoints_, granted_us = tonumber(granted_us),
-  }
+  local r = known_records[id]
+  if r ~= nil then return r or nil end
+  return parse_record(id, redis.call('HGET', key.requests, id))
+end
+-- A record that a scan has come upon.
+function record.meet(id, text)
+  local r = known_records[id]
+  if r == nil then return parse_record(id, text) end
+  return r or nil
 end
 function record.write(r)
-  redis.call('HSET', key.requests, r.id, string.format(
-    '%s\31%s\31%s\31%s\31%d\31%.17g\31%.17g\31%s\31%d\31%s\31%.0f\31%.0f\31%s\31%.0f\31',
-    r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model,
-    r.arrived, r.deadline_ms, r.endpoints, r.granted_us))
+  known_records[r.id] = r
+  writes.hash(key.requests, r.id, struct.pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight,
+    r.cost, r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.granted_us, r.limit,
+    r.taken, r.tag))
 end
+function record.drop(r)
+  known_records[r.id] = false
+  writes.hash(key.requests, r.id, false)
+end
+local function forget_records() known_records = {} end

@@ -3,51 +3,73 @@
 -- and seven counts of arrivals, newest first, each over a sixth of the rate window. The rate slides: it
 -- is the newest count, the five before, and the part of the seventh that the window still covers.
 -- An anonymous request has workload '' and leaves nothing here.
-local workloads = {touched = {}}
-function workloads.parse(text)
-  local a, b, c, d, e, f, g, h, i, j, k, l, m = string.match(text,
-    '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-  local n = tonumber
-  return {n(a), n(b), n(c), n(d), n(e), n(f), n(g), n(h), n(i), n(j), n(k), n(l), n(m)}
-end
-function workloads.get(id)
-  local w = workloads.touched[id]
-  if not w then
-    w = workloads.parse(redis.call('HGET', key.workloads, id) or '0 0 0 0 0 0 0 0 0 0 0 0 0')
-    workloads.touched[id] = w
-  end
+local workloads = {}
+local WORKLOAD = 'ddddddddddddd'
+local known_workloads, changed_workloads = {}, {}
+local function parse_workload(id, text)
+  local w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  known_workloads[id] = w
   return w
 end
+function workloads.prefetch(ids)
+  if #ids == 0 then return end
+  local texts = redis.call('HMGET', key.workloads, unpack(ids))
+  for i = 1, #ids do
+    if not known_workloads[ids[i]] then parse_workload(ids[i], texts[i]) end
+  end
+end
+local function workload(id)
+  return known_workloads[id] or parse_workload(id, redis.call('HGET', key.workloads, id))
+end
+local function slide(w)
+  local slot = math.floor(now_ms / (settings.window_ms / 6))
+  local passed = math.min(slot - w[6], 7)
+  if passed > 0 then
+    for i = 13, 7, -1 do w[i] = i - passed >= 7 and w[i - passed] or 0 end
+    w[6] = slot
+  end
+end
+-- Requests a second over the window.
+function workloads.rate(id)
+  if id == '' then return 0 end
+  local w, slot_ms = workload(id), settings.window_ms / 6
+  slide(w)
+  local left = 1 - (now_ms % slot_ms) / slot_ms
+  return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
+end
+function workloads.wait_ms(id) return workload(id)[4] end
 function workloads.arrived(id)
   if id == '' then return end
-  local w = workloads.get(id)
-  local slot = math.floor(now_ms / (pool.window_ms / 6))
-  local passed = math.min(slot - w[6], 7)
-  for i = 13, 7, -1 do w[i] = i - passed >= 7 and w[i - passed] or 0 end
-  w[1], w[2], w[5], w[6], w[7] = w[1] + 1, w[2] + 1, now_ms, slot, w[7] + 1
+  local w = workload(id)
+  slide(w)
+  w[1], w[2], w[5], w[7] = w[1] + 1, w[2] + 1, now_ms, w[7] + 1
+  changed_workloads[id] = w
 end
 function workloads.dispatched(id, wait_ms)
   if id == '' then return end
-  local w = workloads.get(id)
-  w[4] = w[3] == 0 and wait_ms or pool.ema_alpha * wait_ms + (1 - pool.ema_alpha) * w[4]
+  local w = workload(id)
+  w[4] = w[3] == 0 and wait_ms or settings.ema_alpha * wait_ms + (1 - settings.ema_alpha) * w[4]
   w[3] = w[3] + 1
+  changed_workloads[id] = w
 end
 function workloads.ended(id)
   if id == '' then return end
-  local w = workloads.get(id)
+  local w = workload(id)
   w[2], w[5] = math.max(w[2] - 1, 0), now_ms
+  changed_workloads[id] = w
 end
 -- A request known to be running, of which the registry has lost sight.
 function workloads.restored(id)
   if id == '' then return end
-  local w = workloads.get(id)
+  local w = workload(id)
   w[2], w[5] = w[2] + 1, now_ms
+  changed_workloads[id] = w
+end
+function workloads.idle(text, idle_ms)
+  local _, active, _, _, last_ms = struct.unpack('ddddd', text)
+  return active == 0 and now_ms - last_ms > idle_ms
 end
 function workloads.save()
-  local write = {}
-  for id, w in pairs(workloads.touched) do
-    write[#write + 1] = id
-    write[#write + 1] = string.format('%d %d %d %.3f %.0f %.0f %d %d %d %d %d %d %d', unpack(w))
-  end
-  if #write > 0 then redis.call('HSET', key.workloads, unpack(write)) end
+  for id, w in pairs(changed_workloads) do writes.hash(key.workloads, id, struct.pack(WORKLOAD, unpack(w))) end
 end
+local function forget_workloads() known_workloads, changed_workloads = {}, {} end

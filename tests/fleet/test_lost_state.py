@@ -21,12 +21,13 @@ async def test_flushed_scripts_cost_no_client_an_error(fleet: Any) -> None:
         async with here.redis() as redis:
             while not done.is_set():
                 await redis.script_flush()
+                await redis.function_flush()
                 flushes += 1
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await done.wait()
 
-    # When the script cache is flushed every 100 ms
+    # When the library is flushed every 100 ms
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(flush())
         answers = []

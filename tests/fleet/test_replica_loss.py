@@ -43,7 +43,8 @@ async def test_kill_with_100_queued_and_20_streaming(fleet: Any) -> None:
     await at_rest(here, within_s=LEASE_S + 5)
     # And what was queued through it was adopted, and kept its place: arrival order, by the log
     log = await decisions(here)
-    arrived = [entry.request for entry in log if entry.event == "queued"]
+    queued_ones = [entry for entry in log if entry.event == "queued"]
+    arrived = [entry.request for entry in sorted(queued_ones, key=lambda entry: entry.arrived)]
     assert len(arrived) == 100
     assert order_of(log) == arrived
     assert {entry.request for entry in log if entry.event == "adopted"} & set(arrived)

@@ -1,5 +1,6 @@
 """The decision log read back, and replayed against the rules it must obey (G1, G4, G6)."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,8 +9,12 @@ TAKES = ("bypassed", "granted", "restored")
 # What ends a request, wherever it is. `refused` is also the answer to one that never began.
 ENDS = (
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
-    "expired", "abandoned",
+    "expired", "abandoned", "preempted", "evicted",
 )  # fmt: skip
+
+
+# What changes nothing of where a request is.
+ASIDE = ("tuned", "parked", "unparked", "corrected", "moved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,15 @@ class Entry:
     stock: float
     queued: int
     upper: float
+    by: str
+    note: str
 
     @classmethod
     def of(cls, raw: Mapping[str, str]) -> "Entry":
         return cls(
             int(raw["seq"]), raw["event"], raw["request"], raw["flow"], int(raw["band"]), raw["workload"],
             float(raw["cost"]), int(raw["arrived"]), raw["tag"], raw["endpoint"],
-            float(raw["stock"]), int(raw["queued"]), float(raw["upper"]),
+            float(raw["stock"]), int(raw["queued"]), float(raw["upper"]), raw["by"], raw["note"],
         )  # fmt: skip
 
 
@@ -49,6 +56,7 @@ class Ledger:
     held: dict[str, Entry] = field(default_factory=dict)
     lives: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)  # by event
+    ordering: str = "fcfs"
 
     @classmethod
     def replay(cls, entries: Iterable[Entry]) -> "Ledger":
@@ -61,8 +69,15 @@ class Ledger:
         return ledger
 
     def _take(self, entry: Entry) -> None:
+        if entry.event in ASIDE:
+            if entry.event == "tuned":
+                self.ordering = json.loads(entry.note)["ordering"]
+            return
         if entry.event in TAKES:
             self._takes_stock(entry)
+        elif entry.event == "requeued":
+            del self.running[entry.request]
+            self.queued[entry.request] = entry
         elif entry.event == "queued":
             self._begins(entry)
             self.queued[entry.request] = entry
@@ -92,6 +107,8 @@ class Ledger:
 
     def _served(self, entry: Entry) -> None:
         mine = self.queued.pop(entry.request)
+        if self.ordering != "fcfs":
+            return
         ahead = [
             other.request
             for other in self.queued.values()

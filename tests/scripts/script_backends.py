@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import redis
+from fake_struct import with_struct
 from fakeredis import TcpFakeServer
 
 from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
-from app.state.scripts import NAMES, load
+from app.state.scripts import load_library
 
 _TRIES = 3  # another process may take the port between its choice and its use
 
@@ -58,8 +59,7 @@ def _started(folder: Path, port: int) -> subprocess.Popen[str] | None:
 def fakeredis() -> Iterator[int]:
     """fakeredis behind TCP; its port.
 
-    The scripts are loaded beforehand, since this server closes a connection after any error reply,
-    NOSCRIPT included.
+    The library is loaded beforehand, since this server closes a connection after any error reply.
     """
     with TcpFakeServer((LOOPBACK, 0), server_type="valkey") as server:
         # Its replies are small and several: Nagle's algorithm would hold each second one for 40 ms.
@@ -70,8 +70,7 @@ def fakeredis() -> Iterator[int]:
         try:
             port: int = server.server_address[1]
             with redis.Redis(LOOPBACK, port) as client:
-                for name in NAMES:
-                    client.script_load(load(name).source)
+                client.function_load(with_struct(load_library()))
             yield port
         finally:
             server.shutdown()

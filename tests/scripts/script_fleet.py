@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from decision_ledger import Entry, Ledger
+from packed import counters
 from redis.asyncio import Redis
 
 from app.admission.membership import Membership
@@ -21,10 +22,13 @@ from app.telemetry.metrics import Metrics
 
 DEADLINE_S = 20.0  # generous: what has not happened by then will not
 CALL_TIMEOUT_S = 5.0
-NUMBERS: Mapping[str, float] = {
+SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
-    "grant_lease_ms": 60_000, "silence_ms": 60_000, "fallbacks": 2, "log_max": 100_000,
-    "window_ms": 60_000, "ema_alpha": 0.2,
+    "silence_ms": 60_000, "fallbacks": 2, "log_max": 100_000, "window_ms": 60_000, "ema_alpha": 0.2,
+    "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair", "ordering": "fcfs",
+    "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
+    "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
+    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2,
 }  # fmt: skip
 _COUNTED = itertools.count(1)
 
@@ -43,10 +47,13 @@ def ask(
     ttl_s: float = 60.0,
     workload: str = "",
     subset: tuple[str, ...] | None = None,
+    criticality: int = 3,
+    limit: int = 0,
+    learn: bool = False,
 ) -> InferenceRequest:
-    who = Workload(workload or "auto-" + request_id, 3, registered=bool(workload))
+    who = Workload(workload or "auto-" + request_id, criticality, registered=bool(workload))
     return InferenceRequest(
-        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset
+        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset, limit, learn
     )  # fmt: skip
 
 
@@ -66,6 +73,10 @@ async def until(condition: Callable[[], Any]) -> Any:
             return found
         await asyncio.sleep(0.005)
     raise AssertionError(f"never became true: {condition}")
+
+
+def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"lower_per": settings["upper_per"]} if "upper_per" in settings else {}
 
 
 class Replica:
@@ -101,12 +112,15 @@ class Replica:
     async def beat(self, silence_s: float = 60.0) -> Pulse:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
 
-    async def publish(self, *endpoints: Endpoint | str, **numbers: float) -> None:
-        """Publish `endpoints` and NUMBERS with `numbers` in their place."""
+    async def publish(self, *endpoints: Endpoint | str, **settings: Any) -> None:
+        """Publish `endpoints` and SETTINGS with `settings` in their place."""
         listed = [Endpoint(each) if isinstance(each, str) else each for each in endpoints]
         version = f"v{next(_COUNTED)}"
         await self.store.publish(
-            {**NUMBERS, **numbers}, listed, config_version="test", endpoints_version=version
+            {**SETTINGS, **_bounds(settings), **settings},
+            listed,
+            config_version="test",
+            endpoints_version=version,
         )
         self.cell.publish(Snapshot(version, tuple(listed)))
 
@@ -153,7 +167,7 @@ class Fleet:
         """Whether every count is exactly 0 (G6)."""
         state = await self.state()
         counts = (state["stock"], state["queued"], state["leases"], state["active_flows"])
-        waiting = [await self.redis.exists(self.keys.prefix + name) for name in ("requests", "deadlines")]
+        waiting = [await self.redis.exists(self.keys.prefix + name) for name in ("requests", "timers")]
         return not any(counts) and not any(waiting) and not any(state["in_flight"].values())
 
     async def now_ms(self) -> float:
@@ -181,8 +195,12 @@ class Fleet:
             elif kind == "zset":
                 pairs = await self.redis.zrange(key, 0, -1, withscores=True)
                 found[name] = dict(map(tuple, pairs))
-        for field in ("seq", "log_seq", "swept_ms"):
-            found.get("pool", {}).pop(field, None)
+        pool = found.get("pool", {})
+        pool.pop("swept_ms", None)
+        if "counters" in pool:
+            pool["counters"] = counters(pool["counters"])
+            for mark in ("seq", "log_seq"):
+                del pool["counters"][mark]
         for leases in ("inflight", "replicas"):
             if leases in found:
                 found[leases] = sorted(found[leases])
@@ -191,7 +209,12 @@ class Fleet:
 
 def _client(url: str) -> Redis:
     return Redis.from_url(
-        url, decode_responses=True, socket_timeout=DEADLINE_S, socket_connect_timeout=DEADLINE_S, retry=None
+        url,
+        decode_responses=True,
+        encoding_errors="surrogateescape",
+        socket_timeout=DEADLINE_S,
+        socket_connect_timeout=DEADLINE_S,
+        retry=None,
     )
 
 
@@ -208,12 +231,12 @@ async def running(
     joined: Mapping[str, Any] | None = None,
     call_timeout_s: float = CALL_TIMEOUT_S,
     through: Mapping[str, str] | None = None,
-    **numbers: float,
+    **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """A fleet of replicas called `names` on `endpoints` endpoints.
 
     `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
-    nothing happens by itself: the first replica has published NUMBERS with `numbers` in their place, and
+    nothing happens by itself: the first replica has published SETTINGS with `settings` in their place, and
     each has beaten once. `listening` replicas hear wake-ups. `through` gives the named ones another URL;
     `call_timeout_s` is theirs alone, so that the others stay patient on a busy machine.
     """
@@ -228,7 +251,7 @@ async def running(
         background = [tasks.create_task(replica.store.run()) for replica in replicas]
         try:
             if joined is None:
-                await replicas[0].publish(*addresses(endpoints), **numbers)
+                await replicas[0].publish(*addresses(endpoints), **settings)
                 for replica in replicas:
                     await replica.beat()
             for replica in replicas:

@@ -108,10 +108,10 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
         await a.admit("runs")
         # When flow x brings three, then its third is refused
         assert [(await a.admit(f"x{i}", flow="x")).what for i in range(2)] == ["queued"] * 2
-        assert await a.admit("x2", flow="x") == Verdict("refused", "insufficient-flow-capacity")
+        assert await a.admit("x2", flow="x") == Verdict("refused", "insufficient-flow-capacity 1")
         # When y takes the last place, then z finds none
         assert (await a.admit("y0", flow="y")).what == "queued"
-        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows")
+        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows 1")
         # When one leaves, then there is a place again
         await a.store.cancel("x0", 1, "cancelled")
         assert (await a.admit("z1", flow="z")).what == "queued"
@@ -142,7 +142,7 @@ async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -
         # Given no endpoint, or only one that drains, when a request comes, then it is refused
         for endpoints in ((), (Endpoint("10.0.0.1:8000", draining=True),)):
             await a.publish(*endpoints)
-            assert await a.admit("r") == Verdict("refused", "no-endpoints")
+            assert await a.admit("r") == Verdict("refused", "no-endpoints 1")
         assert await it.at_rest()
 
 

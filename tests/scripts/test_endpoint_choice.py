@@ -78,7 +78,7 @@ async def test_a_subset_without_a_known_endpoint_is_refused(
     async with fleet("a") as it:
         (a,) = it.replicas
         # Given room, when the subset names nothing, then the request is refused and holds nothing
-        assert await a.admit("r", subset=subset) == Verdict("refused", "no-endpoints")
+        assert await a.admit("r", subset=subset) == Verdict("refused", "no-endpoints 1")
         assert await it.at_rest()
 
 
@@ -90,7 +90,7 @@ async def test_a_queued_request_whose_subset_is_gone_is_refused_when_placed(flee
         await a.admit("waits")
         await a.settle("runs")
         # When its subset names nothing, then it is refused and its stock is given back
-        assert await a.place("waits", subset=("10.9.9.9:1",)) == Verdict("refused", "no-endpoints")
+        assert await a.place("waits", subset=("10.9.9.9:1",)) == Verdict("refused", "no-endpoints 1")
         assert events_of(await it.log(), "waits") == ["queued", "granted", "refused"]
         assert (await it.ledger()).ends == {"completed": 1, "refused": 1}
         assert await it.at_rest()
@@ -116,7 +116,7 @@ async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_en
         # When it leaves, then it takes nothing new, and its count stays
         await a.publish(E2, upper_per=5)
         assert await a.admit("r3") == Verdict("placed", E2)
-        assert await a.admit("r4", subset=(E1,)) == Verdict("refused", "no-endpoints")
+        assert await a.admit("r4", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
         assert (await it.state())["in_flight"] == {E1: 2, E2: 1}
         # When its requests end, then it vanishes with the last
         await a.settle("r1")

@@ -34,8 +34,8 @@ async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         await a.admit("runs")
-        await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.05) for i in range(120)))
-        await it.after(60)
+        await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(120)))
+        await it.after(650)
         # When another sweeps, then a hundred a call
         swept = await a.sweep()
         assert (swept.ran, swept.expired, swept.more) == (True, 100, True)

@@ -2,10 +2,12 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from packed import doubles
 from script_backends import wire
-from script_fleet import Fleet, OpenFleet, Replica, ask
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
 from app.admission import ticket
 from app.state.store import Verdict
@@ -37,7 +39,7 @@ CALLS: dict[str, Call] = {
     "renew, waiting": lambda a: a.store.renew("queued", 1, "", TICKET),
     "heartbeat": lambda a: a.beat(),
     "publish": lambda a: a.store.publish(
-        {"upper_per": 2, "lower_per": 2}, (), config_version="c", endpoints_version="e"
+        {**SETTINGS, "upper_per": 3}, (), config_version="c", endpoints_version="e"
     ),
     "sweep": lambda a: a.sweep(),
     "state": lambda a: a.store.state(60),
@@ -94,13 +96,13 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
         await it.ledger()
 
 
-def _counts(dump: dict[str, dict[str, str]]) -> dict[str, object]:
+def _counts(dump: dict[str, Any]) -> dict[str, object]:
     """What is to be exact: everything but ids of lives, versions, and records and tags that hold times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
-    counted: dict[str, object] = {name: float(dump["pool"].get(name, 0)) for name in exact}
+    counted: dict[str, object] = {name: dump["pool"]["counters"][name] for name in exact}
     counted["load"] = sum(dump["load"].values())  # which endpoint is a matter of turns
-    counted["workloads"] = {id: text.split()[:3] for id, text in dump.get("workloads", {}).items()}
-    for name in ("requests", "inflight", "deadlines", "flows:1", "inbox:a"):
+    counted["workloads"] = {id: doubles(text)[:3] for id, text in dump.get("workloads", {}).items()}
+    for name in ("requests", "inflight", "timers", "flows:1", "inbox:a"):
         counted[name] = sorted(dump.get(name, ()))
     return counted
 

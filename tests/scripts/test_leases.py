@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from decision_ledger import events_of
+from packed import doubles
 from script_fleet import Fleet, OpenFleet, addresses, ask, until
 
 from app.admission import ticket
@@ -33,7 +34,7 @@ async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
 
 async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
     # Given a grant that its owner does not place
-    async with fleet("a", upper_per=1, grant_lease_ms=50) as it:
+    async with fleet("a", upper_per=1, lease_ms=50) as it:
         (a,) = it.replicas
         await a.admit("runs")
         await a.admit("q")
@@ -156,7 +157,7 @@ async def test_what_runs_is_restored_from_its_ticket_after_the_state_was_lost(fl
         assert await b.store.renew("r", None, E2, note) == "renewed"
         state = await it.state()
         assert (state["stock"], state["leases"], state["in_flight"]) == (1.5, 1, {E1: 0, E2: 1})
-        assert (await it.redis.hget(it.keys.prefix + "workloads", "w")).split()[:3] == ["0", "1", "0"]
+        assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
         # And its end gives it back; its workload is forgotten in time
         assert await a.store.settle("r", Outcome.COMPLETED) == "settled llama"
         assert await it.at_rest()

@@ -12,7 +12,7 @@ from app.admission import ticket
 from app.errors import StateUnavailable
 from app.fleet.ports import free_port
 from app.request import Outcome
-from app.state.scripts import NAMES, load
+from app.state.scripts import load_library
 from app.state.store import Verdict
 
 E1 = addresses(1)[0]
@@ -58,7 +58,7 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
         )
         # When a request lives its whole life, then nothing fails
         for call in calls:
-            await it.redis.script_flush()
+            await it.redis.function_flush()
             await call()
         assert await it.at_rest()
         assert (await it.ledger()).ends == {"completed": 1, "withdrawn": 1}
@@ -71,7 +71,7 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
-        await it.redis.script_flush()
+        await it.redis.function_flush()
         # When every script is asked for in one turn, then each answers as if it were known
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             _next(lambda: a.store.renew("runs", 1, "", "")),
@@ -96,10 +96,10 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
     # Given a server that has forgotten one script and knows the others
     async with valkey_fleet("a") as it:
         (a,) = it.replicas
-        await it.redis.script_flush()
-        for name in NAMES:
-            if name != forgotten:
-                await it.redis.script_load(load(name).source)
+        await it.redis.function_flush()
+        lines = load_library().source.splitlines()
+        registered = f"redis.register_function('{forgotten}_"
+        await it.redis.function_load("\n".join(line for line in lines if not line.startswith(registered)))
         # When a renewal or an admission and the same request's end are sent together
         if forgotten == "renew":
             note = ticket.write(ask("r"), E1)

@@ -7,13 +7,14 @@ from pathlib import Path
 from script_fleet import Fleet, OpenFleet, ask
 
 from app.admission import ticket
+from app.request import Outcome
 from app.state.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 TABLE = ROOT / "lua" / "lib" / "keys.lua"
-PLACES = {"BAND": "[012]", "FLOW": ".+", "REPLICA": "[^:]+"}
-SHORT = {"B": "BAND", "F": "FLOW", "R": "REPLICA"}
+PLACES = {"BAND": "[012]", "LANE": ".*", "WORKLOAD": "[^:]+", "REPLICA": "[^:]+"}
+SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA"}
 
 
 def documented() -> dict[str, str]:
@@ -93,6 +94,26 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.settle("r1")
         await look()
         await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
+        # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
+        await b.admit("limited", flow="limited", limit=1)
+        await look()
+        await a.publish("10.0.0.1:8000", upper_per=1, ordering="edf", starvation_ms=1, total_capacity=3)
+        await b.admit("edf", band=0)
+        await look()
+        await a.publish("10.0.0.1:8000", upper_per=1, ordering="workload-aware", starvation_ms=1)
+        await b.admit("growing", band=0, workload="v")
+        await look()
+        await a.publish("10.0.0.1:8000", upper_per=1, ordering="workload-aware", wait_weight=0)
+        await b.admit("static", band=0, workload="u")
+        await it.after(5)
+        await a.sweep()
+        await look()
+        # And an answer's tokens are known, and a flow at its limit has the next turn
+        await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)
+        await a.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=500, guard_share=0)
+        for name in ("first", "second", "third"):
+            await b.admit(name, flow="one", limit=1)
+        await look()
         # And a replica falls silent, and is swept in parts
         await a.publish("10.0.0.1:8000", upper_per=1, silence_ms=100)
         await it.after(110)
@@ -114,6 +135,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
             await a.admit(f"q{band}", band=band)
         for name in ("runs", "q0", "q1", "q2"):
             await a.settle(name)
+        await a.store.tune({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
         # Then its fields are the documented ones
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields()

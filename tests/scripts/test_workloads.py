@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from packed import doubles
 from script_fleet import Fleet, OpenFleet, until
 
 
@@ -25,9 +26,9 @@ async def entry(it: Fleet, workload: str) -> Entry | None:
     text = await it.redis.hget(it.keys.prefix + "workloads", workload)
     if text is None:
         return None
-    total, active, dispatched, ema_ms, last_ms, slot, *arrivals = text.split()
+    total, active, dispatched, ema_ms, last_ms, slot, *arrivals = doubles(text)
     counts = tuple(int(count) for count in arrivals)
-    return Entry(int(total), int(active), int(dispatched), float(ema_ms), int(last_ms), int(slot), counts)
+    return Entry(int(total), int(active), int(dispatched), ema_ms, int(last_ms), int(slot), counts)
 
 
 async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenFleet) -> None:

@@ -1,44 +1,16 @@
 """The admin API on its real server: health, metrics, state, and problem documents for every fault."""
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from admin_client import STATE, View, api, asking, problem
 
-from app.admin.api import create
-from app.admin.models import State
 from app.admin.server import serving
-from app.config import Settings
 from app.errors import StartupError, StateUnavailable
 from app.telemetry.metrics import Metrics
-
-STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
-
-
-class View:
-    """A replica whose state, readiness and faults the test sets."""
-
-    def __init__(self) -> None:
-        self.components = {"redis": "ok", "grpc": "ok"}
-        self.is_ready = True
-        self.answer: dict[str, Any] | Exception | None = dict(STATE)
-
-    async def state(self) -> dict[str, Any]:
-        if self.answer is None:
-            await asyncio.Event().wait()
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        assert self.answer is not None
-        return self.answer
-
-    def ready(self) -> tuple[bool, dict[str, str]]:
-        return self.is_ready, self.components
-
-    def identity(self) -> dict[str, str]:
-        return {"replica": "r-1", "pool": "default"}
 
 
 @pytest.fixture
@@ -50,20 +22,8 @@ def view() -> View:
 async def http(view: View) -> AsyncIterator[httpx.AsyncClient]:
     metrics = Metrics()
     metrics.answered("lean", "llama", "ok", 0.01)
-    async with (
-        serving(create(view, metrics, Settings()), "127.0.0.1:0") as address,
-        httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client,
-    ):
+    async with asking(api(view, metrics=metrics)) as client:
         yield client
-
-
-def problem(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status
-    assert response.headers["content-type"] == "application/problem+json"
-    document: dict[str, Any] = response.json()
-    assert document["status"] == status
-    assert document["title"]
-    return document
 
 
 async def test_given_a_well_replica_when_asked_then_both_health_pages_are_200(
@@ -152,13 +112,13 @@ async def test_given_a_taken_port_when_served_then_the_fault_names_the_address(v
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartupError, match=f"cannot listen on {listen}"):
-            async with serving(create(view, Metrics(), Settings()), listen):
+            async with serving(api(view), listen):
                 pass
 
 
 async def test_given_an_unknown_host_when_served_then_the_fault_names_the_address(view: View) -> None:
     with pytest.raises(StartupError, match=r"cannot listen on 203\.0\.113\.1:0"):
-        async with serving(create(view, Metrics(), Settings()), "203.0.113.1:0"):
+        async with serving(api(view), "203.0.113.1:0"):
             pass
 
 
@@ -167,7 +127,7 @@ async def test_given_a_served_api_when_left_then_its_port_is_free_and_the_bodys_
 ) -> None:
     address = ""
     with pytest.raises(KeyError, match="mine"):
-        async with serving(create(view, Metrics(), Settings()), "127.0.0.1:0") as address:
+        async with serving(api(view), "127.0.0.1:0") as address:
             raise KeyError("mine")
-    async with serving(create(view, Metrics(), Settings()), address) as again:
+    async with serving(api(view), address) as again:
         assert again == address

@@ -73,11 +73,9 @@ def test_given_the_shipped_example_when_loaded_then_it_is_valid_and_all_in_effec
 
 def test_given_keys_without_a_feature_when_set_then_they_are_named_as_inert(tmp_path: Path) -> None:
     named = inert(load(written(tmp_path, WHOLE), {}))
-    assert "fair_request_queue.overload" in named
-    assert "scheduling.scorers" in named
-    assert "scraping.interval" in named
-    assert "fair_request_queue.starvation_after" not in named  # null sets nothing
-    assert "fair_request_queue.queue_ttl" not in named
+    assert set(named) == {
+        "scheduling.scorers", "scraping.interval", "scraping.stale_after", "scraping.engine"
+    }  # fmt: skip
 
 
 def test_given_the_defaults_when_asked_for_inert_keys_then_there_are_none() -> None:
@@ -87,13 +85,6 @@ def test_given_the_defaults_when_asked_for_inert_keys_then_there_are_none() -> N
 @pytest.mark.parametrize(
     ("section", "key", "value", "valid"),
     [
-        ("fair_request_queue", "ordering", "edf", "fcfs"),
-        ("fair_request_queue", "ordering", "workload-aware", "fcfs"),
-        ("fair_request_queue", "band_policy", "weighted", "strict"),
-        ("fair_request_queue", "fairness", "none", "weighted-fair"),
-        ("fair_request_queue", "fairness", "round-robin", "weighted-fair"),
-        ("fair_request_queue", "overload", "reject-noncritical", "preempt"),
-        ("request_queue_controller", "unit", "tokens", "requests"),
         ("redis", "url", "redis+sentinel://h:1/m", "redis://"),
         ("redis", "url", "redis+cluster://h:1", "redis://"),
     ],
@@ -104,6 +95,67 @@ def test_given_a_planned_value_when_parsed_then_the_fault_says_not_available_yet
     message = fault({section: {key: value}})
     assert message.startswith(f"{section}.{key}: ")
     assert "not available yet; valid: " + valid in message
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("band_policy", ("strict", "weighted")),
+        ("fairness", ("weighted-fair", "round-robin", "none")),
+        ("ordering", ("fcfs", "edf", "workload-aware")),
+        ("overload", ("preempt", "reject-noncritical")),
+    ],
+)
+def test_given_a_policy_when_parsed_then_it_is_taken(key: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        assert getattr(parse({"fair_request_queue": {key: value}}).fair_request_queue, key) == value
+
+
+def test_given_weights_of_some_bands_when_parsed_then_the_others_keep_their_defaults() -> None:
+    weights = parse({"fair_request_queue": {"band_weights": {"critical": 5}}}).fair_request_queue.band_weights
+    assert weights == {Band.CRITICAL: 5, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
+
+
+def test_given_settings_when_dumped_as_json_then_bands_have_their_names() -> None:
+    dump = Settings().model_dump(mode="json")
+    assert dump["fair_request_queue"]["band_weights"] == {"Critical": 70, "Default": 20, "Sheddable": 10}
+
+
+def test_given_tokens_with_a_watermark_when_parsed_then_the_bounds_are_in_tokens() -> None:
+    settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
+    assert settings.request_queue_controller.upper_per_backend == pytest.approx(8800)
+    assert settings.fair_request_queue.default_answer_tokens == 256
+
+
+def test_given_tokens_without_a_watermark_when_parsed_then_the_fault_asks_for_bounds_in_tokens() -> None:
+    message = fault({"request_queue_controller": {"unit": "tokens"}})
+    assert message.startswith("request_queue_controller: unit tokens needs watermark_per_backend")
+    assert "in tokens" in message
+
+
+def critical(count: int) -> list[dict[str, object]]:
+    return [{"name": f"m{number}", "criticality": "Critical"} for number in range(count)]
+
+
+def test_given_critical_guarantees_above_the_capacity_when_parsed_then_the_fault_is_err_too_many_flows() -> (
+    None
+):
+    # Given as many Critical models as the queue has places for, then they are valid
+    queue = {"total_capacity": 300, "flow_capacity": 100}
+    assert len(parse({"models": critical(3), "fair_request_queue": queue}).models) == 3
+    # Given one more, then its places are not there to be promised
+    message = fault({"models": critical(4), "fair_request_queue": queue})
+    assert message.startswith("configuration: ErrTooManyFlows: 4 Critical models")
+    assert "400 places" in message
+    assert "total_capacity is 300" in message
+
+
+def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_the_model() -> None:
+    models = [{"name": "a"}, {"name": "b", "max_inflight_per_endpoint": 4}]
+    assert parse({"models": models}).models[1].max_inflight_per_endpoint == 4
+    message = fault({"models": models, "fair_request_queue": {"fairness": "none"}})
+    assert "fair_request_queue.fairness none" in message
+    assert "models b " in message
 
 
 @pytest.mark.parametrize(
@@ -133,7 +185,18 @@ def test_given_a_planned_value_when_parsed_then_the_fault_says_not_available_yet
         ({"workloads": {"ema_alpha": 2}}, "workloads.ema_alpha"),
         ({"decision_log": {"enabled": "yes"}}, "decision_log.enabled"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "configuration"),
-        ({"models": [{"name": "a", "max_inflight_per_endpoint": 4}]}, "models.0"),
+        (
+            {"models": [{"name": "a", "max_inflight_per_endpoint": 0}]},
+            "models.0.max_inflight_per_endpoint",
+        ),
+        (
+            {"fair_request_queue": {"band_weights": {"Urgent": 1}}},
+            "fair_request_queue.band_weights.Urgent.[key]",
+        ),
+        ({"fair_request_queue": {"band_weights": {"Default": 0}}}, "fair_request_queue.band_weights.Default"),
+        ({"fair_request_queue": {"band_policy": "fair"}}, "fair_request_queue.band_policy"),
+        ({"fair_request_queue": {"default_answer_tokens": 0}}, "fair_request_queue.default_answer_tokens"),
+        ({"request_queue_controller": {"unit": "bytes"}}, "request_queue_controller.unit"),
         ({"models": [{"name": "a", "criticality": "Urgent"}]}, "models.0.criticality"),
         ({"scheduling": {"scorers": [{"name": "luck"}]}}, "scheduling.scorers.0.name"),
         ({"scraping": {"stale_after": "10ms"}}, "scraping"),

@@ -81,6 +81,22 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert gate.withdrawn == []
 
 
+@pytest.mark.parametrize(
+    ("mode", "cost"), [("standard", len(ASK) / 4), ("lean", len(ASK) / 4), ("headers", 100.0)]
+)
+async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str, cost: float) -> None:
+    # Given a stock of tokens, and a body that sets no maximum of its answer
+    tokens = {"unit": "tokens", "watermark_per_backend": 8000}
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate, settings=parse({"request_queue_controller": tokens})))
+    await converse(exchange, *asks(mode, {"content-length": "400"} if mode == "headers" else {}))
+    exchange.close()
+
+    # Then its cost is its prompt's, and the answer's part is left to what the flow has learned
+    request, _ = gate.admitted[0]
+    assert (request.cost, request.learn) == (cost, True)
+
+
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
     # Given a large body in chunks, when all but its end has come

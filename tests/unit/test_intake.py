@@ -131,7 +131,76 @@ def test_bad_metadata_of_a_body_is_named(fields: dict[str, object], says: str) -
     ("stream", "expected"), [(True, True), ("true", True), (False, False), (None, False)]
 )
 def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: bool) -> None:
-    assert read_metadata({"model": "m", "stream": stream, "max_tokens": 7.0}) == Ask("m", expected, None)
+    read = read_metadata({"model": "m", "stream": stream, "max_tokens": 7.0}, 100)
+    assert read == Ask("m", expected, None, body_bytes=100, answer_tokens=7)
+
+
+TOKENS = parse(
+    {
+        "models": [{"name": "limited", "max_inflight_per_endpoint": 3}],
+        "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000},
+    }
+)
+
+
+def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
+    request = Intake(settings, new_id=lambda: "made", choose=lambda: 0.0).request(
+        read, {}, subset=None, trusted=False
+    )
+    return request.cost, request.learn
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (1, 1),
+        (100, 100),
+        (7.0, 7),
+        (1e6, 1_000_000),
+        (2**62, 1_000_000),
+        (1e300, 1_000_000),
+        (0, None),
+        (-5, None),
+        (0.5, None),
+        (True, None),
+        ("100", None),
+        (None, None),
+        ([100], None),
+    ],
+)
+def test_the_answers_maximum_is_charged_where_it_makes_sense(
+    name: str, value: object, answer: object
+) -> None:
+    # Given a body of 400 bytes that sets a maximum, when its cost is counted in tokens
+    bare = len(orjson.dumps({"model": "m", name: value, "prompt": ""}))
+    body = orjson.dumps({"model": "m", name: value, "prompt": "p" * (400 - bare)})
+    cost, learn = costed(read_body(body))
+
+    # Then a sensible one is part of it, and the flow's mean stands in for one that is not
+    assert (cost, learn) == (100 + (answer or 0), answer is None)
+
+
+def test_the_newest_name_of_the_maximum_goes_first() -> None:
+    both = {"model": "m", "max_tokens": 5, "max_completion_tokens": 9}
+    assert read_body(orjson.dumps(both)).answer_tokens == 9
+    assert read_body(orjson.dumps({**both, "max_completion_tokens": None})).answer_tokens == 5
+
+
+def test_a_body_that_envoy_read_is_costed_by_its_length() -> None:
+    assert costed(read_metadata({"model": "m"}, 4000)) == (1000, True)
+    assert costed(read_metadata({"model": "m", "max_tokens": 50.0}, 4000)) == (1050, False)
+    # Given no content-length, then the least is charged
+    assert costed(read_metadata({"model": "m"})) == (1, True)
+
+
+def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:
+    assert costed(read_body(b'{"model": "m", "max_tokens": 500}'), SETTINGS) == (1.0, False)
+
+
+@pytest.mark.parametrize(("model", "limit"), [("limited", 3), ("m", 0)])
+def test_a_models_limit_is_its_flows(model: str, limit: int) -> None:
+    assert asked({"x-gateway-inference-fairness-id": "a"}, model=model, settings=TOKENS).limit == limit
 
 
 def test_a_renamed_body_keeps_everything_else() -> None:

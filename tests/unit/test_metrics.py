@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from metrics_page import samples
 
-from app.request import Completion, Outcome
+from app.request import Band, Completion, Outcome
 from app.telemetry import logs
 from app.telemetry.metrics import Metrics
 from app.telemetry.series import OTHER, LabelCap
@@ -22,20 +22,8 @@ STATE = {
     "replicas": ["a", "b"],
     "in_flight": {"10.0.0.1:8000": 2},
     "degraded": True,
+    "paused": True,
 }
-
-
-def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Every sample of the page by (name, label=value…)."""
-    page = metrics.page().decode()
-    return {
-        (
-            sample.name,
-            *sorted(f"{key}={value}" for key, value in sample.labels.items() if value),
-        ): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
 
 
 def ended(**changes: object) -> Completion:
@@ -94,6 +82,10 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     metrics.expired("m")
     metrics.cancelled("m")
     metrics.push_error("m", "too_many_flows")
+    metrics.waiting("m", "m-v2", 1)
+    metrics.waiting("m", "m-v2", 1)
+    metrics.waiting("m", "m-v2", -1)
+    metrics.evicted(Band.SHEDDABLE)
     metrics.dequeued(3, 2)
     metrics.adopted(4)
     metrics.reclaimed(5)
@@ -107,6 +99,8 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     assert page["epp_requests_expired_total", "model=m"] == 1
     assert page["epp_requests_cancelled_total", "model=m"] == 1
     assert page["epp_queue_push_errors_total", "error_type=too_many_flows", "model=m"] == 1
+    assert page["epp_queue_length", "model=m", "target_model=m-v2"] == 1
+    assert page["epp_preemptions_total", "band=Sheddable"] == 1
     assert page["epp_popper_dequeue_attempts_total",] == 3
     assert page["epp_popper_dequeue_successes_total",] == 2
     assert page["epp_adoptions_total",] == 4
@@ -126,7 +120,8 @@ def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoint
     assert page["epp_upper_bound",] == pytest.approx(8.8)
     assert page["epp_lower_bound",] == pytest.approx(7.2)
     assert page["epp_watermark",] == 8
-    assert page["epp_queue_length", "band=Default"] == 3
+    assert page["epp_band_queue_length", "band=Default"] == 3
+    assert page["epp_paused",] == 1
     assert page["epp_live_replicas",] == 2
     assert page["epp_degraded",] == 1
     assert page["epp_endpoint_in_flight", "endpoint=10.0.0.2:8000"] == 1

@@ -7,21 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from app.state.scripts import NAMES, load
+from app.state.scripts import NAMES, load_library
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_has_each_piece_once_and_before_what_needs_it(name: str) -> None:
-    source = load(name).source
-    assert source.count("local key = {") == 1
-    assert source.index("local key = {") < source.index("KEYS[1] epp:{POOL}:pool\n")
+def test_the_library_has_each_piece_once_and_before_what_needs_it() -> None:
+    # Given the library
+    source = load_library().source
+    # When its functions are listed, then each is defined once, and registered after that
+    for name in NAMES:
+        defined = f"\nlocal function {name}(args)"
+        assert source.count(defined) == 1
+        assert source.index(defined) < source.index(f"register_function('{load_library().function(name)}'")
+    # And what all of them need comes first
+    assert source.count("local function use_keys") == 1
+    assert source.index("local function use_keys") < source.index("local function begin")
 
 
-def test_an_unknown_script_is_named() -> None:
+def test_another_source_has_other_names() -> None:
+    assert load_library(clock="-- another").version != load_library().version
+
+
+def test_an_unknown_function_is_named() -> None:
     with pytest.raises(KeyError, match="nonesuch"):
-        load("nonesuch")
+        load_library().function("nonesuch")
 
 
 def test_the_wheel_carries_the_scripts(tmp_path: Path) -> None:

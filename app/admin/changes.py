@@ -1,0 +1,121 @@
+"""The routes that change the fleet, and the configuration they change."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from starlette.requests import ClientDisconnect
+
+from app.admin.guard import Guard
+from app.admin.models import Config, Dispatch, Eviction, Problem
+from app.admin.view import Controls
+from app.errors import StateUnavailable
+
+_CHANGE_S = 3.0  # a change is a few calls of the shared state
+_BODY_S = 5.0
+_MOST_BODY_BYTES = 64 * 1024
+_PATCH_BODY = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {"type": "object"},
+            "example": {
+                "fair_request_queue": {"total_capacity": 2000, "ordering": None},
+                "weights": {"gold": 3.0},
+            },
+        }
+    },
+}
+
+
+def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
+    """Add the routes to `app`; those that change something ask `guard` first."""
+    reading = APIRouter(prefix="/api/v1", responses={503: {"model": Problem}}, tags=["config"])
+    changing = APIRouter(
+        prefix="/api/v1",
+        responses={status: {"model": Problem} for status in (401, 403, 503)},
+        dependencies=[Depends(guard)],
+        tags=["changes"],
+    )
+
+    @reading.get("/config")
+    async def config() -> Config:
+        """The configuration in force, and the live changes in it."""
+        async with _in_time():
+            return Config.model_validate(await controls.config())
+
+    @changing.patch(
+        "/config",
+        responses={status: {"model": Problem} for status in (400, 408, 413, 422)},
+        openapi_extra={"requestBody": _PATCH_BODY},
+    )
+    async def change(request: Request) -> Config:
+        """Change bounds, capacities, policies or weights for the whole fleet, while requests wait.
+
+        The body is a partial settings tree; null takes a change back. All of it takes effect, or nothing.
+        """
+        patch = await _read(request)
+        async with _in_time():
+            return Config.model_validate(await controls.change(patch))
+
+    @changing.post("/pause")
+    async def pause() -> Dispatch:
+        """Stop dispatching: arrivals wait or are refused, what runs goes on."""
+        async with _in_time():
+            return Dispatch.model_validate(await controls.pause(True))
+
+    @changing.post("/resume")
+    async def resume() -> Dispatch:
+        """Go on dispatching."""
+        async with _in_time():
+            return Dispatch.model_validate(await controls.pause(False))
+
+    @changing.post(
+        "/requests/{request_id}/evict", responses={status: {"model": Problem} for status in (404, 409)}
+    )
+    async def evict(request_id: str) -> Eviction:
+        """Take a request out of the queue; its client is answered at once."""
+        async with _in_time():
+            result = await controls.evict(request_id)
+        if result == "running":
+            raise HTTPException(409, "the request has left the queue already")
+        if result != "evicted":
+            raise HTTPException(404, "no such request waits")
+        return Eviction(id=request_id)
+
+    app.include_router(reading)
+    app.include_router(changing)
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_CHANGE_S):
+            yield
+    except TimeoutError:
+        raise StateUnavailable(f"the shared state did not answer within {_CHANGE_S:g} s") from None
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """The JSON object in the body, of at most 64 KiB; HTTPException 400, 408 or 413 without one."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _MOST_BODY_BYTES:
+                    raise HTTPException(413, f"the body is larger than {_MOST_BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the body was cut off") from None
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {_BODY_S:g} s") from None
+    try:
+        patch = orjson.loads(body)
+    except orjson.JSONDecodeError as fault:
+        raise HTTPException(400, f"the body is not JSON: {fault}") from None
+    if not isinstance(patch, dict):
+        raise HTTPException(400, "the body must be a JSON object of sections")
+    return patch

@@ -1,0 +1,149 @@
+"""Changes of the configuration while the fleet runs: which keys may change, and what they amount to.
+
+A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value}
+and {`weights.FLOW`: weight}), and as *overrides*, the settings that the scripts read in place of the
+published ones. Overrides always follow from the whole note, so that a fault between two keys is found
+whichever of them comes last. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.admission.published import published
+from app.config import Settings, parse
+from app.errors import ConfigError
+from app.request import finite_number
+
+# Every key that may change -> the shared settings that follow from it.
+_BOUNDS = ("upper_per", "lower_per")
+AFFECTS: Mapping[str, tuple[str, ...]] = {
+    "fair_request_queue.total_capacity": ("total_capacity",),
+    "fair_request_queue.flow_capacity": ("flow_capacity",),
+    "fair_request_queue.band_policy": ("band_policy",),
+    "fair_request_queue.band_weights": ("band_weights",),
+    "fair_request_queue.fairness": ("fairness",),
+    "fair_request_queue.ordering": ("ordering",),
+    "fair_request_queue.overload": ("overload",),
+    "fair_request_queue.starvation_after": ("starvation_ms",),
+    "fair_request_queue.guard_share": ("guard_share",),
+    "request_queue_controller.watermark_per_backend": _BOUNDS,
+    "request_queue_controller.percentage_deviation_for_bounds": _BOUNDS,
+    "request_queue_controller.lower_bound_per_backend": _BOUNDS,
+    "request_queue_controller.upper_bound_per_backend": _BOUNDS,
+    "workloads.wait_weight": ("wait_weight",),
+    "workloads.criticality_weight": ("criticality_weight",),
+    "workloads.rate_weight": ("rate_weight",),
+    "workloads.wait_cap": ("wait_cap_ms",),
+    "workloads.rate_cap": ("rate_cap",),
+    "workloads.wait_signal": ("wait_signal",),
+}
+LIVE = (*AFFECTS, "weights.FLOW")
+_WEIGHTS = "weights"
+_MOST_WEIGHT = 1e6
+_MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
+_LONGEST_FLOW_BYTES = 256
+_OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The live changes in force. `version` is '' while nothing has ever been changed."""
+
+    version: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The configuration as changed, and the weights of single flows."""
+
+    settings: Settings
+    weights: Mapping[str, float]
+
+
+def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
+    """A partial settings tree as changes of the note; None takes a change back.
+
+    Raises:
+        ConfigError: something in it may not change live; one line a fault.
+    """
+    changes: dict[str, Any] = {}
+    faults: list[str] = []
+    for section, keys in patch.items():
+        known = section == _WEIGHTS or any(key.startswith(section + ".") for key in AFFECTS)
+        if known and isinstance(keys, dict):
+            changes |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
+    faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return changes
+
+
+def merged(note: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`note` with `changes` made."""
+    return {key: value for key, value in {**note, **changes}.items() if value is not None}
+
+
+def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
+    """`settings` with the changes of `note` in it.
+
+    Raises:
+        ConfigError: together they are not valid; its lines name the keys.
+    """
+    changes = nested(note)
+    weights = changes.pop(_WEIGHTS, {})
+    faults = list(_weight_faults(weights))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    tree = settings.model_dump(exclude_unset=True)
+    for section, keys in changes.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    return Effective(parse(tree), weights)
+
+
+def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
+    """What the scripts must read in place of what `settings` publish.
+
+    Raises:
+        ConfigError: as `applied` does.
+    """
+    effective = applied(settings, note)
+    shared = published(effective.settings, effective.weights)
+    names = {name for key in note for name in AFFECTS.get(key, ())}
+    if effective.weights:
+        names.add(_WEIGHTS)
+    return {name: shared[name] for name in sorted(names)}
+
+
+def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The change that makes overrides `new` of `old`, without touching what no key stands for."""
+    gone = old.keys() - new.keys() - _OWN_OVERRIDES
+    return {**new, **dict.fromkeys(sorted(gone))}
+
+
+def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`note` as the partial settings tree that would bring it about."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in note.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
+def _is_live(key: str) -> bool:
+    return key in AFFECTS or key.startswith(_WEIGHTS + ".")
+
+
+def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
+    if len(weights) > _MOST_WEIGHTS:
+        yield f"weights: at most {_MOST_WEIGHTS} flows can have one of their own (got {len(weights)})"
+    for flow, weight in weights.items():
+        number = finite_number(weight)
+        if not flow.strip() or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
+            yield f"weights.{flow[:60]}: is no flow's key"
+        elif number is None or not 0 < number <= _MOST_WEIGHT:
+            yield f"weights.{flow[:60]}: must be a number above 0, at most {_MOST_WEIGHT:g}"

@@ -1,0 +1,39 @@
+-- include: ending
+-- Give r an endpoint: chosen and reserved in one step, so that two replicas never both take one for idle (G1).
+-- Returns 'placed a,b,c', or nil and whether only the flow's limit stands in the way. The stock and the
+-- flow's total are the caller's.
+local function place_request(r, candidates, turn, picks)
+  local picked, limited = endpoints.pick(r, candidates, turn, picks)
+  if not picked then return nil, limited end
+  r.endpoints, r.state = picked, 'placed'
+  local endpoint = endpoints.first(picked)
+  endpoints.reserve(endpoint)
+  endpoints.count_flow(r, r.flow .. '\31' .. endpoint, 1)
+  record.write(r)
+  return 'placed ' .. picked
+end
+-- A granted request's place. Where its flow is at its limit on every endpoint it may have, it goes back to
+-- its place in the queue, uncharged, and its lane waits until one of the flow's requests ends.
+local function place_granted(r, candidates, turn, picks)
+  news.forget(r.owner, r.id)
+  local reply, limited = place_request(r, candidates, turn, picks)
+  if reply then
+    log('placed', r)
+    return reply
+  end
+  if not limited or r.deadline_ms <= now_ms then
+    finish_request(r, limited and 'expired' or 'refused', limited and '' or 'no-endpoints')
+    return limited and 'expired' or 'refused no-endpoints 1'
+  end
+  writes.zset(key.inflight, r.id, false)
+  pool.set('stock', math.max(0, pool.stock - r.taken))
+  endpoints.count_flow(r, r.flow, -1)
+  r.state, r.granted_us, r.taken = 'queued', 0, 0
+  queue.insert(r)
+  local lane = queue.lane(r)
+  local tag = queue.correct(r, lane, -queue.share(r), r.tag)
+  record.write(r)
+  log('requeued', r, tag)
+  if redis.call('ZSCORE', key.flows[r.band], lane) then queue.park(r.band, lane, tag) end
+  return 'queued ' .. (r.deadline_ms - now_ms)
+end

@@ -1,0 +1,19 @@
+-- include: dispatch
+-- Settings in force: what the configuration gives, overlaid by what was changed live.
+local function put_settings(base, overrides)
+  local changed = base.fairness and (settings.fairness ~= base.fairness or settings.ordering ~= base.ordering)
+  for name, value in pairs(overrides) do base[name] = value end
+  -- What decides where a waiting request stands: those that wait are filed anew, by the sweep, in chunks.
+  for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
+    'wait_cap_ms', 'rate_cap'}) do
+    changed = changed or settings[name] ~= base[name]
+  end
+  settings, settings_text = base, nil
+  local text = cjson.encode(base)
+  redis.call('HSET', key.pool, 'settings', text)
+  if changed and pool.queued > 0 then
+    pool.set('refiling', 1)
+    redis.call('HSET', key.pool, 'walk', '0')
+  end
+  log_change('tuned', text)
+end

@@ -1,0 +1,21 @@
+"""What the scripts keep packed, read back: doubles as `struct` writes them, or as fakeredis holds them."""
+
+import re
+import struct
+from pathlib import Path
+
+_POOL = Path(__file__).parents[2] / "lua" / "lib" / "pool.lua"
+
+
+def doubles(packed: str) -> list[float]:
+    """The numbers of a packed string, as a client with `surrogateescape` has read it."""
+    if re.fullmatch("[-+.0-9e\x1f]*", packed):
+        return [float(text) for text in packed.split("\x1f")[:-1]]
+    raw = packed.encode("utf-8", "surrogateescape")
+    return list(struct.unpack(f"<{len(raw) // 8}d", raw))
+
+
+def counters(packed: str) -> dict[str, float]:
+    """The pool's counters by name, in the order that lua/lib/pool.lua packs them."""
+    listed = _POOL.read_text(encoding="utf-8").split("local COUNTERS = {")[1].split("}")[0]
+    return dict(zip(re.findall(r"'([^']+)'", listed), doubles(packed), strict=True))

@@ -1,0 +1,127 @@
+"""A full queue: who is refused, who is preempted, and what a flow's limit on endpoints does."""
+
+import asyncio
+
+import pytest
+from decision_ledger import events_of, order_of
+from script_fleet import OpenFleet, addresses
+
+from app.request import Band
+from app.state.store import Verdict
+
+
+async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(
+    fleet: OpenFleet,
+) -> None:
+    # Given a queue full of two sheddable flows and a default one
+    async with fleet("a", "b", upper_per=1, total_capacity=7) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        for name in ("x1", "x2", "x3", "y1", "y2", "y3"):
+            await b.admit(name, flow=name[0], band=Band.SHEDDABLE)
+        await a.admit("d1", flow="d", band=Band.DEFAULT)
+        # When critical and default requests come
+        for name in ("c1", "c2", "c3"):
+            assert (await a.admit(name, flow="c", band=Band.CRITICAL)).what == "queued"
+        assert (await a.admit("d2", flow="d", band=Band.DEFAULT)).what == "queued"
+        # Then the sheddable flows take turns, each losing its newest, and their owner is told
+        await b.beat()
+        assert sorted(b.news) == sorted(("evicted", name) for name in ("x3", "y3", "x2", "y2"))
+        log = await it.log()
+        assert [entry.request for entry in log if entry.event == "preempted"] == ["x3", "y3", "x2", "y2"]
+        await it.ledger()
+
+
+async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, total_capacity=2) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("c1", band=Band.CRITICAL)
+        await a.admit("d1", band=Band.DEFAULT, flow="d")
+        assert (await a.admit("d2", band=Band.DEFAULT, flow="e")).detail == "too-many-flows 1"
+        assert (await a.admit("c2", band=Band.CRITICAL)).what == "queued"
+        assert (await a.admit("c3", band=Band.CRITICAL)).detail == "too-many-flows 1"
+        assert events_of(await it.log(), "d1") == ["queued", "preempted"]
+
+
+async def test_where_only_critical_requests_queue_others_are_refused(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, overload="reject-noncritical", total_capacity=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        assert (await a.admit("d", band=Band.DEFAULT)) == Verdict("refused", "saturated 1")
+        assert (await a.admit("c", band=Band.CRITICAL)).what == "queued"
+        assert (await a.admit("c2", band=Band.CRITICAL)) == Verdict("refused", "too-many-flows 1")
+
+
+async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet) -> None:
+    # Given a queue that has drained at a known rate for a while
+    async with fleet("a", upper_per=1, total_capacity=8) as it:
+        (a,) = it.replicas
+        await a.sweep()
+        await a.admit("runs")
+        for i in range(4):
+            await a.admit(f"q{i}")
+        await it.after(1000)
+        await a.settle("runs", "q0")
+        await a.sweep()
+        rate = (await it.state())["drain_rate"]
+        assert 0 < rate <= 2
+        # When one more than fits comes, then it is told when its place will have come free
+        for i in range(4, 10):
+            await a.admit(f"q{i}")
+        refused = await a.admit("late")
+        assert refused == Verdict("refused", f"too-many-flows {-int(-9 // rate)}")
+
+
+async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
+    # Given room for many, and a flow that may have one on each of two endpoints
+    async with fleet("a", "b", endpoints=2, upper_per=10) as it:
+        a, b = it.replicas
+        verdicts = await asyncio.gather(*(a.admit(f"x{i}", flow="x", limit=1) for i in range(4)))
+        assert sorted(verdict.what for verdict in verdicts) == ["placed", "placed", "queued", "queued"]
+        # When others come, then they pass
+        assert (await b.admit("y", flow="y")).what == "queued"
+        assert ("granted", "y") in b.news
+        assert (await b.place("y")).what == "placed"
+        # When one of the flow's ends, then its next has the place that came free
+        await a.settle("x0")
+        assert [id for what, id in a.news if what == "granted"] == ["x2"]
+        assert (await a.place("x2")).what == "placed"
+        for name in ("x1", "x2", "x3", "y"):
+            await a.settle(name)
+        assert await it.at_rest()
+        assert await it.redis.exists(it.keys.prefix + "limits") == 0
+        await it.ledger()
+
+
+async def test_a_grant_whose_subset_is_at_the_limit_goes_back_to_its_place(fleet: OpenFleet) -> None:
+    # Given a flow with its one request on the first endpoint, and one that must go there too
+    async with fleet("a", endpoints=2, upper_per=10) as it:
+        (a,) = it.replicas
+        first, second = addresses(2)
+        await a.admit("x0", flow="x", limit=1, subset=(first,))
+        await a.admit("x1", flow="x", limit=1, subset=(first,))
+        # When it is to be placed, then it waits again, charged nothing
+        again = await a.place("x1", subset=(first,))
+        assert again.what == "queued"
+        assert (await it.counts())[:2] == (1, 1)
+        # And it is placed when the endpoint has let go
+        await a.settle("x0")
+        assert (await a.place("x1", subset=(first,))).detail == first
+        await a.settle("x1")
+        assert await it.at_rest()
+        assert second  # the other endpoint never took part
+        await it.ledger()
+
+
+@pytest.mark.parametrize("when", ["queued", "running", "unknown"])
+async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> None:
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("running")
+        await a.admit("queued")
+        answer = await b.store.evict(when)
+        assert answer == {"queued": "evicted"}.get(when, when)
+        await a.beat()
+        assert a.news == ([("evicted", "queued")] if when == "queued" else [])
+        assert order_of(await it.log()) == []

@@ -1,0 +1,78 @@
+"""The admin API for tests: a replica whose state the test sets, and the API around it on its real server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import httpx
+from fastapi import FastAPI
+from scripted_store import ScriptedStore
+
+from app.admin.api import create
+from app.admin.fleet_controls import FleetControls
+from app.admin.models import State
+from app.admin.server import serving
+from app.admission.membership import Membership
+from app.config import Settings
+from app.state.store import Store
+from app.telemetry.metrics import Metrics
+
+STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
+
+
+class View:
+    """A replica whose state, readiness and faults the test sets."""
+
+    def __init__(self) -> None:
+        self.components = {"redis": "ok", "grpc": "ok"}
+        self.is_ready = True
+        self.answer: dict[str, Any] | Exception | None = dict(STATE)
+
+    async def state(self) -> dict[str, Any]:
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        assert self.answer is not None
+        return self.answer
+
+    def ready(self) -> tuple[bool, dict[str, str]]:
+        return self.is_ready, self.components
+
+    def identity(self) -> dict[str, str]:
+        return {"replica": "r-1", "pool": "default"}
+
+    def poke(self) -> None:
+        """As a membership's."""
+
+
+def api(
+    view: View | None = None,
+    store: ScriptedStore | None = None,
+    settings: Settings | None = None,
+    metrics: Metrics | None = None,
+) -> FastAPI:
+    """The API of a replica whose shared state is `store`."""
+    settings, view = settings or Settings(), view or View()
+    controls = FleetControls(cast(Store, store or ScriptedStore()), cast(Membership, view), settings)
+    return create(view, controls, metrics or Metrics(), settings)
+
+
+@asynccontextmanager
+async def asking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of `app` over a real connection from this machine."""
+    async with (
+        serving(app, "127.0.0.1:0") as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client,
+    ):
+        yield client
+
+
+def problem(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = response.json()
+    assert document["status"] == status
+    assert document["title"]
+    return document

@@ -1,0 +1,125 @@
+"""The shared state as a replica's store shows it: it answers as told and keeps what it was asked."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from app.endpoints.snapshot import Endpoint
+from app.request import InferenceRequest, Outcome
+from app.state.store import Pulse, Sweep, Verdict
+
+
+class ScriptedStore:
+    """`admitting` and `placing` are the verdicts to come, in order; the others repeat the last.
+
+    Live changes are kept as the scripts keep them: `born` is '0' until something is published, and
+    `lose()` forgets everything.
+    """
+
+    def __init__(self) -> None:
+        self.admitting: list[Verdict] = []
+        self.placing: list[Verdict] = []
+        self.placed = asyncio.Event()  # set each time a placement has been asked for
+        self.placement = asyncio.Event()  # cleared: placements wait
+        self.placement.set()
+        self.admitted: list[tuple[InferenceRequest, int]] = []
+        self.settled: list[tuple[str, float | None, int | None]] = []
+        self.cancelled: list[tuple[str, str]] = []
+        self.evicting = "evicted"
+        self.born, self.version = "0", ""
+        self.published: list[dict[str, object]] = []
+        self.overrides: dict[str, Any] = {}
+        self.note: dict[str, Any] = {}
+        self.tunings = 0
+        self.shown: dict[str, Any] = {}
+        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
+
+    async def admit(self, request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
+        self.admitted.append((request, attempt))
+        return self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0]
+
+    async def place(self, request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+        self.placed.set()
+        await self.placement.wait()
+        return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
+
+    def settle(
+        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+    ) -> asyncio.Future[str]:
+        self.settled.append((request_id, actual, answer_tokens))
+        return _answered("settled m")
+
+    def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
+        self.cancelled.append((request_id, why))
+        return _answered("ended")
+
+    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+        return _answered("renewed")
+
+    async def heartbeat(self, about: str, silence_s: float) -> Pulse:
+        return Pulse(
+            self.born, True, True, 1, "c", "e", 0.0, 0, 1.0, 1.0, 1, self.version, "paused" in self.overrides
+        )
+
+    async def publish(
+        self,
+        settings: Mapping[str, object],
+        endpoints: Sequence[Endpoint],
+        *,
+        config_version: str,
+        endpoints_version: str,
+    ) -> None:
+        self.published.append(dict(settings))
+        if self.born == "0":
+            self.born = f"life-{len(self.published)}"
+
+    async def tune(self, overrides: Mapping[str, Any], note: Mapping[str, Any]) -> str:
+        if self.born == "0":
+            return ""
+        if self.meanwhile is not None:
+            others, self.meanwhile = self.meanwhile, None
+            await self.tune(*others)
+        self.tunings += 1
+        self.overrides = _overlaid(self.overrides, overrides)
+        self.note = _overlaid(self.note, note)
+        self.version = str(int(self.version or 0) + 1)
+        return self.version
+
+    async def tuned(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        return self.version, dict(self.overrides), dict(self.note)
+
+    async def evict(self, request_id: str) -> str:
+        return self.evicting
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        return (Endpoint("10.0.0.1:8000"),)
+
+    async def state(self, silence_s: float) -> dict[str, Any]:
+        known = {"bounds": {}, "ready_backends": 2, "queued": 0, "drain_rate": 0.0}
+        return {**known, **self.shown}
+
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:
+        return Sweep(False, 0, 0, False)
+
+    def lose(self) -> None:
+        """Forget everything, as after FLUSHALL."""
+        self.born, self.version, self.overrides, self.note = "0", "", {}, {}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let other tasks run until `condition` holds; AssertionError if all of them rest before it does."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("never became true")
+
+
+def _overlaid(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**old, **change}.items() if value is not None}
+
+
+def _answered(text: str) -> asyncio.Future[str]:
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    answer.set_result(text)
+    return answer

@@ -1,0 +1,210 @@
+"""Live changes: which keys, what follows from them, and the faults between them."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.admission import tuning
+from app.admission.published import published
+from app.config import Settings, parse
+from app.errors import ConfigError
+
+CONFIGURED = parse(
+    {
+        "models": [{"name": "a", "criticality": "Critical"}],
+        "fair_request_queue": {"total_capacity": 500, "starvation_after": "10s"},
+        "request_queue_controller": {"watermark_per_backend": 4},
+        "admin": {"token": "t"},
+    }
+)
+# Everything that may change, each to something new.
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "fair_request_queue": {
+        "total_capacity": 900, "flow_capacity": 90, "band_policy": "weighted",
+        "band_weights": {"Critical": 5}, "fairness": "round-robin", "ordering": "edf",
+        "overload": "reject-noncritical", "starvation_after": "2500ms", "guard_share": 0.25,
+    },
+    "request_queue_controller": {
+        "watermark_per_backend": 10, "percentage_deviation_for_bounds": 0.2, "lower_bound_per_backend": 9,
+        "upper_bound_per_backend": 11,
+    },
+    "workloads": {
+        "wait_weight": 0.1, "criticality_weight": 0.2, "rate_weight": 0.7, "wait_cap": "30s", "rate_cap": 50,
+        "wait_signal": "workload_average",
+    },
+    "weights": {"gold": 3, "a.b": 0.5},
+}  # fmt: skip
+
+
+def overridden(patch: dict[str, Any], settings: Settings = CONFIGURED) -> dict[str, object]:
+    return tuning.overrides(settings, tuning.merged({}, tuning.flattened(patch)))
+
+
+def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
+    with pytest.raises(ConfigError) as caught:
+        overridden(patch, settings)
+    return str(caught.value)
+
+
+def test_given_settings_when_published_then_every_name_of_the_scripts_is_there() -> None:
+    assert published(parse({}), {"gold": 3.0}) == {
+        "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
+        "flow_capacity": 100, "lease_ms": 15_000, "silence_ms": 5_000, "fallbacks": 2, "log_max": 0,
+        "window_ms": 60_000, "ema_alpha": 0.2, "guard_share": 0.1, "starvation_ms": 0,
+        "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair",
+        "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4,
+        "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100, "overload": "preempt",
+        "weights": {"gold": 3.0}, "paused": 0, "default_answer": 256, "answer_alpha": 0.2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("after", "ms"), [("10s", 10_000), ("0.4ms", 1), (None, 0)])
+def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset(
+    after: str | None, ms: int
+) -> None:
+    assert published(parse({"fair_request_queue": {"starvation_after": after}}), {})["starvation_ms"] == ms
+
+
+def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:
+    # Given a change of every key that may change
+    flat = tuning.flattened(EVERYTHING)
+    assert {key for key in flat if not key.startswith("weights.")} == tuning.AFFECTS.keys()
+
+    # Then each becomes the setting that a configuration with it would publish
+    assert overridden(EVERYTHING) == {
+        "total_capacity": 900, "flow_capacity": 90, "band_policy": "weighted", "band_weights": [5, 20, 10],
+        "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
+        "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
+        "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
+        "weights": {"gold": 3, "a.b": 0.5},
+    }  # fmt: skip
+
+
+def test_given_a_note_when_nested_and_flattened_again_then_it_is_the_same() -> None:
+    note = tuning.flattened(EVERYTHING)
+    assert tuning.nested(note) == EVERYTHING
+    assert tuning.flattened(tuning.nested(note)) == note
+
+
+def test_given_a_change_of_the_watermark_when_applied_then_both_bounds_follow() -> None:
+    patch = {"request_queue_controller": {"watermark_per_backend": 10}}
+    assert overridden(patch) == {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
+    effective = tuning.applied(CONFIGURED, tuning.flattened(patch))
+    assert effective.settings.request_queue_controller.watermark_per_backend == 10
+    assert effective.settings.fair_request_queue.total_capacity == 500
+
+
+def test_given_a_change_when_taken_back_then_the_configured_value_is_in_force_again() -> None:
+    # Given two changes
+    note = tuning.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
+    old = {**tuning.overrides(CONFIGURED, note), "paused": 1}
+
+    # When one is taken back
+    note = tuning.merged(note, {"fair_request_queue.total_capacity": None})
+    wanted = tuning.overrides(CONFIGURED, note)
+
+    # Then its override goes, the other's stays, and what no key stands for is left alone
+    assert tuning.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
+    assert tuning.applied(CONFIGURED, note).settings == CONFIGURED
+
+
+def test_given_weights_of_flows_when_one_changes_then_the_others_stay() -> None:
+    note = tuning.merged({}, tuning.flattened({"weights": {"a": 1, "b": 2}}))
+    note = tuning.merged(note, tuning.flattened({"weights": {"b": None, "c": 3}}))
+    assert tuning.overrides(CONFIGURED, note) == {"weights": {"a": 1, "c": 3}}
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ({"fair_request_queue": {"queue_ttl": "5s"}}, "fair_request_queue.queue_ttl: cannot change live"),
+        ({"fair_request_queue": {"nonsense": 1}}, "fair_request_queue.nonsense: cannot change live"),
+        (
+            {"request_queue_controller": {"unit": "tokens"}},
+            "request_queue_controller.unit: cannot change live",
+        ),
+        ({"workloads": {"rate_window": "5s"}}, "workloads.rate_window: cannot change live"),
+        ({"admin": {"token": "x"}}, "admin: cannot change live"),
+        ({"": {}}, ": cannot change live"),
+        ({"workloads": 5}, "workloads: must be an object"),
+        ({"weights": None}, "weights: must be an object"),
+    ],
+)
+def test_given_a_key_that_cannot_change_when_changed_then_the_fault_names_it(
+    patch: dict[str, Any], says: str
+) -> None:
+    assert fault(patch) == says
+
+
+def test_given_several_faults_when_changed_then_each_has_its_line() -> None:
+    lines = fault({"pool": "x", "workloads": {"idle_after": "1s", "wait_weight": 1}}).splitlines()
+    assert lines == ["pool: cannot change live", "workloads.idle_after: cannot change live"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "where", "says"),
+    [
+        ({"fair_request_queue": {"ordering": "lifo"}}, "fair_request_queue.ordering", "'fcfs', 'edf'"),
+        ({"fair_request_queue": {"total_capacity": "5"}}, "fair_request_queue.total_capacity", "integer"),
+        ({"fair_request_queue": {"flow_capacity": 600}}, "fair_request_queue", "exceeds total_capacity 500"),
+        ({"fair_request_queue": {"total_capacity": 50}}, "fair_request_queue", "exceeds total_capacity 50"),
+        ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue", "exceeds queue_ttl 30s"),
+        (
+            {"request_queue_controller": {"upper_bound_per_backend": 3}},
+            "request_queue_controller",
+            "upper_bound_per_backend 3 is below watermark_per_backend 4",
+        ),
+        ({"weights": {"gold": 0}}, "weights.gold", "above 0"),
+        ({"weights": {"gold": "3"}}, "weights.gold", "must be a number"),
+        ({"weights": {"gold": 1e7}}, "weights.gold", "at most 1e+06"),
+        ({"weights": {" ": 1}}, "weights. ", "no flow's key"),
+        ({"weights": {"x" * 257: 1}}, "weights.xxx", "no flow's key"),
+        ({"weights": {f"f{n}": 1 for n in range(201)}}, "weights", "at most 200 flows"),
+    ],
+)
+def test_given_a_value_that_does_not_fit_when_changed_then_the_fault_names_its_key(
+    patch: dict[str, Any], where: str, says: str
+) -> None:
+    message = fault(patch)
+    assert message.startswith(where)
+    assert says in message
+
+
+def test_given_critical_guarantees_when_the_capacity_shrinks_live_then_the_fault_is_err_too_many_flows() -> (
+    None
+):
+    settings = parse({"models": [{"name": name, "criticality": "Critical"} for name in ("a", "b")]})
+    assert "ErrTooManyFlows" in fault({"fair_request_queue": {"flow_capacity": 600}}, settings)
+
+
+def test_given_limits_of_flows_when_fairness_goes_live_to_none_then_the_fault_names_the_model() -> None:
+    settings = parse({"models": [{"name": "a", "max_inflight_per_endpoint": 2}]})
+    assert "of models a cannot be kept" in fault({"fair_request_queue": {"fairness": "none"}}, settings)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+live_keys = st.sampled_from(sorted(tuning.AFFECTS)).map(lambda key: tuple(key.split(".")))
+
+
+@given(st.lists(st.tuples(live_keys, json_values), max_size=4))
+def test_given_any_values_of_live_keys_when_changed_then_it_is_overrides_or_a_named_fault(
+    changes: list[tuple[tuple[str, str], Any]],
+) -> None:
+    patch: dict[str, Any] = {}
+    for (section, key), value in changes:
+        patch.setdefault(section, {})[key] = value
+    message, found = "", None
+    try:
+        found = overridden(patch)
+    except ConfigError as caught:
+        message = str(caught)
+    # Then what is taken can go to the scripts as JSON
+    assert (found is None) == bool(message)
+    assert found is None or json.loads(json.dumps(found, allow_nan=False)) == found

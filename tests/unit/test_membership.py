@@ -1,0 +1,156 @@
+"""A replica's part in live changes: following them, showing them, and bringing back what was lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from metrics_page import samples
+from scripted_store import ScriptedStore, until
+
+from app.admission.membership import Membership
+from app.admission.published import published
+from app.admission.shared import SharedGate
+from app.admission.tuning import Effective
+from app.config import Settings, parse
+from app.endpoints.snapshot import Endpoint, SnapshotCell
+from app.state.store import Store
+from app.telemetry.metrics import Metrics
+
+CONFIGURED = parse({"request_queue_controller": {"watermark_per_backend": 4}})
+DEEPER = {"fair_request_queue.total_capacity": 2000}
+WIDER = {"request_queue_controller.watermark_per_backend": 10}
+
+
+class Member:
+    """One replica's membership, beating against `store` until left."""
+
+    def __init__(self, store: ScriptedStore, settings: Settings) -> None:
+        shared, self.metrics, cell = cast(Store, store), Metrics(), SnapshotCell()
+        self.gate = SharedGate(
+            shared, metrics=self.metrics, endpoints=cell, fallbacks=1, on_unknown_pool=lambda: None
+        )
+        self.membership = Membership(
+            shared, self.gate, settings, endpoints=cell, metrics=self.metrics, about={"host": "h"}
+        )
+
+    async def follows(self, condition: Any) -> None:
+        """Beat until `condition` holds."""
+
+        def beaten() -> bool:
+            self.membership.poke()
+            return bool(condition())
+
+        await until(beaten)
+
+
+@asynccontextmanager
+async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> AsyncIterator[Member]:
+    one = Member(store, settings)
+    one.membership.discovered([Endpoint("10.0.0.1:8000")])
+    running = asyncio.create_task(one.membership.run())
+    try:
+        await until(lambda: one.membership.pulse is not None and one.membership.pulse.born != "0")
+        yield one
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def test_given_an_unknown_pool_when_joined_then_the_whole_configuration_is_published() -> None:
+    store = ScriptedStore()
+    async with member(store):
+        assert store.published[0] == published(CONFIGURED, {})
+        assert store.tunings == 0
+
+
+async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_followed_and_shown() -> None:
+    store = ScriptedStore()
+    async with member(store) as one:
+        assert one.membership.effective == Effective(CONFIGURED, {})
+
+        # When a change comes through the shared state
+        await store.tune(
+            {"weights": {"gold": 3}, "upper_per": 11, "lower_per": 9}, {**WIDER, "weights.gold": 3}
+        )
+        await one.follows(lambda: one.membership.tuned.version == "1")
+
+        # Then the replica's view has it, and the watermark it reports
+        effective = one.membership.effective
+        assert effective.settings.request_queue_controller.watermark_per_backend == 10
+        assert effective.weights == {"gold": 3}
+        assert (await one.membership.state())["bounds"]["watermark"] == 20
+
+        # And when it is taken back, then the configuration is in force again
+        await store.tune(dict.fromkeys(store.overrides), dict.fromkeys(store.note))
+        await one.follows(lambda: one.membership.tuned.version == "2")
+        assert one.membership.effective == Effective(CONFIGURED, {})
+
+
+async def test_given_changes_and_a_pause_when_the_shared_state_is_lost_then_they_are_brought_back() -> None:
+    store = ScriptedStore()
+    async with member(store) as one:
+        await store.tune({"total_capacity": 2000, "paused": 1}, DEEPER)
+        await one.follows(lambda: one.membership.tuned.version == "1")
+
+        # When Redis forgets everything, then the replica publishes and makes the changes anew
+        store.lose()
+        await one.follows(lambda: store.overrides)
+        assert store.overrides == {"total_capacity": 2000, "paused": 1}
+        assert store.note == DEEPER
+
+
+async def test_given_a_replica_that_joins_late_when_another_publishes_then_changes_survive_it() -> None:
+    # Given a replica that knows of a change
+    store = ScriptedStore()
+    async with member(store) as one:
+        await store.tune({"total_capacity": 2000}, DEEPER)
+        await one.follows(lambda: one.membership.tuned.version == "1")
+
+        # When the state is lost, and a replica without memory publishes first
+        store.lose()
+        store.born = "another life"
+        await one.follows(lambda: store.overrides)
+
+        # Then the change is back all the same
+        assert store.note == DEEPER
+
+
+async def test_given_a_new_configuration_when_published_then_overrides_mean_what_they_say_in_it() -> None:
+    # Given a deviation changed live, which made bounds of a watermark of 4
+    store = ScriptedStore()
+    store.born, store.version = "life", "1"
+    store.note = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
+    store.overrides = {"lower_per": 2.0, "upper_per": 6.0}
+
+    # When a replica with another watermark publishes, then the bounds are of that
+    settings = parse({"request_queue_controller": {"watermark_per_backend": 10}})
+    async with member(store, settings):
+        await until(lambda: store.overrides != {"lower_per": 2.0, "upper_per": 6.0})
+        assert store.overrides == {"lower_per": 5.0, "upper_per": 15.0}
+
+
+async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_lives_with_its_own() -> None:
+    store = ScriptedStore()
+    store.born, store.version = "life", "1"
+    store.note = {"fair_request_queue.total_capacity": 10}
+    store.overrides = {"total_capacity": 10}
+    async with member(store) as one:
+        await one.follows(lambda: one.membership.tuned.version == "1")
+        assert one.membership.effective == Effective(CONFIGURED, {})
+        assert store.overrides == {"total_capacity": 10}
+
+
+@pytest.mark.parametrize(
+    ("queued", "rate", "seconds"), [(0, 0.0, 1), (99, 0.0, 1), (0, 50.0, 1), (99, 10.0, 10), (9999, 1.0, 60)]
+)
+async def test_given_a_queue_and_its_rate_when_it_beats_then_retry_after_is_the_time_to_drain(
+    queued: int, rate: float, seconds: int
+) -> None:
+    store = ScriptedStore()
+    store.shown = {"queued": queued, "drain_rate": rate, "paused": True, "active_flows": queued + 1}
+    async with member(store) as one:
+        await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == queued + 1)
+        await until(lambda: one.gate.retry_after_s == seconds)
+        assert samples(one.metrics)["epp_paused",] == 1

@@ -1,0 +1,219 @@
+"""The gate over a store that answers as told: refusals, waiting, being sent back, and what is charged."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from metrics_page import samples
+from scripted_store import ScriptedStore, until
+
+from app.admission import ticket
+from app.admission.shared import SharedGate
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import (
+    ClientGone,
+    Dropped,
+    Evicted,
+    ExpiredTtl,
+    InsufficientFlowCapacity,
+    NoEndpoints,
+    RequestError,
+    Saturated,
+    TooManyFlows,
+)
+from app.request import Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from app.state.store import Store, Verdict
+from app.telemetry.metrics import Metrics
+
+E1 = "10.0.0.1:8000"
+QUEUED = Verdict("queued", "30000")
+PLACED = Verdict("placed", E1)
+ANYONE = Workload("auto-r", 3, registered=False)
+
+
+def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
+    fields: dict[str, Any] = {
+        "id": request_id, "model": "m", "target_model": "m-v2", "stream": False, "flow": "f",
+        "band": Band.SHEDDABLE, "weight": 1.0, "workload": ANYONE, "cost": 1.0, "ttl_s": 30.0, "subset": None,
+    }  # fmt: skip
+    return InferenceRequest(**{**fields, **changes})
+
+
+class Bench:
+    """A gate, its store and its metrics."""
+
+    def __init__(self, answer_tokens: int | None = None) -> None:
+        self.store = ScriptedStore()
+        self.metrics = Metrics()
+        self.gate = SharedGate(
+            cast(Store, self.store),
+            metrics=self.metrics,
+            endpoints=SnapshotCell(),
+            fallbacks=2,
+            on_unknown_pool=lambda: None,
+            answer_tokens=answer_tokens,
+        )
+
+    def count(self, *sample: str) -> float:
+        return samples(self.metrics).get(sample, 0.0)
+
+    async def queued(self, *placing: Verdict) -> asyncio.Task[Placement]:
+        """A request that waits for its turn; `placing` is what asking for its place will bring."""
+        self.store.admitting = [QUEUED]
+        self.store.placing = list(placing)
+        task = asyncio.create_task(self.gate.admit(ask(), held=False))
+        await until(lambda: self.count("epp_queue_length", "model=m", "target_model=m-v2"))
+        return task
+
+
+@pytest.mark.parametrize(
+    ("detail", "error", "reason", "code"),
+    [
+        ("no-endpoints 1", NoEndpoints, "rejected-no-endpoints", "no_endpoints"),
+        ("saturated 7", Saturated, "rejected-saturated", "saturated"),
+        ("too-many-flows 60", TooManyFlows, "rejected-saturated", "too_many_flows"),
+        (
+            "insufficient-flow-capacity 3",
+            InsufficientFlowCapacity,
+            "rejected-saturated",
+            "insufficient_flow_capacity",
+        ),
+    ],
+)
+async def test_given_a_refusal_when_admitted_then_the_error_brings_its_retry_after(
+    detail: str, error: type[RequestError], reason: str, code: str
+) -> None:
+    bench = Bench()
+    bench.store.admitting = [Verdict("refused", detail)]
+    with pytest.raises(error) as caught:
+        await bench.gate.admit(ask(), held=False)
+    assert caught.value.retry_after_s == int(detail.split()[1])
+    assert caught.value.reason == reason
+    labels = (f"error_type={code}", "model=m", "target_model=m-v2")
+    assert bench.count("epp_queue_push_errors_total", *labels) == 1
+
+
+async def test_given_a_queued_request_when_evicted_then_its_client_is_told_at_once() -> None:
+    # Given a request that waits, and a queue that takes 9 s to drain
+    bench = Bench()
+    bench.gate.retry_after_s = 9
+    task = await bench.queued()
+
+    # When it has to make room
+    bench.gate.hear("evicted", "r")
+
+    # Then it ends so, is counted by band, and waits no more
+    with pytest.raises(Evicted) as caught:
+        await task
+    assert (caught.value.status, caught.value.reason) == (503, "evicted-queue-pressure")
+    assert caught.value.retry_after_s == 9
+    assert isinstance(caught.value, Dropped)
+    assert bench.count("epp_preemptions_total", "band=Sheddable") == 1
+    assert bench.count("epp_queue_length", "model=m", "target_model=m-v2") == 0
+    waits = ("epp_queue_latency_seconds_count", "model=m", "success=false", "target_model=m-v2")
+    assert bench.count(*waits) == 1
+    assert bench.store.cancelled == []
+
+
+async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_again() -> None:
+    bench = Bench()
+    bench.gate.retry_after_s = 4
+    task = await bench.queued()
+    bench.gate.hear("expired", "r")
+    with pytest.raises(ExpiredTtl) as caught:
+        await task
+    assert caught.value.retry_after_s == 4
+    assert bench.count("epp_requests_expired_total", "model=m", "target_model=m-v2") == 1
+
+
+async def test_given_a_grant_that_cannot_be_placed_when_sent_back_then_it_waits_for_the_next() -> None:
+    # Given a granted request whose flow turns out to be at its limit
+    bench = Bench()
+    task = await bench.queued(QUEUED, PLACED)
+    bench.gate.hear("granted", "r")
+    await until(lambda: bench.store.placing == [PLACED])
+
+    # When it is granted once more, then it is asked for again and placed; it was admitted only once
+    bench.gate.hear("granted", "r")
+    assert (await task).endpoints == (E1,)
+    assert len(bench.store.admitted) == 1
+    waits = ("epp_queue_latency_seconds_count", "model=m", "success=true", "target_model=m-v2")
+    assert bench.count(*waits) == 1
+
+
+async def test_given_a_next_grant_before_the_reply_is_read_when_sent_back_then_it_is_not_lost() -> None:
+    # Given a placement under way
+    bench = Bench()
+    task = await bench.queued(QUEUED, PLACED)
+    bench.store.placement.clear()
+    bench.gate.hear("granted", "r")
+    await bench.store.placed.wait()
+
+    # When the next grant comes together with the answer that sends it back
+    bench.store.placement.set()
+    bench.gate.hear("granted", "r")
+
+    # Then it is placed without any further news
+    assert (await task).endpoints == (E1,)
+
+
+async def test_given_a_placement_under_way_when_registering_again_then_it_is_left_alone() -> None:
+    bench = Bench()
+    task = await bench.queued(PLACED)
+    bench.store.placement.clear()
+    bench.gate.hear("granted", "r")
+    await bench.store.placed.wait()
+    assert await bench.gate.register_again()
+    assert len(bench.store.admitted) == 1
+    bench.store.placement.set()
+    await task
+
+
+async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_is_over() -> None:
+    # Given a stream whose placement is under way
+    bench = Bench()
+    older = await bench.queued(QUEUED, PLACED)
+    bench.store.placement.clear()
+    bench.gate.hear("granted", "r")
+    await bench.store.placed.wait()
+
+    # When Envoy brings the request on a newer stream, and the older is sent back to wait
+    newer = asyncio.create_task(bench.gate.admit(ask(), held=False))
+    await until(lambda: len(bench.store.admitted) == 2)
+    bench.store.placement.set()
+    with pytest.raises(ClientGone):
+        await older
+
+    # Then the newer has its turn
+    bench.gate.hear("granted", "r")
+    assert (await newer).endpoints == (E1,)
+
+
+@pytest.mark.parametrize(
+    ("in_tokens", "prompt", "answer", "actual", "learned"),
+    [
+        (None, 7, 100, None, None),
+        (256, 7, 100, 107.0, 100),
+        (256, None, 100, None, 100),
+        (256, 7, None, None, None),
+    ],
+)
+async def test_given_usage_when_settled_then_a_stock_of_tokens_learns_the_real_cost(
+    in_tokens: int | None, prompt: int | None, answer: int | None, actual: float | None, learned: int | None
+) -> None:
+    bench = Bench(in_tokens)
+    bench.gate.settle(Completion("r", Outcome.COMPLETED, 200, None, prompt, answer, 1.0, 0.1))
+    assert bench.store.settled == [("r", actual, learned)]
+
+
+async def test_given_a_cost_that_lacks_its_answer_when_placed_then_the_ticket_has_the_default_for_it() -> (
+    None
+):
+    bench = Bench(256)
+    bench.store.admitting = [PLACED]
+    placement = await bench.gate.admit(ask(cost=10.0, learn=True, limit=4), held=False)
+    assert placement.ticket.split("\t") == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
+
+
+def test_given_a_whole_cost_when_a_ticket_is_written_then_nothing_is_added() -> None:
+    assert ticket.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"
