@@ -1,0 +1,148 @@
+"""Replicas as processes of their own on one Valkey, led through one run after the other."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+from redis.asyncio import Redis
+
+from app.fleet.ports import LOOPBACK
+from app.state.keys import Keys
+from bench.fairness.control import configured, fleet_pools, separate_pools
+from bench.fairness.job import Job, pinned
+from bench.fairness.log import Entry
+from bench.fairness.scenarios import Scenario
+from bench.lifecycle.server import server
+
+_ANSWERS_S = 60.0
+_RUN_S = 120.0
+_ENDS_S = 5.0
+_LOOK_S = 0.1
+_CHUNK = 5000
+
+
+class RunFailed(Exception):
+    """A run that could not be made; the message says why."""
+
+
+class _Replica:
+    """One child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def started(cls) -> "_Replica":
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "bench.fairness.replica"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+        )
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    async def hear(self, wanted: str, within_s: float) -> None:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(within_s):
+            said = (await self._process.stdout.readline()).decode().strip()
+        if said != wanted:
+            raise RunFailed(said or f"a replica ended before it was {wanted}; its error is above")
+
+    async def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_ENDS_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+class Fleet:
+    """Up to as many replicas as there are processes; `run` uses the first few."""
+
+    def __init__(self, port: int, redis: Redis, replicas: Sequence[_Replica]) -> None:
+        self._url = f"redis://{LOOPBACK}:{port}/0"
+        self._redis = redis
+        self._replicas = replicas
+
+    async def run(self, scenario: Scenario, seed: int, replicas: int, *, separate: bool) -> list[Entry]:
+        """The decision log of one run, of all its pools by time.
+
+        Raises:
+            RunFailed: a replica reports a fault, or the time ran out.
+        """
+        await self._redis.flushall()
+        pools = (separate_pools if separate else fleet_pools)(replicas)
+        used = self._replicas[:replicas]
+        try:
+            for replica, job in zip(used, self._jobs(scenario, seed, pools), strict=True):
+                replica.say(job.written())
+            await asyncio.gather(*(replica.hear("ready", _ANSWERS_S) for replica in used))
+            for replica in used:
+                replica.say("go")
+            async with asyncio.TaskGroup() as tasks:
+                for replica in used:  # listening from the start: one that fails says so
+                    tasks.create_task(replica.hear("done", _RUN_S + _ANSWERS_S))
+                async with asyncio.timeout(_RUN_S):
+                    entries = await self._follow(sorted(set(pools)), scenario.grants)
+                for replica in used:
+                    replica.say("stop")
+        except (RunFailed, TimeoutError, ExceptionGroup) as fault:
+            cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
+            why = str(cause) or "the time ran out"
+            raise RunFailed(f"{scenario.name}, {replicas} replicas, seed {seed}: {why}") from None
+        return entries
+
+    def _jobs(self, scenario: Scenario, seed: int, pools: Sequence[str]) -> list[Job]:
+        doors = pinned(len(scenario.sources), len(pools))
+        jobs = []
+        for number, pool in enumerate(pools):
+            parts = tuple(
+                source.part(through.index(number), len(through))
+                for source, through in zip(scenario.sources, doors, strict=True)
+                if number in through
+            )
+            config = configured(scenario.config, self._url, pool, len(set(pools)))
+            jobs.append(Job(f"replica-{number}", config, parts, scenario.service_ms, str(seed)))
+        return jobs
+
+    async def _follow(self, pools: Sequence[str], grants: int) -> list[Entry]:
+        """What the pools decide, until `grants` requests have been dispatched from the queue."""
+        last = dict.fromkeys(pools, "-")
+        found: list[Entry] = []
+        granted = 0
+        while granted < grants:
+            await asyncio.sleep(_LOOK_S)
+            for pool in pools:
+                answer = await self._redis.xrange(Keys.of(pool).log, min=last[pool], count=_CHUNK)
+                read = cast(list[tuple[str, dict[str, str]]], answer)  # the client decodes
+                if read:
+                    last[pool] = f"({read[-1][0]}"
+                entries = [Entry.of(fields) for _, fields in read]
+                granted += sum(entry.event == "granted" for entry in entries)
+                found += entries
+        # What one pool writes is in its own order, whatever the clock does.
+        return found if len(pools) == 1 else sorted(found, key=lambda entry: entry.time_us)
+
+
+@contextlib.asynccontextmanager
+async def running(replicas: int) -> AsyncIterator[Fleet]:
+    """A Valkey and as many replica processes, which end with the block."""
+    with server() as it:
+        redis = Redis(host=LOOPBACK, port=it.port, decode_responses=True, socket_timeout=_ANSWERS_S)
+        started: list[_Replica] = []
+        try:
+            for _ in range(replicas):
+                started.append(await _Replica.started())
+            yield Fleet(it.port, redis, started)
+        finally:
+            await asyncio.gather(*(replica.end() for replica in started))
+            await redis.aclose()
