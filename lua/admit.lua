@@ -33,7 +33,7 @@ local function adopt(r, attempt, candidates, turn, picks)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
   end
   log('adopted', r)
-  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
+  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == 'placed' then
     record.write(r)
     return 'placed ' .. r.endpoints .. ' adopted'
@@ -58,7 +58,7 @@ local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
     if pool[QUEUED[band]] > 0 then
       if pool.pressed == 0 then
-        pool.set('pressed', 1)
+        pool.pressed = 1
         for _, each in ipairs({1, 2}) do
           redis.call('ZUNIONSTORE', key.victims[each], 2, key.flows[each], key.parked[each], 'WEIGHTS', 0, 0)
         end
@@ -83,15 +83,15 @@ local function bypass(r, candidates, age_ms, turn, picks)
   if settings.paused == 1 or pool.queued > 0 or pool.stock + take > pool.upper or endpoints.flow_full(r) then
     return nil
   end
-  r.taken, r.granted_us = take, now_us
+  r.taken = take
   local reply, limited = place_request(r, candidates, turn, picks)
   if not reply then
-    r.taken, r.granted_us = 0, 0
+    r.taken = 0
     return not limited and refuse(r, 'no-endpoints') or nil
   end
-  pool.add('stock', take)
-  if r.limit > 0 then endpoints.count_flow(r, r.flow, 1) end
-  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
+  pool.stock = pool.stock + take
+  if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
+  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   workloads.arrived(r.workload)
   workloads.dispatched(r.workload, age_ms)
   log('bypassed', r)
@@ -105,8 +105,7 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
   local reply = bypass(r, candidates, age_ms, turn, picks)
   if reply then return reply end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
-  local length = queue.length(r.band, queue.lane(r))
-  if settings.fairness ~= 'none' and length >= settings.flow_capacity then
+  if settings.fairness ~= 'none' and queue.length(r.band, queue.lane(r)) >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
   end
   if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
@@ -114,7 +113,7 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
   end
   r.state = 'queued'
   workloads.arrived(r.workload)
-  local tag = queue.insert(r, length)
+  local tag = queue.insert(r)
   record.write(r)
   log('queued', r, tag)
   return 'queued ' .. (ttl_ms - age_ms)
@@ -134,12 +133,11 @@ local function admit(args)
     local r = record.read(id)
     if r then return adopt(r, attempt, candidates, now_us + at, picks) end
     age_ms = tonumber(age_ms)
-    r = {
-      id = id, state = 'new', owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
-      weight = tonumber(weight), cost = tonumber(cost), workload = workload_id, criticality = tonumber(criticality),
-      model = model, arrived = pool.arrival(age_ms), deadline_ms = 0, endpoints = '', granted_us = 0,
-      limit = tonumber(limit), taken = 0, tag = -1,
-    }
+    r = record.new(id)
+    r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
+      r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'new', news.caller, attempt, flow, tonumber(band),
+      tonumber(weight), tonumber(cost), workload_id, tonumber(criticality), model, pool.arrival(age_ms), 0, '',
+      tonumber(limit), 0, -1
     if learn == '1' then r.cost = r.cost + answers.mean(flow) end
     return arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
   end)

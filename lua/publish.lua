@@ -36,14 +36,14 @@ local function publish(args)
     end
   end
   if not pool.known then
-    pool.set('born', now_us)
-    pool.set('credit', 1)
+    pool.born = now_us
+    pool.credit = 1
     pool.known = true
   end
   local overrides = redis.call('HGET', key.pool, 'overrides')
   redis.call('HSET', key.pool, 'config_version', args[2], 'endpoints_version', args[3], 'base', args[4])
   put_settings(cjson.decode(args[4]), overrides and cjson.decode(overrides) or {})
-  pool.set('ready', ready)
+  pool.ready = ready
   pool.bound()
   local head = conclude()
   head[5], head[6], head[7] = full(pool.upper), full(pool.lower), ready

@@ -23,17 +23,17 @@ local function restore(id, attempt, served, ticket)
     id = id, owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
     weight = tonumber(weight), cost = tonumber(cost), workload = workload_id,
     criticality = tonumber(criticality), model = model, arrived = now_us, deadline_ms = 0,
-    endpoints = served ~= '' and served or endpoint, granted_us = now_us, state = 'placed',
+    endpoints = served ~= '' and served or endpoint, state = 'placed',
     limit = tonumber(limit), taken = tonumber(cost), tag = -1,
   }
-  pool.add('stock', r.taken)
+  pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then
-    endpoints.count_flow(r, r.flow, 1)
-    endpoints.count_flow(r, r.flow .. '\31' .. r.endpoints, 1)
+    endpoints.count_flow(r, nil, 1)
+    endpoints.count_flow(r, r.endpoints, 1)
   end
   workloads.restored(workload_id)
-  writes.zset(key.inflight, id, now_ms + settings.lease_ms)
+  later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   record.write(r)
   log('restored', r)
   return 'restored'
@@ -45,8 +45,8 @@ local function move(r, served)
   if served == '' or served == old then return end
   endpoints.release(old)
   endpoints.reserve(served)
-  endpoints.count_flow(r, r.flow .. '\31' .. old, -1)
-  endpoints.count_flow(r, r.flow .. '\31' .. served, 1)
+  endpoints.count_flow(r, old, -1)
+  endpoints.count_flow(r, served, 1)
   r.endpoints = served
   record.write(r)
   log('moved', r)
@@ -58,7 +58,7 @@ local function renew(args)
     local r = record.read(id)
     if not r then return restore(id, attempt, served, ticket) end
     if r.state == 'queued' or r.state == 'held' then return 'waiting' end
-    writes.zset(key.inflight, id, now_ms + settings.lease_ms)
+    later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
     if r.state == 'placed' then move(r, served) end
     return 'renewed'
   end)

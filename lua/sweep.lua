@@ -64,7 +64,7 @@ local function walk(cursor)
       end
     end
   end
-  if scan[1] == '0' then pool.set('refiling', 0) end
+  if scan[1] == '0' then pool.refiling = 0 end
   return scan[1]
 end
 
@@ -72,7 +72,7 @@ end
 local function measure_rate(swept_ms, dispatches)
   if swept_ms == 0 or now_ms == swept_ms then return end
   local rate = (pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms)
-  pool.set('rate', pool.rate == 0 and rate or (pool.rate + rate) / 2)
+  pool.rate = pool.rate == 0 and rate or (pool.rate + rate) / 2
 end
 
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
@@ -81,7 +81,7 @@ local function age_tags(band)
   if pool.queued == 0 and pool.stock == 0 then
     local top = redis.call('ZRANGE', key.finish[band], -1, -1, 'WITHSCORES')
     if top[2] then v = math.max(v, tonumber(top[2])) end
-    pool.set(V[band], v)
+    pool[V[band]] = v
   end
   -- Not all at once: a million of them would hold everyone up.
   local stale = redis.call('ZRANGEBYSCORE', key.finish[band], '-inf', v, 'LIMIT', 0, 10 * CHUNK)
@@ -114,7 +114,7 @@ local function sweep(args)
     if age_tags(band) then more = true end
   end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
-    pool.set('pressed', 0)
+    pool.pressed = 0
     redis.call('UNLINK', key.victims[1], key.victims[2])
   end
   if fresh then

@@ -5,12 +5,12 @@ local TIMERS_LIMIT = 64
 local timed -- once a call is enough
 local function run_timers(limit)
   timed = true
+  send(key.timers)
   local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
   local ran, expired = 0, 0
   for i = 1, #due, 2 do
     local id = due[i]
-    -- An earlier step of this call may have moved it.
-    local r = not writes.pending(key.timers, id) and record.read(id)
+    local r = record.read(id)
     if r then
       ran = ran + 1
       if r.state == 'held' then
@@ -22,7 +22,7 @@ local function run_timers(limit)
       else
         redis.call('ZADD', key.overdue, due[i + 1] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
         redis.call('ZADD', key.timers, r.deadline_ms, id)
-        pool.add('overdue', 1)
+        pool.overdue = pool.overdue + 1
       end
     end
   end
@@ -37,17 +37,17 @@ local function is_live(owner)
 end
 local function grant(r, tag, take, by)
   local share = queue.serve(r, tag, by)
-  r.state, r.granted_us, r.taken, r.tag = 'granted', now_us, take, tag
+  r.state, r.taken, r.tag = 'granted', take, tag
   record.write(r)
-  writes.zset(key.inflight, r.id, now_ms + settings.lease_ms)
-  pool.add('stock', take)
-  pool.add('dispatches', 1)
+  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  pool.stock = pool.stock + take
+  pool.dispatches = pool.dispatches + 1
   if by == 'guard' then
-    pool.add('guards', 1)
-    pool.add('credit', -1)
+    pool.guards = pool.guards + 1
+    pool.credit = pool.credit - 1
   end
-  pool.set('credit', math.min(pool.credit + settings.guard_share, 1))
-  if r.limit > 0 then endpoints.count_flow(r, r.flow, 1) end
+  pool.credit = math.min(pool.credit + settings.guard_share, 1)
+  if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
   news.tell(r.owner, r.id, 'granted')
   log('granted', r, tag, by, share)
@@ -96,7 +96,8 @@ local function conclude(replies)
   if pool.known then served, attempts = dispatch() end
   workloads.save()
   pool.save()
-  writes.flush()
+  endpoints.save()
+  send_all()
   news.send()
   return {full(pool.born), news.mine, attempts, served, unpack(replies or {})}
 end
@@ -121,6 +122,7 @@ local function begin(pool_key)
   forget_records()
   forget_workloads()
   forget_endpoints()
+  forget_lengths()
   forget_news('')
   timed = false
   read_clock()

@@ -1,29 +1,29 @@
 -- include: queue endpoints news
 -- The end of a request, whatever state it is in: everything it holds is given back, exactly once.
 local function release(r)
-  writes.zset(key.inflight, r.id, false)
-  pool.set('stock', math.max(0, pool.stock - r.taken))
+  later('ZREM', key.inflight, r.id)
+  pool.stock = math.max(0, pool.stock - r.taken)
   if r.state == 'placed' then
     local endpoint = endpoints.first(r.endpoints)
     endpoints.release(endpoint)
-    endpoints.count_flow(r, r.flow .. '\31' .. endpoint, -1)
+    endpoints.count_flow(r, endpoint, -1)
   else
     news.forget(r.owner, r.id)
   end
-  endpoints.count_flow(r, r.flow, -1)
+  endpoints.count_flow(r, nil, -1)
 end
 local function finish_request(r, event, note_text)
   local ran = r.state == 'granted' or r.state == 'placed'
   if r.state == 'queued' then
     queue.remove(r)
   elseif r.state == 'held' then
-    writes.zset(key.timers, r.id, false)
+    later('ZREM', key.timers, r.id)
   else
     release(r)
   end
   record.drop(r)
   workloads.ended(r.workload)
-  pool.add('ended', 1)
+  pool.ended = pool.ended + 1
   log(event, r, nil, nil, note_text)
   if ran and r.limit > 0 then
     for _, band in ipairs(BANDS) do queue.unpark(band, r.flow) end

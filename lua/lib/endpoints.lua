@@ -5,6 +5,7 @@
 local UNPICKABLE = 1e9
 local endpoints = {}
 local loads = {} -- endpoint -> load, as this call knows it
+local changed_loads = {}
 local window, window_left -- the least loaded, and how many picks they are good for
 function endpoints.first(list) return string.match(list, '^[^,]+') end
 function endpoints.prefetch(addresses)
@@ -21,8 +22,7 @@ local function load_of(address)
   return loads[address]
 end
 local function set_load(address, load)
-  loads[address] = load
-  writes.zset(key.load, address, load >= 0 and load)
+  loads[address], changed_loads[address] = load, true
 end
 function endpoints.reserve(address)
   local load = load_of(address)
@@ -57,15 +57,22 @@ local function listed(candidates)
   endpoints.prefetch(found)
   return found
 end
+local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+-- Those on which r's flow is below its limit; and whether there is one but for that.
 local function below_limit(r, among)
-  local fields, free = {}, {}
-  for i, address in ipairs(among) do fields[i] = r.flow .. '\31' .. address end
-  if #fields == 0 then return free end
+  local able, fields, free = {}, {}, {}
+  for _, address in ipairs(among) do
+    if is_pickable(load_of(address)) then
+      able[#able + 1] = address
+      fields[#fields + 1] = r.flow .. '\31' .. address
+    end
+  end
+  if #able == 0 then return free, false end
   local counts = redis.call('HMGET', key.limits, unpack(fields))
-  for i, address in ipairs(among) do
+  for i, address in ipairs(able) do
     if tonumber(counts[i] or 0) < r.limit then free[#free + 1] = address end
   end
-  return free
+  return free, true
 end
 -- Best first, least loaded; equals take turns by `turn`. `candidates` is '*' (all) or 'a,b,c'; `picks` is
 -- how many requests this call may still place. Returns 'a,b,c' with up to `fallbacks` more than one; or nil,
@@ -79,33 +86,43 @@ function endpoints.pick(r, candidates, turn, picks)
   else
     among = least_loaded(picks, want)
   end
-  local pickable = {}
-  for _, address in ipairs(among) do
+  local limited = false
+  if r.limit > 0 then among, limited = below_limit(r, among) end
+  -- Insertion into the few best so far; a later equal stays behind.
+  local best, best_load, kept, count = {}, {}, 0, #among
+  for i = 0, count - 1 do
+    local address = among[(i + turn) % count + 1]
     local load = load_of(address)
-    if load >= 0 and load < UNPICKABLE then pickable[#pickable + 1] = address end
-  end
-  local open = r.limit > 0 and below_limit(r, pickable) or pickable
-  local count, chosen, taken = #open, {}, {}
-  for _ = 1, math.min(want, count) do
-    local best, best_load
-    for i = 0, count - 1 do
-      local address = open[(i + turn) % count + 1]
-      if not taken[address] and (not best or loads[address] < best_load) then
-        best, best_load = address, loads[address]
+    if (kept < want or load < best_load[kept]) and is_pickable(load) then
+      if kept < want then kept = kept + 1 end
+      local at = kept
+      while at > 1 and load < best_load[at - 1] do
+        best[at], best_load[at] = best[at - 1], best_load[at - 1]
+        at = at - 1
       end
+      best[at], best_load[at] = address, load
     end
-    chosen[#chosen + 1], taken[best] = best, true
   end
-  if count == 0 then return nil, #pickable > 0 end
-  return table.concat(chosen, ',')
+  if kept == 0 then return nil, limited end
+  return table.concat(best, ',')
 end
 -- A limited flow's requests in flight: all of them (granted and placed), and those on one endpoint.
 -- What is granted will need a place too, so the total decides before any endpoint's count does.
 function endpoints.flow_full(r)
   return r.limit > 0 and tonumber(redis.call('HGET', key.limits, r.flow) or 0) >= r.limit * pool.ready
 end
-function endpoints.count_flow(r, field, change)
+function endpoints.count_flow(r, endpoint, change)
   if r.limit == 0 then return end
+  local field = endpoint and r.flow .. '\31' .. endpoint or r.flow
   if redis.call('HINCRBY', key.limits, field, change) <= 0 then redis.call('HDEL', key.limits, field) end
 end
-local function forget_endpoints() loads, window = {}, nil end
+function endpoints.save()
+  for address in pairs(changed_loads) do
+    if loads[address] >= 0 then
+      later('ZADD', key.load, loads[address], address)
+    else
+      later('ZREM', key.load, address)
+    end
+  end
+end
+local function forget_endpoints() loads, changed_loads, window = {}, {}, nil end

@@ -4,7 +4,7 @@
 local function full(number) return string.format('%.17g', number) end
 local function log(event, r, tag, by, about)
   if settings.log_max == 0 then return end
-  pool.add('log_seq', 1)
+  pool.log_seq = pool.log_seq + 1
   redis.call('XADD', key.log, 'MAXLEN', '~', settings.log_max, '*',
     'seq', full(pool.log_seq), 'time_us', full(now_us), 'event', event, 'request', r.id, 'flow', r.flow,
     'band', r.band, 'workload', r.workload, 'cost', full(r.cost), 'weight', full(r.weight),

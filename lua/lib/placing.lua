@@ -8,7 +8,7 @@ local function place_request(r, candidates, turn, picks)
   r.endpoints, r.state = picked, 'placed'
   local endpoint = endpoints.first(picked)
   endpoints.reserve(endpoint)
-  endpoints.count_flow(r, r.flow .. '\31' .. endpoint, 1)
+  endpoints.count_flow(r, endpoint, 1)
   record.write(r)
   return 'placed ' .. picked
 end
@@ -25,10 +25,10 @@ local function place_granted(r, candidates, turn, picks)
     finish_request(r, limited and 'expired' or 'refused', limited and '' or 'no-endpoints')
     return limited and 'expired' or 'refused no-endpoints 1'
   end
-  writes.zset(key.inflight, r.id, false)
-  pool.set('stock', math.max(0, pool.stock - r.taken))
-  endpoints.count_flow(r, r.flow, -1)
-  r.state, r.granted_us, r.taken = 'queued', 0, 0
+  later('ZREM', key.inflight, r.id)
+  pool.stock = math.max(0, pool.stock - r.taken)
+  endpoints.count_flow(r, nil, -1)
+  r.state, r.taken = 'queued', 0
   queue.insert(r)
   local lane = queue.lane(r)
   local tag = queue.correct(r, lane, -queue.share(r), r.tag)

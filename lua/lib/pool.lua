@@ -11,6 +11,7 @@ local COUNTERS = {
 local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
 local V = {[0] = 'v:0', 'v:1', 'v:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
+local counters_text -- as they were read
 local COUNTERS_FORMAT -- made at the first call: a library being loaded has no `string`
 local settings, settings_text -- of the last call; a library outlives its calls
 local NO_SETTINGS = {
@@ -22,7 +23,7 @@ local function read_pool()
   local v = redis.call('HMGET', key.pool, 'counters', 'settings')
   -- Settings come with publish: without them nothing may be admitted.
   pool.known = v[1] and true or false
-  pool.changed = false
+  counters_text = v[1]
   local numbers = v[1] and {struct.unpack(COUNTERS_FORMAT, v[1])} or {}
   for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
   if not v[2] then
@@ -31,29 +32,22 @@ local function read_pool()
     settings, settings_text = cjson.decode(v[2]), v[2]
   end
 end
-function pool.set(name, value)
-  pool[name] = value
-  pool.changed = true
-end
-function pool.add(name, amount)
-  pool[name] = pool[name] + amount
-  pool.changed = true
-end
 function pool.save()
-  if not pool.changed then return end
+  if not pool.known then return end
   local numbers = {}
   for i = 1, #COUNTERS do numbers[i] = pool[COUNTERS[i]] end
-  redis.call('HSET', key.pool, 'counters', struct.pack(COUNTERS_FORMAT, unpack(numbers)))
+  local text = struct.pack(COUNTERS_FORMAT, unpack(numbers))
+  if text ~= counters_text then redis.call('HSET', key.pool, 'counters', text) end
 end
 -- Bounds follow the number of ready backends. Nine digits undo binary rounding: 20 at 1.15 are 23, not 22.999….
 function pool.bound()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
-  pool.set('upper', scaled(settings.upper_per))
-  pool.set('lower', math.max(scaled(settings.lower_per), 1e-9)) -- at 0 an empty pool still takes one
+  pool.upper = scaled(settings.upper_per)
+  pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- at 0 an empty pool still takes one
 end
 -- A number no earlier arrival has had, which is also the arrival time in us: it orders a lane.
 function pool.arrival(age_ms)
   if age_ms > 0 then return now_us - age_ms * 1000 end
-  pool.set('seq', math.max(pool.seq + 1, now_us))
+  pool.seq = math.max(pool.seq + 1, now_us)
   return pool.seq
 end

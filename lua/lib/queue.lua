@@ -18,7 +18,17 @@ local function standing_lane(r)
   local other = lane == '' and r.flow or ''
   return redis.call('ZSCORE', key.queue(r.band, other), r.id) and other
 end
-function queue.length(band, lane) return redis.call('ZCARD', key.queue(band, lane)) end
+local lengths = {} -- of lanes, by the key of their requests, as this call knows them
+local function forget_lengths() lengths = {} end
+function queue.length(band, lane)
+  local requests = key.queue(band, lane)
+  local length = lengths[requests]
+  if not length then
+    length = redis.call('ZCARD', requests)
+    lengths[requests] = length
+  end
+  return length, requests
+end
 function queue.due_ms(r)
   local arrived_ms = math.floor(r.arrived / 1000)
   local patience_ms = settings.starvation_ms
@@ -26,21 +36,24 @@ function queue.due_ms(r)
   return math.min(arrived_ms + patience_ms, r.deadline_ms)
 end
 local function grow(r, change)
-  pool.add('queued', change)
-  pool.add(QUEUED[r.band], change)
+  pool.queued = pool.queued + change
+  local name = QUEUED[r.band]
+  pool[name] = pool[name] + change
 end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
 -- written by the caller.
-function queue.insert(r, length)
+function queue.insert(r)
   local band, lane = r.band, queue.lane(r)
-  redis.call('ZADD', key.queue(band, lane), r.arrived, r.id)
+  local length, requests = queue.length(band, lane)
+  redis.call('ZADD', requests, r.arrived, r.id)
+  lengths[requests] = length + 1
   known_records[r.id] = r
   order.insert(r, lane)
   r.due_ms = queue.due_ms(r)
-  writes.zset(key.timers, r.id, r.due_ms)
-  if pool[QUEUED[band]] == 0 then pool.set(BAND_TAG[band], math.max(pool[BAND_TAG[band]], pool.bv)) end
+  later('ZADD', key.timers, r.due_ms, r.id)
+  if pool[QUEUED[band]] == 0 then pool[BAND_TAG[band]] = math.max(pool[BAND_TAG[band]], pool.bv) end
   grow(r, 1)
-  if (length or queue.length(band, lane) - 1) > 0 then return nil end
+  if length > 0 then return nil end
   local tag = math.max(pool[V[band]], tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
   redis.call('ZADD', key.flows[band], tag, lane)
   if pool.pressed == 1 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
@@ -53,13 +66,14 @@ end
 -- Take r off everything that orders it. Returns its lane, and whether that is now empty.
 local function unqueue(r)
   local lane = standing_lane(r)
-  local requests = key.queue(r.band, lane)
+  local length, requests = queue.length(r.band, lane)
   redis.call('ZREM', requests, r.id)
+  lengths[requests] = length - 1
   order.remove(r, lane)
-  writes.zset(key.timers, r.id, false)
-  if pool.overdue > 0 then pool.add('overdue', -redis.call('ZREM', key.overdue, r.id)) end
+  later('ZREM', key.timers, r.id)
+  if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, r.id) end
   grow(r, -1)
-  return lane, redis.call('EXISTS', requests) == 0
+  return lane, length == 1
 end
 -- Take r out without serving it: its lane's tag stays as it is.
 function queue.remove(r)
@@ -77,7 +91,7 @@ end
 function queue.serve(r, tag, by)
   local lane, emptied = unqueue(r)
   local share = queue.share(r)
-  if by == 'turn' then pool.set(V[r.band], math.max(pool[V[r.band]], tag)) end
+  if by == 'turn' then pool[V[r.band]] = math.max(pool[V[r.band]], tag) end
   if emptied then
     retire(r.band, lane, tag + share)
   else
@@ -85,8 +99,8 @@ function queue.serve(r, tag, by)
   end
   if settings.band_policy == 'weighted' then
     local name = BAND_TAG[r.band]
-    if by == 'turn' then pool.set('bv', math.max(pool.bv, pool[name])) end
-    pool.add(name, r.cost / settings.band_weights[r.band + 1])
+    if by == 'turn' then pool.bv = math.max(pool.bv, pool[name]) end
+    pool[name] = pool[name] + r.cost / settings.band_weights[r.band + 1]
   end
   return share
 end
@@ -118,7 +132,7 @@ end
 function queue.hold(r, until_ms)
   queue.remove(r)
   r.state = 'held'
-  writes.zset(key.timers, r.id, math.min(r.deadline_ms, until_ms))
+  later('ZADD', key.timers, math.min(r.deadline_ms, until_ms), r.id)
   record.write(r)
   log('held', r)
 end
@@ -133,25 +147,25 @@ function queue.refile(r)
     order.insert(r, lane)
   end
 end
--- The band that comes next, in the order of the policy; a closure over the bands that have someone waiting.
-function queue.bands()
-  local nonempty = {}
-  for _, band in ipairs(BANDS) do
-    if pool[QUEUED[band]] > 0 then nonempty[#nonempty + 1] = band end
-  end
-  if settings.band_policy == 'weighted' then
-    table.sort(nonempty, function(a, b)
-      local tag_a, tag_b = pool['band:' .. a], pool['band:' .. b]
-      return tag_a < tag_b or (tag_a == tag_b and a < b)
-    end)
-  end
-  return nonempty
+-- The bands in the order in which they come next.
+local function bands_in_turn()
+  if settings.band_policy ~= 'weighted' then return BANDS end
+  local bands = {unpack(BANDS)}
+  table.sort(bands, function(a, b)
+    local tag_a, tag_b = pool[BAND_TAG[a]], pool[BAND_TAG[b]]
+    return tag_a < tag_b or (tag_a == tag_b and a < b)
+  end)
+  return bands
 end
 -- Whose turn it is: an id, and its lane's start tag; nil when nobody can be served.
 function queue.turn()
-  for _, band in ipairs(queue.bands()) do
-    local lane = redis.call('ZRANGE', key.flows[band], 0, 0, 'WITHSCORES')
-    if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]) end
+  local bands = bands_in_turn()
+  for i = 1, #bands do
+    local band = bands[i]
+    if pool[QUEUED[band]] > 0 then
+      local lane = redis.call('ZRANGE', key.flows[band], 0, 0, 'WITHSCORES')
+      if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]) end
+    end
   end
 end
 -- The most overdue request of the whole queue whose lane is not parked; nil if there is none near the front.

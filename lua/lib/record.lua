@@ -2,16 +2,28 @@
 -- One request, packed. state: queued, held (its replica is silent), granted, placed. Fields hold no control
 -- characters (replicas refuse them), so none can end a string early. Each is read once a call.
 local record = {}
-local RECORD = 'ssssBddsBsddsdddd'
+local RECORD = 'ssssBddsBsddsddd'
 local known_records = {}
+-- Tables of former calls, to be used again: a new one of this size is what a call would spend most on.
+local tables, used = {}, 0
+function record.new(id)
+  used = used + 1
+  local r = tables[used]
+  if not r then
+    r = {}
+    tables[used] = r
+  end
+  r.id, r.due_ms = id, false
+  return r
+end
 local function parse_record(id, text)
   if not text then
     known_records[id] = false
     return nil
   end
-  local r = {id = id}
+  local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
-    r.deadline_ms, r.endpoints, r.granted_us, r.limit, r.taken, r.tag = struct.unpack(RECORD, text)
+    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = struct.unpack(RECORD, text)
   known_records[id] = r
   return r
 end
@@ -36,12 +48,16 @@ function record.meet(id, text)
 end
 function record.write(r)
   known_records[r.id] = r
-  writes.hash(key.requests, r.id, struct.pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight,
-    r.cost, r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.granted_us, r.limit,
+  later('HSET', key.requests, r.id, struct.pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight,
+    r.cost, r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit,
     r.taken, r.tag))
 end
 function record.drop(r)
   known_records[r.id] = false
-  writes.hash(key.requests, r.id, false)
+  later('HDEL', key.requests, r.id)
 end
-local function forget_records() known_records = {} end
+local function forget_records()
+  known_records = {}
+  if used > 1000 then tables = {} end
+  used = 0
+end

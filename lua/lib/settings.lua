@@ -12,7 +12,7 @@ local function put_settings(base, overrides)
   local text = cjson.encode(base)
   redis.call('HSET', key.pool, 'settings', text)
   if changed and pool.queued > 0 then
-    pool.set('refiling', 1)
+    pool.refiling = 1
     redis.call('HSET', key.pool, 'walk', '0')
   end
   log_change('tuned', text)

@@ -70,6 +70,6 @@ function workloads.idle(text, idle_ms)
   return active == 0 and now_ms - last_ms > idle_ms
 end
 function workloads.save()
-  for id, w in pairs(changed_workloads) do writes.hash(key.workloads, id, struct.pack(WORKLOAD, unpack(w))) end
+  for id, w in pairs(changed_workloads) do later('HSET', key.workloads, id, struct.pack(WORKLOAD, unpack(w))) end
 end
 local function forget_workloads() known_workloads, changed_workloads = {}, {} end

@@ -1,43 +1,37 @@
 -- include: keys
--- Writes put off to the end of a call, where one command carries what a batch has to say of a key. The
--- last word on a member wins. Only for what no later step of the same call reads back from Redis.
-local writes = {zsets = {}, hashes = {}}
-local function note(kind, name, member, value)
-  local changes = kind[name]
-  if not changes then
-    changes = {}
-    kind[name] = changes
+-- Writes put off, so that one command carries what a batch has to say of a key: `later` instead of
+-- `redis.call`, for commands that take any number of `a` or `a, b`. Those of one key keep their order. Whoever
+-- reads such a key in the same call sends what waits for it first.
+local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
+local waiting, keys_waiting = {}, 0 -- key -> command and arguments, n of them; tables are used again
+local function send(name)
+  local put_off = waiting[name]
+  if not put_off or put_off.n == 0 then return end
+  redis.call(put_off.command, name, unpack(put_off, 1, put_off.n))
+  put_off.n = 0
+end
+local function later(command, name, a, b)
+  local put_off = waiting[name]
+  if not put_off then
+    put_off = {command = command, n = 0}
+    waiting[name] = put_off
+    keys_waiting = keys_waiting + 1
+  elseif put_off.command ~= command or put_off.n >= AT_MOST then
+    send(name)
+    put_off.command = command
   end
-  changes[member] = value
-end
--- `score` or `value` false takes the member away.
-function writes.zset(name, member, score) note(writes.zsets, name, member, score) end
-function writes.hash(name, field, value) note(writes.hashes, name, field, value) end
-function writes.pending(name, member)
-  local changes = writes.zsets[name]
-  return changes ~= nil and changes[member] ~= nil
-end
-local function flush(kind, set, remove, score_first)
-  for name, changes in pairs(kind) do
-    local put, gone = {}, {}
-    for member, value in pairs(changes) do
-      if value == false then
-        gone[#gone + 1] = member
-      elseif score_first then
-        put[#put + 1] = value
-        put[#put + 1] = member
-      else
-        put[#put + 1] = member
-        put[#put + 1] = value
-      end
-    end
-    -- unpack() puts its values on a stack of limited depth
-    for at = 1, #put, 2000 do redis.call(set, name, unpack(put, at, math.min(at + 1999, #put))) end
-    for at = 1, #gone, 2000 do redis.call(remove, name, unpack(gone, at, math.min(at + 1999, #gone))) end
+  local n = put_off.n + 1
+  put_off[n] = a
+  if b then
+    n = n + 1
+    put_off[n] = b
   end
+  put_off.n = n
 end
-function writes.flush()
-  flush(writes.zsets, 'ZADD', 'ZREM', true)
-  flush(writes.hashes, 'HSET', 'HDEL', false)
+local function send_all()
+  for name in pairs(waiting) do send(name) end
 end
-local function forget_writes() writes.zsets, writes.hashes = {}, {} end
+local function forget_writes()
+  if keys_waiting > 100 then waiting, keys_waiting = {}, 0 end
+  for _, put_off in pairs(waiting) do put_off.n = 0 end -- of a call that failed
+end
