@@ -90,7 +90,10 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one request, from the end of its stream or from its final access-log entry."""
+    """The end of one request, from the end of its stream or from its final access-log entry.
+
+    `failed` is an endpoint that could not be connected to on the way; '' if none is known of.
+    """
 
     id: str
     outcome: Outcome
@@ -100,6 +103,7 @@ class Completion:
     completion_tokens: int | None
     duration_s: float | None
     first_byte_s: float | None
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

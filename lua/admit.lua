@@ -7,7 +7,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request ADMIT_ITEM arguments:
 --   id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload ('' anonymous), criticality, model,
---   candidates ('*' or 'a,b,c'), limit (of the flow, on each endpoint; 0 none), learn (1: cost lacks the
+--   candidates (as place has them), limit (of the flow, on each endpoint; 0 none), learn (1: cost lacks the
 --   answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c' | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with REASON one of no-endpoints,

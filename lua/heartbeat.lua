@@ -7,8 +7,8 @@
 -- args[2] JSON it gives of itself
 -- args[3] silence_ms after which a replica counts as gone
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
---   live replicas, config version, endpoints version, tuned version, stock, queued, upper, lower, ready,
---   paused (0 or 1)}; numbers as strings where they may have fractions
+--   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
+--   stock, queued, upper, lower, ready, paused (0 or 1)}; numbers as strings where they may have fractions
 local function heartbeat(args)
   local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
   forget_news(owner)
@@ -23,7 +23,8 @@ local function heartbeat(args)
   for _, other in ipairs(others) do
     if other < owner then leader = 0 end
   end
-  local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version')
+  local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
+    'marks_version')
   local inbox = redis.call('HGETALL', key.inbox(owner))
   local left = {}
   for i = 1, #inbox, 2 do
@@ -34,7 +35,8 @@ local function heartbeat(args)
   local head = conclude()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end
   return {
-    head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '', versions[2] or '',
+    head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '',
+    (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', full(pool.stock), pool.queued, full(pool.upper), full(pool.lower), pool.ready,
     settings.paused or 0,
   }

@@ -5,7 +5,7 @@
 -- idle; repeating a call returns the same endpoint (G6).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, attempt, candidates ('*' or 'a,b,c')
+-- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5')
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c' | 'queued TTL_LEFT_MS' (back in its place: its flow is at its limit wherever it may go)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)

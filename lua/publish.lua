@@ -16,7 +16,7 @@ local function publish(args)
   local wanted, ready = {}, 0
   for at = FIRST_ENDPOINT, #args, 2 do
     local address, about = args[at], args[at + 1]
-    local draining = cjson.decode(about).draining
+    local draining = cjson.decode(about).draining or endpoints.is_marked(address)
     wanted[address] = true
     if not draining then ready = ready + 1 end
     redis.call('HSET', key.endpoints, address, about)
@@ -27,6 +27,7 @@ local function publish(args)
   for _, address in ipairs(redis.call('HKEYS', key.endpoints)) do
     if not wanted[address] then
       redis.call('HDEL', key.endpoints, address)
+      endpoints.forget_marks(address)
       local load = tonumber(redis.call('ZSCORE', key.load, address) or 0)
       if load == 0 or load == UNPICKABLE then
         redis.call('ZREM', key.load, address)

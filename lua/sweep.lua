@@ -13,6 +13,7 @@
 -- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1)}
 local CHUNK = 100
 local WALKS = 50 -- calls an interval that go on with the walk, at most
+local DOWN_MS = 10000
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
 local function reap()
@@ -118,6 +119,7 @@ local function sweep(args)
     redis.call('UNLINK', key.victims[1], key.victims[2])
   end
   if fresh then
+    endpoints.lapse(DOWN_MS)
     measure_rate(swept_ms, tonumber(state[7] or 0))
     redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
   end

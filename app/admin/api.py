@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from app.admin import changes
 from app.admin.guard import Guard
-from app.admin.models import Health, Problem, State
+from app.admin.models import Endpoint, Health, Problem, State
 from app.admin.view import Controls, StateView
 from app.admission.tuning import LIVE
 from app.config import Settings
@@ -67,6 +67,15 @@ def create(view: StateView, controls: Controls, metrics: Metrics, settings: Sett
         try:
             async with asyncio.timeout(_STATE_S):
                 return State.model_validate(await view.state())
+        except TimeoutError:
+            raise StateUnavailable(f"the shared state did not answer within {_STATE_S:g} s") from None
+
+    @app.get("/api/v1/endpoints", tags=["state"], responses={503: {"model": Problem}})
+    async def endpoints() -> list[Endpoint]:
+        """Every endpoint with its status and what it has in flight."""
+        try:
+            async with asyncio.timeout(_STATE_S):
+                return [Endpoint.model_validate(each) for each in await view.endpoints()]
         except TimeoutError:
             raise StateUnavailable(f"the shared state did not answer within {_STATE_S:g} s") from None
 

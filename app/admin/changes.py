@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from app.admin.guard import Guard
-from app.admin.models import Config, Dispatch, Eviction, Problem
+from app.admin.models import Config, Dispatch, Drained, Eviction, Problem
 from app.admin.view import Controls
 from app.errors import StateUnavailable
 
@@ -85,6 +85,22 @@ def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
         if result != "evicted":
             raise HTTPException(404, "no such request waits")
         return Eviction(id=request_id)
+
+    @changing.post("/endpoints/{address}/drain", responses={404: {"model": Problem}})
+    async def drain(address: str) -> Drained:
+        """Send nothing new to an endpoint; what runs there finishes."""
+        return await _drain(address, True)
+
+    @changing.post("/endpoints/{address}/undrain", responses={404: {"model": Problem}})
+    async def undrain(address: str) -> Drained:
+        """Let an endpoint have requests again."""
+        return await _drain(address, False)
+
+    async def _drain(address: str, on: bool) -> Drained:
+        async with _in_time():
+            if not await controls.drain(address, on):
+                raise HTTPException(404, f"no endpoint {address}")
+        return Drained(address=address, drained=on)
 
     app.include_router(reading)
     app.include_router(changing)

@@ -48,6 +48,11 @@ class FleetControls:
     async def evict(self, request_id: str) -> str:
         return await self._store.evict(request_id)
 
+    async def drain(self, address: str, on: bool) -> bool:
+        done = await self._store.mark(address, "drained", on) == "marked"
+        self._membership.poke()
+        return done
+
     async def _tune(self, overrides: Mapping[str, Any], note: Mapping[str, Any]) -> str:
         version = await self._store.tune(overrides, note)
         if not version:

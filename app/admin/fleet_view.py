@@ -3,6 +3,7 @@
 from typing import Any
 
 from app.admission.membership import Membership
+from app.endpoints.snapshot import Endpoint
 from app.state.store import Store
 
 
@@ -21,6 +22,18 @@ class FleetView:
     async def state(self) -> dict[str, Any]:
         return {**self._identity, **await self._membership.state()}
 
+    async def endpoints(self) -> list[dict[str, Any]]:
+        in_flight = (await self._membership.state())["in_flight"]
+        return [
+            {
+                "address": endpoint.address,
+                "labels": endpoint.labels,
+                "status": _status(endpoint),
+                "in_flight": in_flight.get(endpoint.address, 0),
+            }
+            for endpoint in await self._store.endpoints()
+        ]
+
     def ready(self) -> tuple[bool, dict[str, str]]:
         pulse = self._membership.pulse
         joined = pulse is not None and pulse.born != "0"
@@ -33,3 +46,11 @@ class FleetView:
 
     def identity(self) -> dict[str, str]:
         return dict(self._identity)
+
+
+def _status(endpoint: Endpoint) -> str:
+    if endpoint.down:
+        return "down"
+    if endpoint.drained:
+        return "drained"
+    return "draining" if endpoint.draining else "ready"

@@ -84,6 +84,24 @@ class Eviction(BaseModel):
     result: Literal["evicted"] = "evicted"
 
 
+class Drained(BaseModel):
+    """Whether an operator keeps new requests from an endpoint."""
+
+    address: str
+    drained: bool
+
+
+class Endpoint(BaseModel):
+    """A model server, as all replicas see it."""
+
+    address: str = Field(description="ip:port, IPv6 in brackets")
+    labels: dict[str, str]
+    status: Literal["ready", "draining", "drained", "down"] = Field(
+        description="`draining`: so discovery says; `drained`: by an operator; `down`: connections fail"
+    )
+    in_flight: int = Field(description="requests placed there, fleet-wide")
+
+
 class Health(BaseModel):
     """A replica's health by component: `ok`, or what is wrong with it."""
 

@@ -15,6 +15,10 @@ class StateView(Protocol):
         """
         ...
 
+    async def endpoints(self) -> list[dict[str, Any]]:
+        """Every endpoint, of the shape of `app.admin.models.Endpoint`. Raises as `state` does."""
+        ...
+
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and each component's `ok` or what is wrong with it."""
         ...
@@ -41,6 +45,10 @@ class Controls(Protocol):
 
     async def pause(self, paused: bool) -> dict[str, Any]:
         """Stop or go on dispatching; of the shape of `app.admin.models.Dispatch`."""
+        ...
+
+    async def drain(self, address: str, on: bool) -> bool:
+        """Keep new requests from an endpoint, or let them come again; False if there is no such endpoint."""
         ...
 
     async def evict(self, request_id: str) -> str:

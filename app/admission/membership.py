@@ -134,6 +134,8 @@ class Membership:
             await self._publish()
             pulse = await self._store.heartbeat(self._about, silence_s)
         self._pulse = pulse
+        if self._forgotten and pulse.born != self._born:
+            await self._drain_again()
         if pulse.endpoints_version != self._cell.current.version:
             self._cell.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
         if pulse.born == "0":
@@ -147,6 +149,12 @@ class Membership:
         state = await self.state()
         self._metrics.pool(state)
         self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+
+    async def _drain_again(self) -> None:
+        """What an operator drained was lost with the shared state; whoever comes first brings it back."""
+        for endpoint in self._cell.current.endpoints:
+            if endpoint.drained:
+                await self._store.mark(endpoint.address, "drained", True)
 
     async def _follow(self, pulse: Pulse) -> None:
         """Take over live changes; bring them back if they were lost with the shared state."""
@@ -165,10 +173,8 @@ class Membership:
             self._effective = Effective(self._settings, {})
 
     def _differs(self, pulse: Pulse) -> bool:
-        return (pulse.config_version, pulse.endpoints_version) != (
-            self._config_version,
-            self._discovered_version,
-        )
+        endpoints_version = pulse.endpoints_version.partition("+")[0]  # less what has been marked since
+        return (pulse.config_version, endpoints_version) != (self._config_version, self._discovered_version)
 
     async def _publish(self) -> None:
         assert self._discovered is not None

@@ -7,6 +7,7 @@ stream's try, so that what a dead stream leaves behind never touches the stream 
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
 
 # The replica's own timer trails the queue's, which decides; it only answers where no news came.
 _EXPIRY_SLACK_S = 0.05
@@ -209,7 +212,7 @@ class SharedGate:
         return "granted" if answer == "granted" else "expired"
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        ready = [e.address for e in self._endpoints.current.endpoints if not e.draining]
+        ready = [e.address for e in self._endpoints.current.endpoints if e.ready]
         if subset is not None:
             ready = [address for address in ready if address in subset]
         if not ready:
@@ -222,6 +225,8 @@ class SharedGate:
 
     def settle(self, completion: Completion) -> None:
         self._held.pop(completion.id, None)
+        if completion.failed:
+            self._note_failed(completion.failed)
         actual = answer_tokens = None
         if self._answer_tokens is not None:
             answer_tokens = completion.completion_tokens
@@ -229,6 +234,13 @@ class SharedGate:
                 actual = float(completion.prompt_tokens + answer_tokens)
         answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
         answer.add_done_callback(lambda done: self._settled(completion, done))
+
+    def _note_failed(self, address: str) -> None:
+        """Nobody is to pick it any more, until a probe finds it well again."""
+        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
+        if known is not None and not known.down:
+            _log.warning("endpoint %s cannot be connected to", address)
+            _ignore_loss(self._store.mark(address, "down", True))
 
     def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
         if answer.cancelled() or answer.exception() is not None:

@@ -6,6 +6,8 @@ order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses 
 
 from app.request import InferenceRequest
 
+_ENDPOINT = 7  # which of the fields it is
+
 
 def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
     """The ticket of `request` placed on `endpoint` (`ip:port`).
@@ -27,3 +29,9 @@ def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) ->
             str(request.limit),
         )
     )
+
+
+def endpoint_of(ticket: str) -> str:
+    """The endpoint that a ticket was written for; '' if it is none."""
+    fields = ticket.split("\t")
+    return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""

@@ -6,11 +6,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One model server. `address` is `ip:port`, IPv6 in brackets; a draining one takes nothing new."""
+    """One model server. `address` is `ip:port`, IPv6 in brackets.
+
+    It takes nothing new while it is `draining` (so discovery says), `drained` (by an operator) or `down`
+    (connections fail).
+    """
 
     address: str
     labels: dict[str, str] = field(default_factory=dict)
     draining: bool = False
+    drained: bool = False
+    down: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return not (self.draining or self.drained or self.down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
+from app.admission import ticket
 from app.admission.gate import Gate
 from app.request import Alive, Completion, Outcome
 from app.telemetry.metrics import Metrics
@@ -122,6 +123,7 @@ def read(entry: Any) -> Completion | Alive | None:
         completion_tokens=_tokens(usage, "completion_tokens"),
         duration_s=_seconds(common, "time_to_last_downstream_tx_byte"),
         first_byte_s=_seconds(common, "time_to_first_downstream_tx_byte"),
+        failed=_failed(common, served, ticket.endpoint_of(_text(picker, "ticket"))),
     )
 
 
@@ -142,6 +144,13 @@ def _outcome(common: Any, status: int) -> Outcome:
         if flags & _UPSTREAM_FLAGS:
             return Outcome.UPSTREAM_FAILED
     return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
+
+
+def _failed(common: Any, served: str | None, picked: str) -> str:
+    """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
+    if served is None or served == picked:
+        return picked if common.response_flags.upstream_connection_failure else ""
+    return picked
 
 
 def _text(struct: Any, key: str) -> str:

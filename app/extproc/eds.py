@@ -48,7 +48,8 @@ def assignment(name: str, snapshot: Snapshot) -> Any:
     """The ClusterLoadAssignment of cluster `name`: the snapshot's endpoints for `pool`, none for others.
 
     A draining endpoint stays listed, marked DRAINING: `override_host` still finds it for requests placed
-    there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it.
+    there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it. One that is
+    down is UNHEALTHY: such requests go on to their fallbacks at once.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
@@ -63,7 +64,10 @@ def _describe(message: Any, endpoint: Endpoint) -> None:
     socket = message.endpoint.address.socket_address
     socket.address = host
     socket.port_value = port
-    message.health_status = health_check_pb2.DRAINING if endpoint.draining else health_check_pb2.HEALTHY
+    if endpoint.down:
+        message.health_status = health_check_pb2.UNHEALTHY
+    else:
+        message.health_status = health_check_pb2.HEALTHY if endpoint.ready else health_check_pb2.DRAINING
 
 
 class _Subscription:

@@ -23,6 +23,10 @@ class Keys:
         return self.prefix + "endpoints"
 
     @property
+    def marks(self) -> str:
+        return self.prefix + "marks"
+
+    @property
     def replicas(self) -> str:
         return self.prefix + "replicas"
 

@@ -19,7 +19,7 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent.par
 
 # In the order in which a message carries them (app/state/link.py).
 NAMES = (
-    "renew", "settle", "admit", "place", "cancel", "evict",
+    "renew", "settle", "admit", "place", "cancel", "mark", "evict",
     "heartbeat", "publish", "tune", "sweep", "state",
 )  # fmt: skip
 _REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return %s(args) end)"

@@ -199,6 +199,10 @@ class Store:
         )
         return version or "", json.loads(overrides or "{}"), json.loads(note or "{}")
 
+    def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
+        """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
+        return self._link.submit("mark", (address, what, int(on)), lasting=True)
+
     async def evict(self, request_id: str) -> str:
         """Take a request out of the queue: evicted | running (too late) | unknown"""
         reply = await self._link.call("evict", self._replica, request_id)
@@ -214,12 +218,14 @@ class Store:
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
-        flat = await self._link.command("HGETALL", self.keys.endpoints)
-        pairs = dict(zip(flat[::2], flat[1::2], strict=True)) if isinstance(flat, list) else flat
+        told = await self._link.command("HGETALL", self.keys.endpoints)
+        marks = set((await self._link.command("HGETALL", self.keys.marks))[::2])
         found = []
-        for address, text in sorted(pairs.items()):
+        for address, text in sorted(zip(told[::2], told[1::2], strict=True)):
             about = json.loads(text)
-            found.append(Endpoint(address, labels=about["labels"] or {}, draining=about["draining"]))
+            drained, down = (f"{what}\x1f{address}" in marks for what in ("drained", "down"))
+            labels, draining = about["labels"] or {}, about["draining"]
+            found.append(Endpoint(address, labels, draining, drained=drained, down=down))
         return tuple(found)
 
     async def state(self, silence_s: float) -> dict[str, Any]:

@@ -48,14 +48,19 @@ local function least_loaded(picks, want)
   window_left = window_left - 1
   return window
 end
+-- The addresses of a list, and their scores by address if it has scores.
 local function listed(candidates)
-  local found, seen = {}, {}
-  for address in string.gmatch(candidates, '[^,]+') do
+  local found, seen, scores = {}, {}, nil
+  for address, score in string.gmatch(candidates, '([^,=]+)=?([^,]*)') do
     if not seen[address] and #found < 1000 then found[#found + 1] = address end
     seen[address] = true
+    if score ~= '' then
+      scores = scores or {}
+      scores[address] = tonumber(score)
+    end
   end
   endpoints.prefetch(found)
-  return found
+  return found, scores
 end
 local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
 -- Those on which r's flow is below its limit; and whether there is one but for that.
@@ -74,13 +79,24 @@ local function below_limit(r, among)
   end
   return free, true
 end
--- Best first, least loaded; equals take turns by `turn`. `candidates` is '*' (all) or 'a,b,c'; `picks` is
--- how many requests this call may still place. Returns 'a,b,c' with up to `fallbacks` more than one; or nil,
--- and whether it is only the flow's limit that stands in the way.
+-- What an endpoint has against it: its load, or what its score lacks once live load has its part of it.
+local function burden_of(among, scores)
+  if not scores then return load_of end
+  local most = 1
+  for _, address in ipairs(among) do
+    local load = load_of(address)
+    if is_pickable(load) then most = math.max(most, load) end
+  end
+  return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
+end
+-- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
+-- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
+-- 'a,b,c' with up to `fallbacks` more than one; or nil, and whether it is only the flow's limit that stands
+-- in the way.
 function endpoints.pick(r, candidates, turn, picks)
-  local want, among = settings.fallbacks + 1
+  local want, among, scores = settings.fallbacks + 1
   if candidates ~= '*' then
-    among = listed(candidates)
+    among, scores = listed(candidates)
   elseif r.limit > 0 then
     among = redis.call('ZRANGE', key.load, 0, -1)
   else
@@ -88,23 +104,63 @@ function endpoints.pick(r, candidates, turn, picks)
   end
   local limited = false
   if r.limit > 0 then among, limited = below_limit(r, among) end
+  local burden_on = burden_of(among, scores)
   -- Insertion into the few best so far; a later equal stays behind.
-  local best, best_load, kept, count = {}, {}, 0, #among
+  local best, burdens, kept, count = {}, {}, 0, #among
   for i = 0, count - 1 do
     local address = among[(i + turn) % count + 1]
-    local load = load_of(address)
-    if (kept < want or load < best_load[kept]) and is_pickable(load) then
+    local burden = burden_on(address)
+    if (kept < want or burden < burdens[kept]) and is_pickable(load_of(address)) then
       if kept < want then kept = kept + 1 end
       local at = kept
-      while at > 1 and load < best_load[at - 1] do
-        best[at], best_load[at] = best[at - 1], best_load[at - 1]
+      while at > 1 and burden < burdens[at - 1] do
+        best[at], burdens[at] = best[at - 1], burdens[at - 1]
         at = at - 1
       end
-      best[at], best_load[at] = address, load
+      best[at], burdens[at] = address, burden
     end
   end
   if kept == 0 then return nil, limited end
   return table.concat(best, ',')
+end
+-- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
+local MARKS = {'drained', 'down'}
+local function mark_of(what, address) return what .. '\31' .. address end
+function endpoints.is_marked(address)
+  for _, what in ipairs(MARKS) do
+    if redis.call('HEXISTS', key.marks, mark_of(what, address)) == 1 then return true end
+  end
+  return false
+end
+-- Set or take away a mark. Returns whether the endpoint is known.
+function endpoints.mark(what, on, address)
+  local about = redis.call('HGET', key.endpoints, address)
+  if not about then return false end
+  local before = endpoints.is_marked(address)
+  if on then
+    redis.call('HSET', key.marks, mark_of(what, address), now_ms)
+  else
+    redis.call('HDEL', key.marks, mark_of(what, address))
+  end
+  local after = endpoints.is_marked(address)
+  if before == after then return true end
+  redis.call('HINCRBY', key.pool, 'marks_version', 1)
+  if cjson.decode(about).draining then return true end
+  set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
+  pool.ready = pool.ready + (after and -1 or 1)
+  pool.bound()
+  return true
+end
+function endpoints.forget_marks(address)
+  for _, what in ipairs(MARKS) do redis.call('HDEL', key.marks, mark_of(what, address)) end
+end
+-- A mark `down` that nobody has confirmed for so long lapses: the next request tries the endpoint.
+function endpoints.lapse(down_ms)
+  local marks = redis.call('HGETALL', key.marks)
+  for i = 1, #marks, 2 do
+    local address = string.match(marks[i], '^down\31(.*)$')
+    if address and now_ms - tonumber(marks[i + 1]) > down_ms then endpoints.mark('down', false, address) end
+  end
 end
 -- A limited flow's requests in flight: all of them (granted and placed), and those on one endpoint.
 -- What is granted will need a place too, so the total decides before any endpoint's count does.

@@ -20,6 +20,7 @@
 -- limits       hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load         zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
+-- marks        hash    drained\31endpoint or down\31endpoint -> since when, ms    undrain, probes, sweep
 -- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep
@@ -36,8 +37,8 @@ local function use_keys(pool_key)
   if key then return end
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
-  for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'workloads',
-    'answers', 'replicas', 'about', 'orphans', 'log'}) do
+  for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
+    'workloads', 'answers', 'replicas', 'about', 'orphans', 'log'}) do
     key[name] = base .. name
   end
   for _, kind in ipairs({'flows', 'parked', 'finish', 'victims'}) do

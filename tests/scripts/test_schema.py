@@ -108,6 +108,10 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await it.after(5)
         await a.sweep()
         await look()
+        # And an endpoint is down
+        await a.store.mark("10.0.0.1:8000", "down", True)
+        await look()
+        await a.store.mark("10.0.0.1:8000", "down", False)
         # And an answer's tokens are known, and a flow at its limit has the next turn
         await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)
         await a.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=500, guard_share=0)
@@ -135,6 +139,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
             await a.admit(f"q{band}", band=band)
         for name in ("runs", "q0", "q1", "q2"):
             await a.settle(name)
+        await a.store.mark("10.0.0.1:8000", "down", True)
         await a.store.tune({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
         # Then its fields are the documented ones

@@ -37,6 +37,9 @@ class View:
         assert self.answer is not None
         return self.answer
 
+    async def endpoints(self) -> list[dict[str, Any]]:
+        return [{"address": "10.0.0.1:8000", "labels": {}, "status": "ready", "in_flight": 2}]
+
     def ready(self) -> tuple[bool, dict[str, str]]:
         return self.is_ready, self.components
 

@@ -26,6 +26,7 @@ class ScriptedStore:
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
         self.evicting = "evicted"
+        self.marks: list[tuple[str, str, bool]] = []
         self.born, self.version = "0", ""
         self.published: list[dict[str, object]] = []
         self.overrides: dict[str, Any] = {}
@@ -87,6 +88,10 @@ class ScriptedStore:
 
     async def tuned(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
         return self.version, dict(self.overrides), dict(self.note)
+
+    def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
+        self.marks.append((address, what, on))
+        return _answered("marked" if address == "10.0.0.1:8000" else "unknown")
 
     async def evict(self, request_id: str) -> str:
         return self.evicting

@@ -177,6 +177,32 @@ async def test_given_no_served_key_when_an_entry_ends_then_the_upstream_address_
     assert completion.served == "[fd00::1]:8000"
 
 
+TICKET = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
+
+
+@pytest.mark.parametrize(
+    ("served", "flag", "failed"),
+    [
+        ("10.0.0.1:8000", False, ""),
+        ("10.0.0.2:8000", False, "10.0.0.1:8000"),  # Envoy has gone on to a fallback
+        ("10.0.0.1:8000", True, "10.0.0.1:8000"),
+        ("", True, "10.0.0.1:8000"),
+        ("", False, ""),
+    ],
+)
+async def test_given_a_picked_endpoint_when_it_did_not_serve_then_it_is_told_of_as_failed(
+    served: str, flag: bool, failed: str
+) -> None:
+    message = entry()
+    message.common_properties.metadata.filter_metadata["picker"].update({"id": "r", "ticket": TICKET})
+    if served:
+        message.common_properties.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: served})
+    message.common_properties.response_flags.upstream_connection_failure = flag
+    (completion,) = await told(batch(message))
+    assert isinstance(completion, Completion)
+    assert completion.failed == failed
+
+
 def nan_usage(message: Entry) -> None:
     message.common_properties.metadata.filter_metadata["picker.usage"].update(
         {"prompt_tokens": float("nan"), "completion_tokens": -5}

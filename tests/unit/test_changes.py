@@ -19,6 +19,8 @@ CHANGES = [
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
     ("POST", "/api/v1/requests/r/evict"),
+    ("POST", "/api/v1/endpoints/10.0.0.1:8000/drain"),
+    ("POST", "/api/v1/endpoints/10.0.0.1:8000/undrain"),
     ("PATCH", "/api/v1/config"),
 ]
 
@@ -147,6 +149,18 @@ async def test_given_a_request_when_evicted_then_it_is_gone_or_the_problem_says_
     assert "no such request" in problem(await http.post("/api/v1/requests/r-1/evict"), 404)["detail"]
 
 
+async def test_given_an_endpoint_when_drained_and_let_in_again_then_the_shared_state_is_told(
+    http: httpx.AsyncClient, store: ScriptedStore
+) -> None:
+    address = (await http.get("/api/v1/endpoints")).json()[0]["address"]
+    drained = await http.post(f"/api/v1/endpoints/{address}/drain")
+    assert drained.json() == {"address": address, "drained": True}
+    undrained = await http.post(f"/api/v1/endpoints/{address}/undrain")
+    assert undrained.json() == {"address": address, "drained": False}
+    assert store.marks == [(address, "drained", True), (address, "drained", False)]
+    assert "10.9.9.9:1" in problem(await http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
+
+
 async def test_given_an_unknown_pool_when_changed_then_the_problem_is_a_503(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
@@ -160,7 +174,7 @@ async def test_given_an_unreachable_state_when_asked_then_every_route_is_a_503(
     async def gone(*_: object) -> Any:
         raise StateUnavailable("nobody answers")
 
-    for name in ("tune", "tuned", "evict"):
+    for name in ("tune", "tuned", "evict", "mark"):
         monkeypatch.setattr(store, name, gone)
     async with asking(api(store=store)) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
@@ -174,7 +188,7 @@ async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a
     async def silent(*_: object) -> Any:
         await asyncio.Event().wait()
 
-    for name in ("tune", "tuned", "evict"):
+    for name in ("tune", "tuned", "evict", "mark"):
         monkeypatch.setattr(store, name, silent)
     monkeypatch.setattr("app.admin.changes._CHANGE_S", 0.02)
     async with asking(api(store=store)) as http:
