@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -41,6 +41,12 @@ bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, on
 
 bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
 	$(BIN)/python -m bench.lifecycle $(ARGS)
+
+bench-picking: $(VENV)/.installed ## what a choice of an endpoint costs a replica
+	$(BIN)/python -m bench.picking $(ARGS)
+
+bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
+	$(BIN)/python -m bench.scraping $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from app.config import Discovery, Settings, inert, load
+from app.config import Discovery, Settings, load
 from app.errors import ConfigError
 
 
@@ -25,8 +25,6 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(f"{args.file}: valid")
     print("\n".join(_summary(settings)))
-    for key in inert(settings):
-        print(f"note: {key} is accepted and not yet in effect")
     return 0
 
 

@@ -43,12 +43,6 @@ ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
 _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
-# Keys accepted and checked whose feature does not exist yet.
-INERT: Mapping[str, tuple[str, ...]] = {
-    "scheduling": ("scorers",),
-    "scraping": ("interval", "stale_after", "engine"),
-}
-
 Loc = tuple[str | int, ...]
 
 
@@ -107,17 +101,6 @@ class Settings(Section):
         if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
             raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
         return self
-
-
-def inert(settings: Settings) -> tuple[str, ...]:
-    """`section.key` of every key that was set (to more than null) and has no effect yet."""
-    return tuple(
-        f"{section}.{key}"
-        for section, keys in INERT.items()
-        for key in keys
-        if key in getattr(settings, section).model_fields_set
-        and getattr(getattr(settings, section), key) is not None
-    )
 
 
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:

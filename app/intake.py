@@ -18,6 +18,8 @@ import orjson
 from app.config import Model, Settings
 from app.errors import BadRequest
 from app.request import Band, InferenceRequest, Workload, finite_number
+from app.scheduling.blocks import block_hashes, prompt_bytes
+from app.scheduling.session import session_of
 from app.units import duration_s, endpoint_address
 
 REQUEST_ID = "x-request-id"
@@ -27,7 +29,10 @@ OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 TTL = ("x-llm-d-inference-ttl",)
 WORKLOAD = ("x-workload-context",)
-HEADERS = frozenset((REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL))
+SESSION = "x-session-token"
+HEADERS = frozenset(
+    (REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL, SESSION)
+)
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
@@ -127,6 +132,7 @@ class Intake:
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
         self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
         self._limits = {model.name: model.max_inflight_per_endpoint or 0 for model in settings.models}
+        self._hashes = any(scorer.name == "prefix-affinity" for scorer in settings.scheduling.scorers)
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
 
@@ -148,19 +154,21 @@ class Intake:
         model = ask.model
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
-        fairness_id = objective = rewrite = ttl = context = ""
+        fairness_id = objective = rewrite = ttl = context = session = ""
         if not headers.keys() <= _PLAIN:
             fairness_id = _name(headers, FAIRNESS_ID)
             objective = _text(headers, OBJECTIVE)
             rewrite = _name(headers, REWRITE)
             ttl = _text(headers, TTL)
             context = _text(headers, WORKLOAD)
+            session = session_of(headers, header=SESSION)
         band, weight = self._rank(model, objective)
         cost, learn = _tokens(ask) if self._in_tokens else (1.0, False)
+        target = rewrite or self._target(model)
         return InferenceRequest(
             id=request_id,
             model=model,
-            target_model=rewrite or self._target(model),
+            target_model=target,
             stream=ask.stream,
             flow=fairness_id if fairness_id and self._by_fairness_id else model,
             band=band,
@@ -171,6 +179,8 @@ class Intake:
             subset=subset,
             limit=self._limits.get(model, 0),
             learn=learn,
+            session=session,
+            prefix=_prefix(target, ask) if self._hashes else (),
         )
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:
@@ -193,6 +203,14 @@ class Intake:
         if ttl_s <= 0:
             raise BadRequest(f"header {TTL[0]}: must be above zero")
         return min(max(ttl_s, _MIN_TTL_S), self._ttl_s)
+
+
+def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
+    """The hashes of the prompt's blocks; none where Envoy has read the body."""
+    if ask.document is None:
+        return ()
+    salt = ask.document.get("cache_salt")
+    return block_hashes(target_model, prompt_bytes(ask.document), salt=salt if isinstance(salt, str) else "")
 
 
 def _tokens(ask: Ask) -> tuple[float, bool]:

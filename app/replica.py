@@ -17,8 +17,9 @@ from app.admin import server as admin_server
 from app.admin.fleet_controls import FleetControls
 from app.admin.fleet_view import FleetView
 from app.admission.membership import Membership
+from app.admission.probes import Probes
 from app.admission.shared import SharedGate
-from app.config import Settings, inert, split_host_port
+from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
 from app.extproc import accesslog, eds
@@ -27,6 +28,13 @@ from app.extproc.exchange import Desk
 from app.extproc.server import Server
 from app.extproc.service import Service
 from app.intake import Intake
+from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scheduling.scheduler import Scheduler
+from app.scraping.engines import engine_of
+from app.scraping.task import ScrapingTask
 from app.state.store import Store
 from app.state.wakeups import listen
 from app.telemetry.metrics import Metrics
@@ -66,6 +74,36 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
     )
+    scraping = ScrapingTask(
+        settings.redis.url,
+        settings.pool,
+        replica,
+        scraping=settings.scraping,
+        engine=engine_of(settings.scraping.engine, settings.scraping.series),
+        heartbeat_s=settings.leases.heartbeat,
+        live=lambda: membership.live,
+        endpoints=endpoints,
+        meter=Probes(store, endpoints, metrics),
+    )
+    index, latencies = PrefixIndex(), LatencyBook()
+    names = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
+    feed = None
+    if names.keys() & {"prefix-affinity", "latency"}:
+        feed = RouteFeed(
+            settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
+        )
+    chooser = LeastLoaded()
+    if names:
+        chooser = Chooser(
+            Scheduler(weights_of(names)),
+            endpoints,
+            readings=scraping.board.snapshot,
+            in_flight=lambda: membership.in_flight,
+            index=index,
+            latencies=latencies,
+            feed=feed,
+            clock=asyncio.get_running_loop().time,
+        )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     gate = SharedGate(
         store,
@@ -74,6 +112,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         fallbacks=settings.scheduling.fallbacks,
         on_unknown_pool=lambda: membership.poke(),
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
+        chooser=chooser,
     )
     about = {"host": socket.gethostname()}
     membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
@@ -87,7 +126,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         settings.extproc,
         extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
     )
-    view = FleetView(store, membership, replica=replica, pool=settings.pool)
+    view = FleetView(store, membership, scraping.board, chooser, replica=replica, pool=settings.pool)
     controls = FleetControls(store, membership, settings)
     stopping = _on_signal()
     source = source_of(settings.discovery)
@@ -98,13 +137,14 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
-            for key in inert(settings):
-                _log.warning("%s is accepted and not yet in effect", key)
             async with _background() as start:
                 start(store.run(), "redis-link")
                 start(listen(settings.redis.url, store.keys.wake(replica), gate.hear), "wake-ups")
                 start(source.watch(membership.discovered), "discovery")
                 start(membership.run(), "membership")
+                start(scraping.run(), "scraping")
+                if feed is not None:
+                    start(feed.run(), "routes")
                 start(_announce(membership, grpc_server), "readiness")
                 await stopping.wait()
                 _log.info("draining")

@@ -43,8 +43,10 @@ class InferenceRequest:
 
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
     `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
-    `limit` is how many requests of the flow may be in flight on one endpoint (0: any number). `learn` says
-    that `cost` lacks the answer's part, for which the flow's mean stands in.
+    `session` is what the client calls its session, '' for none; `prefix` the hashes of the prompt's blocks,
+    empty where nobody asks for them. `limit` is how many requests of the flow may be in flight on one
+    endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the flow's mean
+    stands in.
     """
 
     id: str
@@ -60,6 +62,8 @@ class InferenceRequest:
     subset: tuple[str, ...] | None
     limit: int = 0
     learn: bool = False
+    session: str = ""
+    prefix: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """The sections of the settings tree, each with its defaults and the faults it can find by itself.
 
-Names follow specs/003 where it has them. Keys that are accepted before their feature exists are listed in
-`app.config.INERT`; faults between sections are found there too.
+Names follow specs/003 where it has them. Faults between sections are found in `app.config`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from app.errors import ConfigError
 from app.request import Band
+from app.scheduling.scorers import scorer_name
+from app.scraping.engines import engine_of
 from app.units import (
     BandName,
     Count,
@@ -209,33 +211,42 @@ class Workloads(Section):
 
 
 class Scorer(Section):
-    name: Literal[
-        "queue-depth",
-        "kv-cache",
-        "running-requests",
-        "in-flight",
-        "lora-affinity",
-        "latency",
-        "prefix-affinity",
-        "session-affinity",
-    ]
+    name: Annotated[str, AfterValidator(scorer_name)]
     weight: Number = Field(1, gt=0, le=1e6)
 
 
 class Scheduling(Section):
+    """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
+
     scorers: tuple[Scorer, ...] = ()
     fallbacks: Count = Field(2, ge=0, le=8)
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        names = [scorer.name for scorer in self.scorers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"scorer {twice[0]} is named twice")
+        return self
 
 
 class Scraping(Section):
     interval: Duration = Field(0.1, ge=0.01)
     stale_after: Duration = Field(1.0, gt=0)
-    engine: Literal["vllm", "sglang", "tensorrt-llm"] = "vllm"
+    engine: str = "vllm"
+    series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
 
     @model_validator(mode="after")
     def _fresh_between_scrapes(self) -> Self:
         if self.stale_after < self.interval:
             raise ValueError("stale_after must be at least interval, or every figure counts as unknown")
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_known_engine(self) -> Self:
+        try:
+            engine_of(self.engine, self.series)
+        except ConfigError as fault:
+            raise ValueError(str(fault)) from None
         return self
 
 

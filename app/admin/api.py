@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from app.admin import changes
 from app.admin.guard import Guard
-from app.admin.models import Endpoint, Health, Problem, State
+from app.admin.models import Endpoint, Explanation, Health, Problem, State
 from app.admin.view import Controls, StateView
 from app.admission.tuning import LIVE
 from app.config import Settings
@@ -78,6 +78,14 @@ def create(view: StateView, controls: Controls, metrics: Metrics, settings: Sett
                 return [Endpoint.model_validate(each) for each in await view.endpoints()]
         except TimeoutError:
             raise StateUnavailable(f"the shared state did not answer within {_STATE_S:g} s") from None
+
+    @app.get("/api/v1/requests/{request_id}", tags=["state"], responses={404: {"model": Problem}})
+    async def explain(request_id: str) -> Explanation:
+        """Why a request of late went where it went: asked of the replica that placed it."""
+        found = view.explain(request_id)
+        if found is None:
+            raise HTTPException(404, "this replica knows nothing of the request, or picks without scorers")
+        return Explanation.model_validate(found)
 
     changes.add(app, controls, Guard(settings.admin.token))
     return app

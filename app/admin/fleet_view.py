@@ -4,6 +4,8 @@ from typing import Any
 
 from app.admission.membership import Membership
 from app.endpoints.snapshot import Endpoint
+from app.scheduling.chooser import LeastLoaded
+from app.scraping.board import MetricsBoard, Reading
 from app.state.store import Store
 
 
@@ -14,9 +16,20 @@ class FleetView:
     Redis still answers, and must be seen to.
     """
 
-    def __init__(self, store: Store, membership: Membership, *, replica: str, pool: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        membership: Membership,
+        board: MetricsBoard,
+        chooser: LeastLoaded,
+        *,
+        replica: str,
+        pool: str,
+    ) -> None:
         self._store = store
         self._membership = membership
+        self._board = board
+        self._chooser = chooser
         self._identity = {"replica": replica, "pool": pool}
 
     async def state(self) -> dict[str, Any]:
@@ -24,15 +37,21 @@ class FleetView:
 
     async def endpoints(self) -> list[dict[str, Any]]:
         in_flight = (await self._membership.state())["in_flight"]
+        readings = self._board.snapshot()
         return [
             {
                 "address": endpoint.address,
                 "labels": endpoint.labels,
                 "status": _status(endpoint),
                 "in_flight": in_flight.get(endpoint.address, 0),
+                **_scraped(readings.get(endpoint.address)),
             }
             for endpoint in await self._store.endpoints()
         ]
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        found = self._chooser.explain(request_id)
+        return None if found is None else found.to_dict()
 
     def ready(self) -> tuple[bool, dict[str, str]]:
         pulse = self._membership.pulse
@@ -54,3 +73,18 @@ def _status(endpoint: Endpoint) -> str:
     if endpoint.drained:
         return "drained"
     return "draining" if endpoint.draining else "ready"
+
+
+def _scraped(reading: Reading | None) -> dict[str, Any]:
+    """What the endpoint's own metrics page said last."""
+    if reading is None:
+        return {}
+    metrics = reading.metrics
+    return {
+        "waiting": metrics.waiting,
+        "running": metrics.running,
+        "kv_utilisation": metrics.kv_utilisation,
+        "adapters": sorted(metrics.active_adapters),
+        "scraped_s_ago": round(reading.age_s, 3),
+        "scrape_fault": metrics.fault,
+    }

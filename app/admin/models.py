@@ -84,6 +84,18 @@ class Eviction(BaseModel):
     result: Literal["evicted"] = "evicted"
 
 
+class Explanation(BaseModel):
+    """Why a request went where it went."""
+
+    model_config = ConfigDict(extra="allow")
+
+    request_id: str
+    chosen: list[str] = Field(description="endpoint and fallbacks, in the order of the answer")
+    candidates: list[dict[str, Any]] = Field(description="best first, with each scorer's part")
+    excluded: dict[str, str] = Field(description="who was filtered out, and why")
+    weights: dict[str, float] = Field(description="of the scorers, normalised")
+
+
 class Drained(BaseModel):
     """Whether an operator keeps new requests from an endpoint."""
 
@@ -100,6 +112,12 @@ class Endpoint(BaseModel):
         description="`draining`: so discovery says; `drained`: by an operator; `down`: connections fail"
     )
     in_flight: int = Field(description="requests placed there, fleet-wide")
+    waiting: float | None = Field(None, description="of its own metrics page: queued requests")
+    running: float | None = Field(None, description="of its own metrics page")
+    kv_utilisation: float | None = Field(None, description="of its own metrics page, 0 to 1")
+    adapters: list[str] = Field(default_factory=list, description="LoRA adapters it runs")
+    scraped_s_ago: float | None = Field(None, description="age of these figures; null: never scraped")
+    scrape_fault: str | None = Field(None, description="why the last scrape failed")
 
 
 class Health(BaseModel):

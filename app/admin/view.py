@@ -19,6 +19,10 @@ class StateView(Protocol):
         """Every endpoint, of the shape of `app.admin.models.Endpoint`. Raises as `state` does."""
         ...
 
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Why a request of late went where it went, if this replica placed it and picks by scores."""
+        ...
+
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and each component's `ok` or what is wrong with it."""
         ...

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.admission import tuning
@@ -56,6 +56,8 @@ class Membership:
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
         self._left = False
+        self._live: Sequence[str] = ()
+        self._in_flight: Mapping[str, int] = {}
         self._tuned = Tuned()
         self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
         self._effective = Effective(settings, {})
@@ -64,6 +66,16 @@ class Membership:
     def pulse(self) -> Pulse | None:
         """What the last heartbeat learned; None before the first."""
         return self._pulse
+
+    @property
+    def live(self) -> Sequence[str]:
+        """Ids of the live replicas, as of the last heartbeat; empty before it."""
+        return self._live
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """The fleet's requests by endpoint, as of the last heartbeat."""
+        return self._in_flight
 
     @property
     def tuned(self) -> Tuned:
@@ -147,6 +159,7 @@ class Membership:
         self._known.set()
         await self._follow(pulse)
         state = await self.state()
+        self._live, self._in_flight = state["replicas"], state["in_flight"]
         self._metrics.pool(state)
         self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
 

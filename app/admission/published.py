@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from app.config import Settings
 from app.request import Band
+from app.scheduling.chooser import weights_of
+from app.scheduling.scheduler import Scheduler
 
 # How fast a flow's mean answer follows its answers; a few dozen make a mean.
 _ANSWER_ALPHA = 0.2
@@ -43,9 +45,14 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "overload": queue.overload,
         "weights": dict(weights),
         "paused": 0,
+        "live_weight": Scheduler(weights_of(_scorers(settings))).live_weight,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }
+
+
+def _scorers(settings: Settings) -> dict[str, float]:
+    return {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
 
 
 def _whole_ms(seconds: float | None) -> int:

@@ -17,6 +17,7 @@ from app.admission.refusal import refusal
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
+from app.scheduling.chooser import Choice, LeastLoaded
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
 
@@ -71,6 +72,7 @@ class SharedGate:
         fallbacks: int,
         on_unknown_pool: Callable[[], None],
         answer_tokens: int | None = None,
+        chooser: LeastLoaded | None = None,
     ) -> None:
         self._store = store
         self._metrics = metrics
@@ -78,6 +80,7 @@ class SharedGate:
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
         self._answer_tokens = answer_tokens
+        self._chooser = chooser or LeastLoaded()
         self.retry_after_s = 1
         self._attempts = itertools.count(1)
         self._waiting: dict[str, _Waiter] = {}
@@ -149,22 +152,31 @@ class SharedGate:
         # Anew before it is asked: one that is sent back may be granted again before its task runs.
         waiter.news, waiter.placing = self._loop.create_future(), True
         try:
-            answer = await self._store.place(request.id, waiter.attempt, request.subset)
+            choice = self._chooser.choose(request)
+            answer = await self._store.place(request.id, waiter.attempt, choice.candidates)
         finally:
             waiter.placing = False
-        return self._accepted(request, answer)
+        return self._chosen(request, choice, self._accepted(request, answer))
 
     async def _admit_known(self, waiter: _Waiter) -> Verdict:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
         request = waiter.request
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived
-            verdict = await self._store.admit(request, waiter.attempt, age_s if age_s > 0.001 else 0.0)
+            choice = self._chooser.choose(request)
+            verdict = await self._store.admit(
+                request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
+            )
             if verdict.what != "unknown-pool":
-                return self._accepted(request, verdict)
+                return self._chosen(request, choice, self._accepted(request, verdict))
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
+
+    def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Verdict) -> Verdict:
+        if verdict.what == "placed":
+            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")))
+        return verdict
 
     def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
         error = refusal(verdict, ttl_s=request.ttl_s, retry_after_s=self.retry_after_s)
@@ -225,6 +237,7 @@ class SharedGate:
 
     def settle(self, completion: Completion) -> None:
         self._held.pop(completion.id, None)
+        self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
         actual = answer_tokens = None
@@ -278,10 +291,10 @@ class SharedGate:
         if waiter.news.done() or waiter.placing:
             return True
         age_s = self._loop.time() - waiter.arrived
+        choice = self._chooser.choose(waiter.request)
         try:
-            verdict = self._accepted(
-                waiter.request, await self._store.admit(waiter.request, waiter.attempt, age_s)
-            )
+            answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
+            verdict = self._chosen(waiter.request, choice, self._accepted(waiter.request, answer))
         except StateUnavailable:
             return False
         except RequestError as error:

@@ -31,8 +31,17 @@ class Keys:
         return self.prefix + "replicas"
 
     @property
+    def routes(self) -> str:
+        return self.prefix + "routes"
+
+    @property
     def log(self) -> str:
         return self.prefix + "log"
+
+    @property
+    def metrics(self) -> str:
+        """A hash, and the channel of the same name (app/scraping/feed.py)."""
+        return self.prefix + "metrics"
 
     def wake(self, replica: str) -> str:
         return f"{self.prefix}wake:{replica}"

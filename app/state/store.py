@@ -101,8 +101,13 @@ class Store:
         """Why the shared state cannot be reached at the moment; None while it can."""
         return self._link.fault
 
-    async def admit(self, request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
-        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool"""
+    async def admit(
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+    ) -> Verdict:
+        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool
+
+        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
+        """
         workload = request.workload
         reply = await self._link.submit(
             "admit",
@@ -118,7 +123,7 @@ class Store:
                 workload.id if workload.registered else "",
                 workload.criticality,
                 request.model,
-                _candidates(request.subset),
+                candidates,
                 request.limit,
                 int(request.learn),
             ),
@@ -128,9 +133,9 @@ class Store:
             self._on_adopted()
         return _verdict(reply)
 
-    async def place(self, request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        return _verdict(await self._link.submit("place", (request_id, attempt, _candidates(subset))))
+        return _verdict(await self._link.submit("place", (request_id, attempt, candidates)))
 
     def settle(
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
@@ -267,10 +272,6 @@ class Store:
         for item in head[1]:
             what, _, request_id = item.partition(" ")
             self._on_news(what, request_id)
-
-
-def _candidates(subset: tuple[str, ...] | None) -> str:
-    return _ALL if subset is None else ",".join(subset)
 
 
 def _verdict(reply: str) -> Verdict:

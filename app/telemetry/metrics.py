@@ -85,6 +85,12 @@ class Metrics:
         self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
         self._errors = counters("redis_errors", "Script calls that failed or timed out.", ("script",))
 
+        self._scrapes = counters("scrapes", "Metrics pages read, by how it went.", ("endpoint", "result"))
+        self._scrape_s = histograms("scrape_seconds", "One page, read or failed.", _REDIS, ("result",))
+        self._readings = counters("scrape_readings", "Readings told to the fleet, or not.", ("result",))
+        self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
+        self._ages = gauges("scrape_age_seconds", "How old what is known of an endpoint is.", ("endpoint",))
+
         self._scalars = {
             name: gauges(name, about)
             for name, about in (
@@ -169,6 +175,26 @@ class Metrics:
 
     def redis_error(self, script: str) -> None:
         self._errors.add((script,))
+
+    def scraped(self, address: str, seconds: float) -> None:
+        self._scrapes.add((self._endpoint(address), "ok"))
+        self._scrape_s.observe(seconds, ("ok",))
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        """`kind`: timeout, connection, status or page."""
+        self._scrapes.add((self._endpoint(address), kind))
+        self._scrape_s.observe(seconds, ("failed",))
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        self._readings.add(("published",), readings)
+        self._calls.observe(seconds, ("scrape",))
+
+    def scrape_unpublished(self, readings: int) -> None:
+        self._readings.add(("lost",), readings)
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        self._owned.set(owned)
+        self._ages.replace({(self._endpoint(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
         """Set the gauges of shared state from a state of the shape of `app.admin.view.StateView.state`.

@@ -21,6 +21,8 @@
 -- load         zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
 -- marks        hash    drained\31endpoint or down\31endpoint -> since when, ms    undrain, probes, sweep
+-- metrics      hash    endpoint -> JSON of its last scrape; and its channel      scraping (app/scraping/)
+-- routes       stream  what was routed where, and completed (app/scheduling/)   its own cap
 -- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep

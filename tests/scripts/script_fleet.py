@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, Any] = {
     "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair", "ordering": "fcfs",
     "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
     "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
-    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2,
+    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2, "live_weight": 0.5,
 }  # fmt: skip
 _COUNTED = itertools.count(1)
 
@@ -73,6 +73,10 @@ async def until(condition: Callable[[], Any]) -> Any:
             return found
         await asyncio.sleep(0.005)
     raise AssertionError(f"never became true: {condition}")
+
+
+def _candidates(subset: tuple[str, ...] | None) -> str:
+    return "*" if subset is None else ",".join(subset)
 
 
 def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +129,13 @@ class Replica:
         self.cell.publish(Snapshot(version, tuple(listed)))
 
     async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Verdict:
-        return await self.store.admit(ask(request_id, **fields), attempt, age_s)
+        candidates = fields.pop("candidates", None)
+        request = ask(request_id, **fields)
+        return await self.store.admit(request, attempt, candidates or _candidates(request.subset), age_s)
 
     async def place(self, request_id: str, attempt: int = 1, **fields: Any) -> Verdict:
-        return await self.store.place(request_id, attempt, fields.get("subset"))
+        candidates = fields.get("candidates") or _candidates(fields.get("subset"))
+        return await self.store.place(request_id, attempt, candidates)
 
     async def settle(self, *request_ids: str) -> list[str]:
         return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))

@@ -1,5 +1,6 @@
 """Which endpoint a request gets: live load, subsets, fallbacks, endpoints that come and go."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -167,3 +168,38 @@ async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
         assert await a.store.endpoints() == endpoints
         await a.publish()
         assert await a.store.endpoints() == ()
+
+
+async def test_scores_decide_and_live_load_has_its_part(fleet: OpenFleet) -> None:
+    # Given two idle endpoints, of which the second has the better score by 0.3; load in flight weighs 0.5
+    async with fleet("a", endpoints=2, upper_per=10, live_weight=0.5) as it:
+        (a,) = it.replicas
+        scored = f"{E1}=0.2,{E2}=0.5"
+        # When requests come, then the better one has them until its load outweighs its score
+        first, second = [listed(await a.admit(f"r{i}", candidates=scored)) for i in range(2)]
+        assert (first, second) == ([E2, E1], [E1, E2])
+        # And one that is not among the candidates gets nothing, idle or not
+        assert listed(await a.admit("only", candidates=f"{E2}=0")) == [E2]
+
+
+async def test_equal_scores_do_not_herd_whoever_asks(fleet: OpenFleet) -> None:
+    # Given four replicas that think alike of eight endpoints
+    async with fleet("a", "b", "c", "d", endpoints=8, upper_per=200, live_weight=0.3) as it:
+        scored = ",".join(f"{address}=0.7" for address in addresses(8))
+        # When a thousand requests come at once
+        picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
+        assert {verdict.what for verdict in await asyncio.gather(*picks)} == {"placed"}
+        # Then no endpoint has more than another
+        assert set((await it.state())["in_flight"].values()) == {125}
+
+
+async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: OpenFleet) -> None:
+    # Given the best of three endpoints drained, and one of them at its flow's limit
+    async with fleet("a", endpoints=3, upper_per=10) as it:
+        (a,) = it.replicas
+        scored = f"{E1}=0.9,{E2}=0.8,{E3}=0.1"
+        await a.store.mark(E1, "drained", True)
+        await a.admit("limited", subset=(E2,), limit=1)
+        # When a request of that flow comes with scores, then the third has it
+        assert listed(await a.admit("r", candidates=scored, limit=1)) == [E3]
+        assert await a.admit("none", candidates=f"{E1}=0.9") == Verdict("refused", "no-endpoints 1")

@@ -147,7 +147,7 @@ async def test_what_runs_is_restored_from_its_ticket_after_the_state_was_lost(fl
     async with fleet("a", "b", endpoints=2) as it:
         a, b = it.replicas
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
-        placed = await a.store.admit(request, 1)
+        placed = await a.store.admit(request, 1, "*")
         note = ticket.write(request, placed.detail.split(",")[0])
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", note) == "unknown"

@@ -125,12 +125,14 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         real = a.store.admit
         failures = 0
 
-        async def failing(request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
+        async def failing(
+            request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+        ) -> Verdict:
             nonlocal failures
             if failures < 3:
                 failures += 1
                 raise StateUnavailable("gone again")
-            return await real(request, attempt, age_s)
+            return await real(request, attempt, candidates, age_s)
 
         monkeypatch.setattr(a.store, "admit", failing)
         # When the state is lost

@@ -40,6 +40,12 @@ class View:
     async def endpoints(self) -> list[dict[str, Any]]:
         return [{"address": "10.0.0.1:8000", "labels": {}, "status": "ready", "in_flight": 2}]
 
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        if request_id != "known":
+            return None
+        said = {"chosen": ["10.0.0.1:8000"], "candidates": [], "excluded": {}, "weights": {}}
+        return {"request_id": "known", **said}
+
     def ready(self) -> tuple[bool, dict[str, str]]:
         return self.is_ready, self.components
 

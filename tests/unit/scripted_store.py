@@ -35,11 +35,13 @@ class ScriptedStore:
         self.shown: dict[str, Any] = {}
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
 
-    async def admit(self, request: InferenceRequest, attempt: int, age_s: float = 0.0) -> Verdict:
+    async def admit(
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+    ) -> Verdict:
         self.admitted.append((request, attempt))
         return self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0]
 
-    async def place(self, request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
         self.placed.set()
         await self.placement.wait()
         return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
@@ -101,6 +103,7 @@ class ScriptedStore:
 
     async def state(self, silence_s: float) -> dict[str, Any]:
         known = {"bounds": {}, "ready_backends": 2, "queued": 0, "drain_rate": 0.0}
+        known |= {"replicas": ["r"], "in_flight": {}}
         return {**known, **self.shown}
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:

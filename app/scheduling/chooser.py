@@ -1,0 +1,153 @@
+"""The choice of an endpoint, as far as a replica can make it: candidates for the script, which has the last
+word, and what is remembered of each choice."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from app.endpoints.snapshot import SnapshotCell
+from app.request import Completion, InferenceRequest, Outcome
+from app.scheduling.ask import PickAsk
+from app.scheduling.explain import Explanation, ExplanationRing
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scheduling.scheduler import Ranking, Scheduler
+from app.scheduling.scorers import IN_FLIGHT
+from app.scheduling.signals import Signals
+from app.scraping.board import Reading
+
+ALL = "*"
+_MOST = 8  # candidates with scores that the script is told; more would cost it more than they gain
+_LIVE_WEIGHT = 1.0  # of in-flight requests where the configuration names other scorers only
+_FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the script is to choose from, as lua/place.lua takes it; and how that came about, if by scores."""
+
+    candidates: str
+    ranking: Ranking | None = None
+
+
+class LeastLoaded:
+    """Leaves the choice to the script: the least loaded of all, or of the subset."""
+
+    def choose(self, request: InferenceRequest) -> Choice:
+        """The candidates for `request`."""
+        return Choice(ALL if request.subset is None else ",".join(request.subset))
+
+    def placed(self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...]) -> None:
+        """`request` went to the first of `endpoints`."""
+
+    def ended(self, completion: Completion) -> None:
+        """A request has ended."""
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a request of late went where it went; None if nothing is known of it."""
+        return None
+
+
+def weights_of(scorers: Mapping[str, float]) -> dict[str, float]:
+    """`scorers` (name -> weight) with the load in flight among them: without it replicas would herd."""
+    return {IN_FLIGHT: _LIVE_WEIGHT, **scorers}
+
+
+class Chooser(LeastLoaded):
+    """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
+
+    `readings` gives what was scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed`
+    is None where no scorer needs what other replicas routed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        endpoints: SnapshotCell,
+        *,
+        readings: Callable[[], Mapping[str, Reading]],
+        in_flight: Callable[[], Mapping[str, int]],
+        index: PrefixIndex,
+        latencies: LatencyBook,
+        feed: RouteFeed | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._endpoints = endpoints
+        self._readings = readings
+        self._in_flight = in_flight
+        self._index = index
+        self._latencies = latencies
+        self._feed = feed
+        self._clock = clock
+        self._ring = ExplanationRing()
+        self._known: list[Signals] = []
+        self._adapters: frozenset[str] = frozenset()
+        self._version = ""
+        self._known_s = -_FRESH_S
+
+    def choose(self, request: InferenceRequest) -> Choice:
+        self._look()
+        ask = PickAsk(
+            subset=None if request.subset is None else frozenset(request.subset),
+            adapter=request.target_model if request.target_model in self._adapters else "",
+            session=request.session,
+            blocks=len(request.prefix),
+            matches=self._index.match(request.prefix),
+        )
+        # A limit may leave only those that are far down.
+        most = len(self._known) if request.limit else _MOST
+        ranking = self._scheduler.rank(ask, self._known, most=most)
+        return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
+
+    def placed(self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...]) -> None:
+        if choice.ranking is not None:
+            self._ring.keep(request.id, choice.ranking, endpoints)
+        if self._feed is not None and request.prefix:
+            self._feed.routed(endpoints[0], request.prefix)
+
+    def ended(self, completion: Completion) -> None:
+        if self._feed is None or completion.outcome is not Outcome.COMPLETED:
+            return
+        if completion.served and completion.duration_s is not None:
+            self._feed.completed(completion.served, completion.duration_s)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        return self._ring.find(request_id)
+
+    def _look(self) -> None:
+        """Take up what is known of the endpoints, unless that was a moment ago."""
+        snapshot, now_s = self._endpoints.current, self._clock()
+        if snapshot.version == self._version and now_s - self._known_s < _FRESH_S:
+            return
+        if snapshot.version != self._version:
+            addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
+            self._index.keep(addresses)
+            self._latencies.keep(addresses)
+        self._version, self._known_s = snapshot.version, now_s
+        readings, in_flight = self._readings(), self._in_flight()
+        self._known = []
+        adapters: set[str] = set()
+        for endpoint in snapshot.endpoints:
+            reading = readings.get(endpoint.address)
+            known = reading.metrics if reading is not None and reading.known else None
+            if known is not None:
+                adapters |= known.active_adapters | known.waiting_adapters
+            self._known.append(
+                Signals(
+                    endpoint.address,
+                    labels=endpoint.labels,
+                    draining=endpoint.draining or endpoint.drained,
+                    healthy=not endpoint.down,
+                    waiting=known.waiting if known else None,
+                    running=known.running if known else None,
+                    kv_utilisation=known.kv_utilisation if known else None,
+                    max_adapters=known.max_adapters if known else None,
+                    active_adapters=known.active_adapters if known else frozenset(),
+                    waiting_adapters=known.waiting_adapters if known else frozenset(),
+                    stale=known is None,
+                    in_flight=float(in_flight.get(endpoint.address, 0)),
+                    latency=self._latencies.stats(endpoint.address),
+                )
+            )
+        self._adapters = frozenset(adapters)

@@ -1,0 +1,176 @@
+"""Fetches the pages of the endpoints that are this replica's to scrape, each at its own pace."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol
+
+from app.errors import StateUnavailable
+from app.scraping import page
+from app.scraping.connection import Connection, FetchFault
+from app.scraping.engines import Engine
+from app.scraping.metrics import EndpointMetrics
+
+Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
+
+_LONGEST_PAUSE_S = 5.0
+_DEADLINE_S = 1.0
+_DOUBLINGS = 30  # far past the longest pause, and no overflow
+_log = logging.getLogger(__name__)
+
+
+class Meter(Protocol):
+    """What scraping counts; every method returns at once."""
+
+    def scraped(self, address: str, seconds: float) -> None:
+        """A scrape that worked, and how long it took."""
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        """One that did not; `kind` is timeout, connection, status or page."""
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        """A batch that the fleet knows of now."""
+
+    def scrape_unpublished(self, readings: int) -> None:
+        """A batch that Redis did not take; what is newest of it goes with the next one."""
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        """How many endpoints this replica scrapes, and how old what it knows of every endpoint is."""
+
+
+def pause_s(failures: int, interval_s: float, variation: float) -> float:
+    """How long to leave an endpoint alone after `failures` in a row: doubled each time, up to 5 s.
+
+    `variation`, 0 to 1, takes off up to a quarter: what failed together shall not come back together.
+    """
+    doubled_s = interval_s * 2.0 ** min(failures, _DOUBLINGS)
+    return min(doubled_s, _LONGEST_PAUSE_S) * (1 - variation / 4)
+
+
+class Scraper:
+    """Scrapes a set of endpoints every `interval_s`, which `set_owned` changes. One event loop.
+
+    Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
+    so that they do not all go at once. A scrape ends after `deadline_s`. After a failure an endpoint is left
+    alone for twice as long as after the one before, up to 5 s. Results are handed to `publish`, at most once
+    an interval; what it raises StateUnavailable for is kept, newest first, and handed over with the next.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        interval_s: float,
+        publish: Publish,
+        meter: Meter,
+        deadline_s: float = _DEADLINE_S,
+        vary: Callable[[], float] = random.random,
+    ) -> None:
+        self._engine = engine
+        self._interval_s = interval_s
+        self._deadline_s = deadline_s
+        self._publish = publish
+        self._meter = meter
+        self._vary = vary
+        self._owned: frozenset[str] = frozenset()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._pending: dict[str, EndpointMetrics] = {}
+        self._any_pending = asyncio.Event()
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """The addresses it scrapes."""
+        return self._owned
+
+    def set_owned(self, addresses: Iterable[str]) -> None:
+        """Scrape exactly `addresses` from now on; what is being fetched from others is dropped."""
+        self._owned = frozenset(addresses)
+        for address in self._tasks.keys() - self._owned:
+            self._tasks.pop(address).cancel()
+            self._pending.pop(address, None)
+        if self._group is not None:
+            for address in self._owned - self._tasks.keys():
+                task = self._group.create_task(self._scrape_forever(address), name=f"scrape-{address}")
+                self._tasks[address] = task
+
+    async def run(self) -> None:
+        """Scrape and publish until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self.set_owned(self._owned)
+                await self._publish_forever()
+        finally:
+            self._group = None
+            self._tasks.clear()
+
+    async def _scrape_forever(self, address: str) -> None:
+        clock = asyncio.get_running_loop().time
+        connection = Connection(address, self._engine.path)
+        failures = 0
+        due_s = clock() + self._vary() * self._interval_s
+        try:
+            while True:
+                await asyncio.sleep(due_s - clock())
+                metrics = await self._scrape(address, connection, failures)
+                if failures == 0 and metrics.failures:
+                    _log.warning("scraping %s fails: %s", address, metrics.fault)
+                elif failures and not metrics.failures:
+                    _log.info("scraping %s works again", address)
+                failures = metrics.failures
+                self._pending[address] = metrics
+                self._any_pending.set()
+                now_s = clock()
+                if failures:
+                    due_s = now_s + pause_s(failures, self._interval_s, self._vary())
+                else:
+                    # Slots that a slow answer took are left out, not made up for.
+                    due_s += self._interval_s * max(1, -((due_s - now_s) // self._interval_s))
+        finally:
+            connection.close()
+
+    async def _scrape(self, address: str, connection: Connection, failures: int) -> EndpointMetrics:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        # The page is as old as the question at most.
+        started_ms = int(started_s * 1000)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                text = await connection.fetch()
+            metrics = page.read(text, self._engine, started_ms)
+        except TimeoutError:
+            kind, said = "timeout", f"no page within {self._deadline_s:g} s"
+        except FetchFault as fault:
+            kind, said = fault.kind, str(fault)
+        except page.BadPage as fault:
+            kind, said = "page", str(fault)
+        else:
+            self._meter.scraped(address, clock() - started_s)
+            return metrics
+        self._meter.scrape_failed(address, kind, clock() - started_s)
+        return EndpointMetrics(scraped_ms=started_ms, fault=said, failures=failures + 1)
+
+    async def _publish_forever(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await self._any_pending.wait()
+            self._any_pending.clear()
+            batch, self._pending = self._pending, {}
+            started_s = clock()
+            if batch:
+                await self._hand_over(batch)
+            await asyncio.sleep(max(0.0, started_s + self._interval_s - clock()))
+
+    async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        try:
+            await self._publish(batch)
+        except StateUnavailable:
+            self._meter.scrape_unpublished(len(batch))
+            kept = {address: metrics for address, metrics in batch.items() if address in self._owned}
+            self._pending = {**kept, **self._pending}
+            self._any_pending.set()
+        else:
+            self._meter.scrape_published(len(batch), clock() - started_s)

@@ -1,0 +1,135 @@
+"""Scraping once for the fleet: each endpoint is read by one replica, and every replica knows what it read."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import StateUnavailable
+from app.scraping.board import MetricsBoard
+from app.scraping.engines import Engine
+from app.scraping.feed import Feed
+from app.scraping.metrics import EndpointMetrics
+from app.scraping.ownership import owned
+from app.scraping.presence import Presence
+from app.scraping.scraper import Meter, Scraper
+from app.sections import Scraping
+
+_log = logging.getLogger(__name__)
+_LOOKS_A_HEARTBEAT = 5
+_SILENT_LOOKS = 3  # replicas speak at least once a look
+_QUIET_HEARTBEATS = 3
+
+
+class ScrapingTask:
+    """One replica's part in scraping; `board` is what it knows of all endpoints. One event loop.
+
+    `live` names the live replicas, this one among them, and `endpoints` the pool's endpoints. Who scrapes
+    what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
+    within one. While Redis is away everyone goes on with what is its own, for its own board.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        pool: str,
+        replica: str,
+        *,
+        scraping: Scraping,
+        engine: Engine,
+        heartbeat_s: float,
+        live: Callable[[], Sequence[str]],
+        endpoints: SnapshotCell,
+        meter: Meter,
+    ) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self.board = MetricsBoard(scraping.stale_after, self._clock)
+        self._feed = Feed(url, pool, replica, now_ms=self.board.now_ms)
+        self._scraper = Scraper(engine, interval_s=scraping.interval, publish=self._publish, meter=meter)
+        self._replica = replica
+        self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
+        self._quiet_s = heartbeat_s * _QUIET_HEARTBEATS
+        # The next word of others and the next look find the silence, still within a heartbeat.
+        self._presence = Presence(replica, self._look_s * _SILENT_LOOKS)
+        self._live = live
+        self._endpoints = endpoints
+        self._meter = meter
+        self._spoke_s = -heartbeat_s
+        self._shared: tuple[str, tuple[str, ...]] = ("", ())
+
+    async def run(self) -> None:
+        """Scrape, tell and listen until cancelled. Faults of Redis are waited out, never raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._scraper.run(), name="scraper")
+                tasks.create_task(self._follow(), name="metrics-feed")
+                tasks.create_task(self._look_forever(), name="scraping-shares")
+                tasks.create_task(self._speak_forever(), name="scraping-presence")
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._feed.close())
+
+    async def _follow(self) -> None:
+        await self._feed.follow(
+            self._hear, on_link=lambda: self._presence.link(self._clock()), quiet_s=self._quiet_s
+        )
+
+    def _hear(self, sender: str | None, readings: Mapping[str, EndpointMetrics]) -> None:
+        if sender is not None:
+            self._presence.heard(sender, self._clock())
+        if sender != self._replica:
+            self.board.take(readings)
+
+    async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
+        self.board.take(batch)
+        await self._feed.publish(batch)
+        self._spoke_s = self._clock()
+
+    async def _look_forever(self) -> None:
+        while True:
+            version = self._endpoints.current.version
+            self._share()
+            await self._forget_gone()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._endpoints.after(version)
+
+    def _share(self) -> None:
+        """Take up what is this replica's to scrape by what it knows now."""
+        now_s = self._clock()
+        snapshot = self._endpoints.current
+        present = self._presence.among(self._live(), now_s)
+        if (snapshot.version, present) != self._shared:
+            self._shared = snapshot.version, present
+            addresses = (endpoint.address for endpoint in snapshot.endpoints)
+            mine = owned(addresses, self._replica, present)
+            _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
+            self._scraper.set_owned(mine)
+        ages_s = {address: reading.age_s for address, reading in self.board.snapshot(now_s).items()}
+        self._meter.scrape_ages(len(self._scraper.owned), ages_s)
+
+    async def _forget_gone(self) -> None:
+        """Forget endpoints that left; whoever would scrape one takes its reading out of Redis too."""
+        snapshot, (_, present) = self._endpoints.current, self._shared
+        addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
+        gone = self.board.addresses - addresses
+        if not snapshot.version or not gone:
+            return
+        # Kept on the board until Redis has taken it, so that a fault is tried again.
+        mine = owned(gone, self._replica, present)
+        with contextlib.suppress(StateUnavailable):
+            await self._feed.remove(mine)
+            self.board.keep(addresses)
+
+    async def _speak_forever(self) -> None:
+        """Be heard even with nothing to tell: every endpoint may be failing, or none be this replica's."""
+        while True:
+            silent_s = self._clock() - self._spoke_s
+            if silent_s < self._look_s:
+                await asyncio.sleep(self._look_s - silent_s)
+                continue
+            try:
+                await self._publish({})
+            except StateUnavailable:
+                await asyncio.sleep(self._look_s)

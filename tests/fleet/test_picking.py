@@ -1,0 +1,81 @@
+"""Picking by scores, through a whole fleet: what one replica scrapes or routes is known to all."""
+
+from typing import Any
+
+from fleet_load import PATIENT, at_rest, complete
+
+CONFIG = {
+    "scheduling": {
+        "scorers": [
+            {"name": "queue-depth", "weight": 1},
+            {"name": "kv-cache", "weight": 1},
+            {"name": "prefix-affinity", "weight": 6},
+            {"name": "latency", "weight": 0.1},
+        ]
+    }
+}
+LONG = "The quick brown fox jumps over the lazy dog. " * 100
+
+
+async def endpoints(fleet: Any, replica: int) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = (await fleet.admin("/api/v1/endpoints", replica)).json()
+    return told
+
+
+async def routes(fleet: Any) -> int:
+    """Entries of the stream of routes."""
+    async with fleet.redis() as redis:
+        return int(await redis.xlen("epp:{default}:routes"))
+
+
+async def test_every_replica_knows_what_one_of_them_scrapes(fleet: Any) -> None:
+    # Given three replicas and four endpoints
+    here = fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
+
+    # Then each replica has fresh figures of all four
+    async def known() -> bool:
+        pages = [await endpoints(here, replica) for replica in range(3)]
+        return all(each["waiting"] == 0 and each["scraped_s_ago"] < 1 for page in pages for each in page)
+
+    await here.eventually(known, what="the figures")
+    # And each endpoint is scraped by one of them
+    owned = 0.0
+    for replica in range(3):
+        page = (await here.admin("/metrics", replica)).text
+        owned += sum(
+            float(line.split()[1]) for line in page.splitlines() if line.startswith("epp_scrape_endpoints ")
+        )
+    assert owned == 4
+
+
+async def test_a_prompt_goes_where_its_beginning_went_whichever_replica_is_asked(fleet: Any) -> None:
+    # Given a conversation that one endpoint has served
+    here = fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
+    async with here.client(**PATIENT) as client:
+        first = await complete(client, LONG, 2)
+        assert first.whole
+        await here.eventually(lambda: routes(here), what="the route in the stream")
+        # When it goes on, one turn after the other, by whichever replica
+        turns = [await complete(client, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
+    # Then the same endpoint has served all of it
+    assert {turn.endpoint for turn in turns} == {first.endpoint}
+    await at_rest(here)
+
+
+async def test_a_choice_is_explained_by_the_replica_that_made_it(fleet: Any) -> None:
+    # Given a request that has been served
+    here = fleet("--sim-ttft", "5", "--sim-itl", "1", config={**CONFIG, "decision_log": {"enabled": True}})
+    async with here.client(**PATIENT) as client:
+        answer = await complete(client, LONG, 2)
+    async with here.redis() as redis:
+        (_, entry), *_ = [
+            each for each in await redis.xrange("epp:{default}:log") if each[1]["event"] == "bypassed"
+        ]
+    # When it is asked for, then one replica explains it: who was chosen, and by which scores
+    replies = [await here.admin(f"/api/v1/requests/{entry['request']}", replica) for replica in range(3)]
+    (told,) = [reply.json() for reply in replies if reply.status_code == 200]
+    assert told["chosen"][0] == answer.endpoint
+    assert set(told["candidates"][0]["parts"]) == {
+        "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency"
+    }  # fmt: skip
+    assert len(told["candidates"]) == 4

@@ -1,0 +1,231 @@
+"""Readings through Redis: told to who listens, kept for who comes later, aged without comparing clocks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from app.errors import StateUnavailable
+from app.scraping.feed import Feed
+from app.scraping.metrics import EndpointMetrics
+from app.state.keys import Keys
+
+QUIET_S = 30.0
+
+
+class Clock:
+    """A replica's own clock, ms; it stands still unless moved, and has nothing to do with Redis's."""
+
+    def __init__(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+class Heard:
+    """What a follower was told; `until` waits for a condition."""
+
+    def __init__(self) -> None:
+        self.readings: dict[str, EndpointMetrics] = {}
+        self.told: list[tuple[str | None, Mapping[str, EndpointMetrics]]] = []
+        self.links = 0
+        self._news = asyncio.Event()
+
+    def take(self, sender: str | None, readings: Mapping[str, EndpointMetrics]) -> None:
+        self.told.append((sender, readings))
+        self.readings.update(readings)
+        self._news.set()
+
+    def link(self) -> None:
+        self.links += 1
+        self._news.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                self._news.clear()
+                await self._news.wait()
+
+
+@asynccontextmanager
+async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterator[Feed]:
+    feed = Feed(url, pool, replica, now_ms=clock, deadline_s=5)
+    try:
+        yield feed
+    finally:
+        await feed.close()
+
+
+@asynccontextmanager
+async def following(feed: Feed, quiet_s: float = QUIET_S) -> AsyncIterator[Heard]:
+    """A follower that has caught up."""
+    heard = Heard()
+    task = asyncio.create_task(feed.follow(heard.take, on_link=heard.link, quiet_s=quiet_s))
+    try:
+        await heard.until(lambda: heard.links == 1)
+        yield heard
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+
+@pytest.fixture
+async def pair(redis_url: str, pool: str) -> AsyncIterator[tuple[Feed, Feed]]:
+    """Two replicas whose clocks are far apart."""
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(opened(redis_url, pool, "one", Clock(1_000_000)))
+        two = await stack.enter_async_context(opened(redis_url, pool, "two", Clock(50_000)))
+        yield one, two
+
+
+def reading(scraped_ms: int) -> EndpointMetrics:
+    return EndpointMetrics(
+        scraped_ms, waiting=3.0, kv_utilisation=0.25, max_adapters=2, active_adapters=frozenset({"a"})
+    )
+
+
+async def test_a_follower_hears_what_is_published_on_its_own_clock(pair: tuple[Feed, Feed]) -> None:
+    # Given a follower whose clock is at 50 s
+    one, two = pair
+    async with following(two) as heard:
+        # When a reading is published that is 300 ms old, by a clock at 1000 s
+        await one.publish({"a:1": reading(999_700)})
+        await heard.until(lambda: "a:1" in heard.readings)
+    # Then it is 300 ms old by the follower's clock as well
+    assert heard.readings["a:1"] == reading(49_700)
+    assert heard.told[-1][0] == "one"
+
+
+async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[Feed, Feed]) -> None:
+    # Given two batches that nobody heard
+    one, two = pair
+    await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
+    await one.publish({"b:1": replace(reading(999_400), waiting=None, fault="no page", failures=3)})
+    # When a follower comes
+    async with following(two) as heard:
+        pass
+    # Then it knows the newest of each, at least as old as it is
+    assert heard.told[0][0] is None
+    assert heard.readings.keys() == {"a:1", "b:1"}
+    assert heard.readings["a:1"].scraped_ms <= 49_000
+    assert heard.readings["b:1"].scraped_ms <= 49_400
+    assert (heard.readings["b:1"].fault, heard.readings["b:1"].failures) == ("no page", 3)
+    assert replace(heard.readings["a:1"], scraped_ms=0) == reading(0)
+
+
+async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[Feed, Feed]) -> None:
+    one, two = pair
+    async with following(two) as heard:
+        await one.publish({})
+        await heard.until(lambda: ("one", {}) in heard.told)
+
+
+async def test_what_left_is_removed(pair: tuple[Feed, Feed]) -> None:
+    # Given two stored readings / When one is removed
+    one, two = pair
+    await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
+    await two.remove(["a:1", "unknown:1"])
+    await two.remove([])
+    # Then the other is left
+    assert (await one.stored()).keys() == {"b:1"}
+
+
+async def test_pools_do_not_hear_each_other(redis_url: str, pair: tuple[Feed, Feed]) -> None:
+    one, two = pair
+    async with opened(redis_url, "another", "three", Clock(0)) as three, following(two) as heard:
+        await three.publish({"z:1": reading(0)})
+        await one.publish({"a:1": reading(999_000)})
+        await heard.until(lambda: "a:1" in heard.readings)
+    assert heard.readings.keys() == {"a:1"}
+
+
+async def test_what_cannot_be_read_is_left_out(redis_url: str, pool: str, pair: tuple[Feed, Feed]) -> None:
+    # Given a hash and a channel on which others write nonsense
+    one, two = pair
+    name = Keys.of(pool).prefix + "metrics"
+    async with Redis.from_url(redis_url) as redis:
+        await redis.hset(name, mapping={"bad:1": "{", b"\xff": '{"at":1}', "wrong:1": '{"at":"x"}'})
+        await one.publish({"a:1": reading(999_000)})
+        async with following(two) as heard:
+            await redis.publish(name, b"\xff")
+            await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
+            await one.publish({"b:1": reading(999_000)})
+            # When it is followed / Then what can be read is there, and nothing else
+            await heard.until(lambda: "b:1" in heard.readings)
+    assert heard.readings.keys() == {"a:1", "b:1"}
+    assert heard.links == 1
+
+
+async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, pool: str) -> None:
+    # Given a follower
+    async with (
+        opened(valkey_url, pool, "one", Clock(1_000_000)) as one,
+        opened(valkey_url, pool, "two", Clock(50_000)) as two,
+        Redis.from_url(valkey_url) as redis,
+        following(two) as heard,
+    ):
+        # When its connection is cut and something is published meanwhile
+        await redis.client_kill_filter(_type="pubsub")
+        await one.publish({"a:1": reading(999_000)})
+        # Then it comes back and knows
+        await heard.until(lambda: heard.links == 2)
+        assert heard.readings.keys() == {"a:1"}
+
+
+async def test_silence_is_taken_for_a_dead_connection(valkey_url: str, pool: str) -> None:
+    # Given a follower that nobody speaks to / When its bound of silence passes / Then it connects anew
+    async with (
+        opened(valkey_url, pool, "two", Clock(50_000)) as two,
+        following(two, quiet_s=0.05) as heard,
+    ):
+        await heard.until(lambda: heard.links >= 3)
+
+
+async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
+    valkey_url: str, pool: str
+) -> None:
+    # Given a Redis that stops answering
+    feed = Feed(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
+    async with Redis.from_url(valkey_url) as redis:
+        await told(feed)  # a busy machine may need a second try
+        await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+        # When it is told something / Then that fails within the deadline
+        for _ in range(2):
+            with pytest.raises(StateUnavailable, match="no answer in time"):
+                await feed.publish({"b:1": reading(999_000)})
+        # When it answers again / Then it is told, and replies are not mixed up
+        await redis.execute_command("CLIENT", "UNPAUSE")
+        await told(feed)
+        assert replace((await stored(feed))["c:1"], scraped_ms=0) == reading(0)
+    await feed.close()
+
+
+async def told(feed: Feed) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await feed.publish({"c:1": reading(999_000)})
+            except StateUnavailable:
+                continue
+
+
+async def stored(feed: Feed) -> dict[str, EndpointMetrics]:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await feed.stored()
+            except StateUnavailable:
+                continue
+
+
+async def test_no_redis_at_all_is_unavailable(pool: str) -> None:
+    feed = Feed("redis://127.0.0.1:1/0", pool, "one", now_ms=Clock(0))
+    for call in (feed.publish({}), feed.remove(["a:1"]), feed.stored()):
+        with pytest.raises(StateUnavailable, match="Redis took no metrics"):
+            await call
+    await feed.close()

@@ -1,0 +1,291 @@
+"""Three scrapers, real simulators and a real Valkey: read once, known everywhere, handed over."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.fleet.child import Child
+from app.fleet.options import SimOptions
+from app.fleet.simulator import Simulator
+from app.scraping.engines import VLLM
+from app.scraping.task import ScrapingTask
+from app.sections import Scraping
+from app.state.keys import Keys
+
+INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+REPLICAS = ("one", "two", "three")
+_POLL_S = 0.01
+
+
+class Meter:
+    """Counts the scrapes of one replica by endpoint."""
+
+    def __init__(self) -> None:
+        self.scrapes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.owned = 0
+        self.ages_s: Mapping[str, float] = {}
+
+    def scraped(self, address: str, seconds: float) -> None:
+        self.scrapes[address] += 1
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        self.faults[kind] += 1
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        pass
+
+    def scrape_unpublished(self, readings: int) -> None:
+        pass
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        self.owned, self.ages_s = owned, ages_s
+
+
+class Replica:
+    """One scraping replica of the test's fleet, in this process."""
+
+    def __init__(self, url: str, pool: str, name: str, endpoints: SnapshotCell, live: list[str]) -> None:
+        self.name = name
+        self.meter = Meter()
+        self.task = ScrapingTask(
+            url,
+            pool,
+            name,
+            scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
+            engine=VLLM,
+            heartbeat_s=HEARTBEAT_S,
+            live=lambda: live,
+            endpoints=endpoints,
+            meter=self.meter,
+        )
+        self.running = asyncio.create_task(self.task.run())
+
+    def knows(self, addresses: Sequence[str]) -> bool:
+        """Whether it has a fresh reading of exactly these."""
+        snapshot = self.task.board.snapshot()
+        return snapshot.keys() == set(addresses) and all(one.known for one in snapshot.values())
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.wait((self.running,), timeout=10)
+        assert self.running.cancelled()
+
+
+class ScrapingFleet:
+    def __init__(self, url: str, pool: str, addresses: list[str]) -> None:
+        self.addresses = addresses
+        self.key = Keys.of(pool).prefix + "metrics"
+        self.live = list(REPLICAS)
+        self._cell = SnapshotCell()
+        self.list(addresses)
+        self.replicas = {name: Replica(url, pool, name, self._cell, self.live) for name in REPLICAS}
+
+    def list(self, addresses: Sequence[str]) -> None:
+        """Make these the pool's endpoints."""
+        self._cell.publish(Snapshot(",".join(addresses), tuple(Endpoint(one) for one in addresses)))
+
+    async def settled(self, addresses: Sequence[str] | None = None) -> None:
+        """Wait until everyone knows of these (default: all) and nothing is scraped twice."""
+        wanted = self.addresses if addresses is None else addresses
+        await until(lambda: all(one.knows(wanted) for one in self.replicas.values()))
+        await until(lambda: sum(one.meter.owned for one in self.replicas.values()) == len(wanted))
+
+    async def scrapers(self, times: int) -> dict[str, set[str]]:
+        """By endpoint, who scrapes it, over the next `times` scrapes of each."""
+        for replica in self.replicas.values():
+            replica.meter.scrapes.clear()
+
+        def total() -> Counter[str]:
+            return sum((one.meter.scrapes for one in self.replicas.values()), Counter[str]())
+
+        await until(lambda: all(total()[address] >= times for address in self.addresses))
+        return {
+            address: {name for name, one in self.replicas.items() if one.meter.scrapes[address]}
+            for address in self.addresses
+        }
+
+    async def stop(self) -> None:
+        for replica in self.replicas.values():
+            await replica.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+async def until_stored(redis: Redis, key: str, addresses: Sequence[str]) -> None:
+    """Wait until Redis has a reading of exactly these."""
+    async with asyncio.timeout(30):
+        while True:
+            if {name.decode() for name in await redis.hkeys(key)} == set(addresses):
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
+    """Four `picker sim` processes; their addresses."""
+    folder = tmp_path_factory.mktemp("simulators")
+    children: list[Child] = []
+    addresses = []
+    try:
+        for number in range(4):
+            simulator = Simulator(number, SimOptions(), ["base", "sql", "chat"])
+            children.append(
+                await Child.start(simulator.name, simulator.command(), folder / f"{simulator.name}.log")
+            )
+            await simulator.ready(children[-1])
+            addresses.append(simulator.address)
+        yield addresses
+    finally:
+        for child in children:
+            await child.stop(10)
+
+
+@asynccontextmanager
+async def scraping(url: str, pool: str, addresses: list[str]) -> AsyncIterator[ScrapingFleet]:
+    fleet = ScrapingFleet(url, pool, addresses)
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    # Given three replicas and four endpoints
+    clock = asyncio.get_running_loop().time
+    async with scraping(valkey_url, pool, simulators) as fleet:
+        await fleet.settled()
+        # When each endpoint has been scraped some times more
+        started_s = clock()
+        scrapers = await fleet.scrapers(20)
+        elapsed_s = clock() - started_s
+        # Then one replica did that, no oftener than the interval allows, and nothing failed
+        assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(simulators, 1)
+        for address, (name,) in scrapers.items():
+            rate = fleet.replicas[name].meter.scrapes[address] / elapsed_s
+            assert rate <= 1.2 / INTERVAL_S
+        assert not any(one.meter.faults for one in fleet.replicas.values())
+        # And every replica knows what the simulators tell
+        for replica in fleet.replicas.values():
+            for reading in replica.task.board.snapshot().values():
+                assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
+                assert reading.metrics.kv_utilisation == 0.0
+                assert reading.metrics.max_adapters == 2
+            assert replica.meter.ages_s.keys() == set(simulators)
+
+
+async def test_load_on_an_endpoint_is_seen_by_every_replica(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    # Given a request of an adapter that runs on one endpoint
+    async with (
+        scraping(valkey_url, pool, simulators) as fleet,
+        httpx.AsyncClient(timeout=30) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await fleet.settled()
+        busy = simulators[0]
+        body = {"model": "sql", "prompt": "x", "max_tokens": 100_000, "stream": True}
+
+        async def ask() -> None:
+            async with client.stream("POST", f"http://{busy}/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    pass
+
+        asked = tasks.create_task(ask())
+
+        # When it is scraped / Then every replica sees one running there, with its adapter, and none elsewhere
+        def seen(replica: Replica) -> bool:
+            snapshot = replica.task.board.snapshot()
+            return snapshot[busy].metrics.running == 1.0 and all(
+                snapshot[other].metrics.running == 0.0 for other in simulators[1:]
+            )
+
+        await until(lambda: all(seen(one) for one in fleet.replicas.values()))
+        for replica in fleet.replicas.values():
+            assert replica.task.board.snapshot()[busy].metrics.active_adapters == {"sql"}
+        asked.cancel()
+
+
+async def test_what_a_silent_replica_scraped_is_scraped_by_the_others(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    # Given three replicas
+    async with scraping(valkey_url, pool, simulators) as fleet:
+        await fleet.settled()
+        scrapers = await fleet.scrapers(3)
+        lost_name = next(iter(scrapers[simulators[0]]))
+        # When one that scrapes something stops without a word, and still counts as live
+        await fleet.replicas.pop(lost_name).stop()
+        assert lost_name in fleet.live
+        # Then the others take over what was its own, and keep theirs
+        await until(lambda: sum(one.meter.owned for one in fleet.replicas.values()) == len(simulators))
+        after = await fleet.scrapers(5)
+        for address, names in scrapers.items():
+            assert len(after[address]) == 1
+            assert after[address] == names or names == {lost_name}
+
+
+async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    # Given a fleet that knows three of four endpoints
+    async with scraping(valkey_url, pool, simulators[:3]) as fleet, Redis.from_url(valkey_url) as redis:
+        await fleet.settled()
+        # When one leaves and the fourth comes
+        now = simulators[1:]
+        fleet.list(now)
+        # Then every board and Redis have exactly those
+        await fleet.settled(now)
+        await until_stored(redis, fleet.key, now)
+
+
+async def test_a_flushed_redis_is_filled_again(valkey_url: str, pool: str, simulators: list[str]) -> None:
+    async with scraping(valkey_url, pool, simulators) as fleet, Redis.from_url(valkey_url) as redis:
+        await fleet.settled()
+        await redis.delete(fleet.key)
+        await until_stored(redis, fleet.key, simulators)
+
+
+async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
+    # Given replicas that cannot reach Redis / When they scrape
+    async with scraping("redis://127.0.0.1:1/0", pool, simulators) as fleet:
+        # Then each endpoint is known to the one replica that scrapes it
+        def known() -> list[str]:
+            boards = [one.task.board.snapshot() for one in fleet.replicas.values()]
+            return sorted(address for board in boards for address, one in board.items() if one.known)
+
+        await until(lambda: known() == sorted(simulators))
+
+
+async def test_a_replica_ends_whenever_it_is_told_to(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    # Given replicas that are told to end at another moment each, most of them while they connect
+    cell = SnapshotCell()
+    cell.publish(Snapshot("1", tuple(Endpoint(address) for address in simulators)))
+    for turns in (*range(40), *range(40, 400, 20)):
+        replica = Replica(valkey_url, pool, "one", cell, ["one"])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        # When it is told to / Then it ends
+        await replica.stop()

@@ -1,0 +1,89 @@
+"""A model server's metrics page for tests, which counts who asks and misbehaves on demand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+PAGE = b'vllm:num_requests_waiting{model_name="m"} 3\nvllm:num_requests_running{model_name="m"} 2\n'
+
+
+def answered(body: bytes, *extra: str, status: str = "200 OK") -> bytes:
+    """An HTTP answer with a length."""
+    head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *extra])
+    return f"{head}\r\n\r\n".encode() + body
+
+
+class PageServer:
+    """Answers every request with `answer`, or leaves that to `act` if there is one."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.answer = answered(PAGE)
+        self.act: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
+        self.requests: list[str] = []
+        self.connections = 0
+        self.open = 0
+        self._news = asyncio.Event()
+        self._released = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds` after something happened here."""
+        async with asyncio.timeout(20):
+            while not holds():
+                self._news.clear()
+                await self._news.wait()
+
+    async def hang(self, _: asyncio.StreamWriter) -> None:
+        """An `act` that answers nothing until `release`."""
+        await self._released.wait()
+
+    def release(self) -> None:
+        self.act = None
+        self._released.set()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        host, bound = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{bound}"
+
+    def stop(self) -> None:
+        """Take no new connection."""
+        assert self._server is not None
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.open += 1
+        self._news.set()
+        try:
+            while True:
+                request = await reader.readuntil(b"\r\n\r\n")
+                self.requests.append(request.decode())
+                self._news.set()
+                if self.act is None:
+                    writer.write(self.answer)
+                else:
+                    await self.act(writer)
+                if writer.is_closing():
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self.open -= 1
+            self._news.set()
+            writer.close()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[PageServer]:
+    """A page server on a free port of the loopback."""
+    server = PageServer()
+    await server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.release()
+        async with asyncio.timeout(10):
+            await server.until(lambda: server.open == 0)

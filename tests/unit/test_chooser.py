@@ -1,0 +1,183 @@
+"""What a replica proposes to the script: candidates by score, from what it knows of the endpoints."""
+
+from collections.abc import Mapping
+
+import pytest
+from scripted_store import ScriptedStore
+
+from app.admission.probes import Probes
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.request import Band, Completion, InferenceRequest, Outcome, Workload
+from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scheduling.scheduler import Scheduler
+from app.scraping.board import Reading
+from app.scraping.metrics import EndpointMetrics
+
+A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
+
+
+class Knowledge:
+    """A chooser over endpoints and readings that the test sets; its clock stands still until `tick`."""
+
+    def __init__(self, *endpoints: Endpoint, **scorers: float) -> None:
+        self.cell = SnapshotCell()
+        self.cell.publish(Snapshot("1", endpoints))
+        self.readings: dict[str, Reading] = {}
+        self.now_s = 0.0
+        self.index, self.latencies = PrefixIndex(), LatencyBook()
+        self.feed = RouteFeed(
+            "redis://127.0.0.1:1/0", stream="s", replica="r", index=self.index, latencies=self.latencies
+        )
+        self.chooser = Chooser(
+            Scheduler(weights_of({name.replace("_", "-"): weight for name, weight in scorers.items()})),
+            self.cell,
+            readings=lambda: self.readings,
+            in_flight=dict,
+            index=self.index,
+            latencies=self.latencies,
+            feed=self.feed,
+            clock=lambda: self.now_s,
+        )
+
+    def tick(self) -> None:
+        self.now_s += 1
+
+    def scraped(self, address: str, *, known: bool = True, **figures: object) -> None:
+        self.readings[address] = Reading(EndpointMetrics(0, **figures), 0.0, known)  # type: ignore[arg-type]
+
+    def choose(self, **fields: object) -> Mapping[str, float]:
+        """Candidates and their scores, best first."""
+        told = self.chooser.choose(request(**fields)).candidates
+        pairs = (each.split("=") for each in told.split(",") if each)
+        return {address: float(score) for address, score in pairs}
+
+
+def request(**fields: object) -> InferenceRequest:
+    base = InferenceRequest(
+        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
+    )
+    return InferenceRequest(**{**{name: getattr(base, name) for name in base.__slots__}, **fields})  # type: ignore[arg-type]
+
+
+def test_given_no_scorers_when_chosen_then_the_script_has_the_whole_choice() -> None:
+    chooser = LeastLoaded()
+    assert chooser.choose(request()).candidates == "*"
+    assert chooser.choose(request(subset=(A, B))).candidates == f"{A},{B}"
+    assert chooser.choose(request(subset=())).candidates == ""
+
+
+def test_given_scraped_queues_when_chosen_then_the_shortest_comes_first_and_the_unknown_last() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
+    known.scraped(A, waiting=5.0)
+    known.scraped(B, waiting=1.0)
+    found = known.choose()
+    assert list(found) == [B, A, C]
+    # the part of the load in flight is the script's: three quarters are left for the queue
+    assert found[B] == pytest.approx(0.75)
+
+
+def test_given_endpoints_that_take_nothing_new_when_chosen_then_they_are_no_candidates() -> None:
+    known = Knowledge(Endpoint(A, drained=True), Endpoint(B, down=True), Endpoint(C), queue_depth=1)
+    assert list(known.choose()) == [C]
+    assert known.choose(subset=(A, B)) == {}
+
+
+def test_given_news_when_a_moment_has_passed_then_it_is_taken_up() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), queue_depth=1)
+    known.scraped(A, waiting=0.0)
+    known.scraped(B, waiting=9.0)
+    assert next(iter(known.choose())) == A
+    known.scraped(A, waiting=99.0)
+    known.tick()
+    assert next(iter(known.choose())) == B
+    # and a new list of endpoints at once
+    known.cell.publish(Snapshot("2", (Endpoint(A),)))
+    assert list(known.choose()) == [A]
+
+
+def test_given_an_adapter_when_its_name_is_the_model_then_who_runs_it_comes_first() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1)
+    known.scraped(A, max_adapters=2)
+    known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
+    assert next(iter(known.choose(target_model="poet"))) == B
+    assert len(set(known.choose(target_model="llama").values())) == 1
+
+
+async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
+    asked = request(prefix=(b"block-01", b"block-02"))
+    choice = known.chooser.choose(asked)
+    known.chooser.placed(asked, choice, (B, A))
+    assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
+    # and the choice can be explained, until it is forgotten
+    explained = known.chooser.explain("r")
+    assert explained is not None
+    assert explained.chosen == (B, A)
+    assert known.chooser.explain("other") is None
+
+
+async def test_given_a_limit_when_chosen_then_every_endpoint_is_a_candidate() -> None:
+    known = Knowledge(*(Endpoint(f"10.0.1.{i}:8000") for i in range(20)), queue_depth=1)
+    assert len(known.choose()) == 8
+    assert len(known.choose(limit=1)) == 20
+
+
+async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fleet() -> None:
+    known = Knowledge(Endpoint(A), latency=1)
+    for outcome, served in ((Outcome.COMPLETED, A), (Outcome.UPSTREAM_FAILED, A), (Outcome.COMPLETED, None)):
+        known.chooser.ended(Completion("r", outcome, 200, served, 1, 1, 0.5, 0.1))
+    assert len(known.feed._done) == 1
+
+
+class Meter:
+    """Counts what it is told of."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def scraped(self, address: str, seconds: float) -> None:
+        self.told.append("scraped")
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        self.told.append(kind)
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        self.told.append("published")
+
+    def scrape_unpublished(self, readings: int) -> None:
+        self.told.append("unpublished")
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        self.told.append("ages")
+
+
+async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three_have_worked() -> None:
+    store, cell, meter = ScriptedStore(), SnapshotCell(), Meter()
+    probes = Probes(store, cell, meter)  # type: ignore[arg-type]
+    cell.publish(Snapshot("1", (Endpoint(A),)))
+    # One that answers badly or late is not down; one that cannot be connected to is
+    probes.scrape_failed(A, "status", 0.1)
+    probes.scrape_failed(A, "timeout", 0.1)
+    probes.scraped(A, 0.1)
+    assert store.marks == []
+    probes.scrape_failed(A, "connection", 0.1)
+    assert store.marks == [(A, "down", True)]
+    # Once it is down, it takes three in a row
+    cell.publish(Snapshot("2", (Endpoint(A, down=True),)))
+    for _ in range(2):
+        probes.scraped(A, 0.1)
+    probes.scrape_failed(A, "page", 0.1)
+    for _ in range(2):
+        probes.scraped(A, 0.1)
+    assert store.marks == [(A, "down", True)]
+    probes.scraped(A, 0.1)
+    assert store.marks[-1] == (A, "down", False)
+    # And everything is counted
+    probes.scrape_published(1, 0.1)
+    probes.scrape_unpublished(1)
+    probes.scrape_ages(1, {})
+    assert meter.told.count("scraped") == 6
+    assert meter.told[-3:] == ["published", "unpublished", "ages"]

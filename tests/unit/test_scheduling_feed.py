@@ -1,0 +1,297 @@
+"""The stream of routes on a real Valkey: replicas that follow it know the same."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+from script_backends import url_of, valkey
+
+from app.fleet.ports import free_port
+from app.scheduling.blocks import block_hashes
+from app.scheduling.feed import MAX_ENTRIES, MAX_ENTRY_BYTES, RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scheduling.records import Done, Record, Routed, bodies, pack, unpack
+
+A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
+_STREAMS = itertools.count(1)
+
+addresses = st.text(max_size=40)
+routes = st.builds(Routed, addresses, st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple))
+done = st.builds(Done, addresses, st.floats(min_value=0, max_value=1e6))
+
+
+class Replica:
+    """One replica's feed with its own memories."""
+
+    def __init__(self, url: str, stream: str, name: str) -> None:
+        self.index = PrefixIndex()
+        self.latencies = LatencyBook()
+        self.feed = RouteFeed(url, stream=stream, replica=name, index=self.index, latencies=self.latencies)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Replica"]:
+        task = asyncio.create_task(self.feed.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def completions(self, address: str) -> int:
+        stats = self.latencies.stats(address)
+        return stats.count if stats else 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for is told by no event
+            await asyncio.sleep(0.005)
+
+
+async def caught_up(*replicas: Replica) -> None:
+    async with asyncio.timeout(20):
+        for replica in replicas:
+            await replica.feed.caught_up()
+
+
+def prompt(name: str, blocks: int = 4) -> tuple[bytes, ...]:
+    return block_hashes(name, b"x" * (256 * blocks))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with valkey(tmp_path_factory.mktemp("valkey")) as port:
+        yield url_of(port)
+
+
+@pytest.fixture
+def stream() -> str:
+    return f"epp:{{pool-{next(_STREAMS)}}}:routes"
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(url) as it:
+        yield it
+
+
+@given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
+def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) -> None:
+    packed = [pack(record) for record in records]
+
+    entries = list(bodies(packed, most_bytes))
+
+    assert [record for body in entries for record in unpack(body)] == records
+    assert all(len(body) <= max(most_bytes, *map(len, packed)) for body in entries)
+
+
+@given(st.binary(max_size=60) | routes.map(pack).map(lambda body: body[:-1]))
+def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert b"".join(map(pack, unpack(body))) == body
+
+
+async def test_three_followers_agree(url: str, stream: str) -> None:
+    """Given three replicas that each route and complete, when all is read, then all know the same."""
+    replicas = [Replica(url, stream, f"r{n}") for n in range(3)]
+    async with replicas[0].running(), replicas[1].running(), replicas[2].running():
+        await caught_up(*replicas)
+        for n, replica in enumerate(replicas):
+            for turn in range(50):
+                replica.feed.routed((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
+                replica.feed.completed(A, n + turn / 100)
+            replica.feed.completed(f"the last of {n}", 1.0)
+
+        await until(
+            lambda: all(
+                len(one.index) == 600 and all(one.completions(f"the last of {n}") for n in range(3))
+                for one in replicas
+            )
+        )
+
+    for n in range(3):
+        for turn in range(50):
+            found = [one.index.match(prompt(f"{n}-{turn}")) for one in replicas]
+            assert found == [{(A, B, C)[(n + turn) % 3]: 4}] * 3
+    assert len({one.latencies.stats(A) for one in replicas}) == 1
+
+
+async def test_a_replica_knows_its_own_route_at_once(url: str, stream: str) -> None:
+    replica = Replica(url, stream, "r")
+
+    replica.feed.routed(A, prompt("m"))
+
+    assert replica.index.match(prompt("m")) == {A: 4}
+
+
+async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
+    """Given a fleet with a past, when a replica starts, then it knows what it and the others routed."""
+    one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
+    async with other.running():
+        async with one.running():
+            await caught_up(one, other)
+            one.feed.routed(A, prompt("by one"))
+            one.feed.completed(A, 1.5)
+            await until(lambda: other.completions(A) == 1 and len(other.index) == 4)
+        other.feed.routed(B, prompt("by other"))
+        other.feed.completed(A, 2.5)
+        await until(lambda: other.completions(A) == 2)
+
+        again = Replica(url, stream, "one, second life")
+        async with again.running():
+            await caught_up(again)
+
+    assert again.index.match(prompt("by one")) == {A: 4}
+    assert again.index.match(prompt("by other")) == {B: 4}
+    assert again.latencies.stats(A) == other.latencies.stats(A)
+
+
+async def test_only_a_bounded_while_back_is_read(url: str, stream: str, client: Redis) -> None:
+    """Given an entry of an hour ago and one of now, when a replica starts, then it reads the younger."""
+    now_s, _ = await client.time()
+    for age_s, address in ((3600, A), (0, B)):
+        entry = {"by": "r", "body": pack(Routed(address, prompt("m")))}
+        await client.xadd(stream, entry, id=f"{(now_s - age_s) * 1000}-0")
+
+    late = Replica(url, stream, "late")
+    async with late.running():
+        await caught_up(late)
+
+    assert late.index.match(prompt("m")) == {B: 4}
+
+
+async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
+    url: str, stream: str, client: Redis
+) -> None:
+    """Given a replica that was away, when it follows again, then it has what is still in the stream,
+    nothing twice, and only that."""
+    writer, slow = Replica(url, stream, "writer"), Replica(url, stream, "slow")
+    async with writer.running():
+        async with slow.running():
+            await caught_up(slow)
+            writer.feed.completed(A, 1.0)
+            await until(lambda: slow.completions(A) == 1)
+        for count, address in enumerate((B, C), start=1):
+            writer.feed.completed(address, 1.0)
+            await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
+        await client.xtrim(stream, maxlen=1, approximate=False)
+
+        async with slow.running():
+            await until(lambda: slow.completions(C) == 1)
+
+    assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
+
+
+async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: Redis) -> None:
+    """Given two replicas, when their connections are cut again and again, then each still learns all that
+    the other tells."""
+    one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
+    async with one.running(), other.running():
+        await caught_up(one, other)
+        for n in range(5):
+            address = f"10.0.0.{n}:80"
+            one.feed.completed(address, 1.0)
+            other.feed.routed(address, prompt(address))
+            await until(
+                lambda address=address: (
+                    other.completions(address) > 0 and one.index.match(prompt(address)) == {address: 4}
+                )
+            )
+            assert await client.client_kill_filter(_type="normal", skipme=True) >= 2
+
+
+async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, client: Redis) -> None:
+    """Given a replica that had read up to a later id, when the stream's clock is behind it, then the new
+    entries are read after the next connection."""
+    now_s, _ = await client.time()
+    replica = Replica(url, stream, "r")
+    await client.xadd(stream, {"by": "x", "body": pack(Done(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0")
+    async with replica.running():
+        await until(lambda: replica.completions(A) == 1)
+    await client.delete(stream)
+    await client.xadd(stream, {"by": "x", "body": pack(Done(B, 1.0))})
+
+    async with replica.running():
+        await until(lambda: replica.completions(B) == 1)
+
+
+async def test_an_entry_that_cannot_be_read_is_passed_over(url: str, stream: str, client: Redis) -> None:
+    await client.xadd(stream, {"by": "x", "body": b"Rubbish"})
+    await client.xadd(stream, {"something": "else"})
+    await client.xadd(stream, {"by": "x", "body": pack(Done(A, 1.0))})
+
+    replica = Replica(url, stream, "r")
+    async with replica.running():
+        await caught_up(replica)
+
+    assert replica.completions(A) == 1
+
+
+async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
+    tmp_path_factory: pytest.TempPathFactory, stream: str
+) -> None:
+    """Given no Redis, when requests complete, then their replica has them; when Redis comes, then the others
+    have the next ones."""
+    port = free_port()
+    one, other = Replica(url_of(port), stream, "one"), Replica(url_of(port), stream, "other")
+    async with one.running(), other.running():
+        one.feed.routed(A, prompt("m"))
+        one.feed.completed(A, 1.0)
+        await until(lambda: one.completions(A) == 1)
+        assert other.completions(A) == 0
+
+        with valkey(tmp_path_factory.mktemp("late"), port):
+            await caught_up(one, other)
+            one.feed.completed(B, 1.0)
+            await until(lambda: other.completions(B) >= 1)
+            one.feed.routed(B, prompt("n"))
+            await until(lambda: other.index.match(prompt("n")) == {B: 4})
+
+
+async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
+    url: str, stream: str, client: Redis
+) -> None:
+    """Given a burst of long prompts, then they go out packed, each entry within its size; and a stream that
+    is full is trimmed by the next write."""
+    async with client.pipeline(transaction=False) as pipeline:
+        for _ in range(2 * MAX_ENTRIES):
+            pipeline.xadd(stream, {"by": "x", "body": b""})
+        await pipeline.execute()
+    replica = Replica(url, stream, "r")
+    async with replica.running():
+        await caught_up(replica)
+        last = (await client.xrevrange(stream, count=1))[0][0]
+        for n in range(100):
+            replica.feed.routed(A, prompt(str(n), 100))
+        replica.feed.completed(A, 1.0)
+        await until(lambda: replica.completions(A) == 1)
+
+    entries = await client.xrange(stream, min=b"(" + last)
+    assert sum(len(unpack(fields[b"body"])) for _, fields in entries) == 101
+    assert len(entries) <= 5
+    assert all(len(fields[b"body"]) <= MAX_ENTRY_BYTES for _, fields in entries)
+    assert await client.xlen(stream) <= MAX_ENTRIES + 100
+
+
+async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
+    """Given no Redis, when far more routes are told than may wait, then the replica knows its own all the
+    same, and the completions in their order."""
+    replica = Replica(url_of(free_port()), stream, "r")
+    for n in range(5000):
+        replica.feed.routed(A, prompt(str(n), 1))
+        replica.feed.completed(A, float(n))
+
+    async with replica.running():
+        await until(lambda: replica.completions(A) == 100)
+
+    stats = replica.latencies.stats(A)
+    assert stats is not None
+    assert stats.mean_s == pytest.approx(4949.5)
+    assert len(replica.index) == 5000

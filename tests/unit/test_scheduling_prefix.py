@@ -1,0 +1,214 @@
+"""Prompts as chains of block hashes, and the bounded memory of who served them."""
+
+import gc
+import tracemalloc
+from itertools import count
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.scheduling.blocks import BLOCK_BYTES, MOST_BYTES, block_hashes, prompt_bytes
+from app.scheduling.prefix import BYTES_A_BLOCK, PrefixIndex
+
+SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant"]),
+            "content": st.text(max_size=60)
+            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=30)})),
+        },
+        optional={"name": st.text(max_size=5)},
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def chat(*said: object, **more: object) -> dict[str, object]:
+    return {"model": "m", "messages": list(said), **more}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@given(messages, messages)
+def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: list[object]) -> None:
+    shorter, longer = prompt_bytes(chat(*said)), prompt_bytes(chat(*said, *more))
+
+    assert longer.startswith(shorter)
+    hashes = block_hashes("m", shorter, block_bytes=16)
+    assert block_hashes("m", longer, block_bytes=16)[: len(hashes)] == hashes
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (chat(user("a"), user("b")), chat(user("ab"))),
+        (chat({"role": "user", "content": "a"}), chat({"role": "system", "content": "a"})),
+        (chat(user("a")), chat(user("a"), tools=[{"type": "function"}])),
+        ({"prompt": "a"}, {"prompt": "b"}),
+        ({"prompt": [1, 23]}, {"prompt": [12, 3]}),
+        ({"input": "a"}, {"input": "a", "instructions": "be brief"}),
+        ({"prompt": ["a", "b"]}, {"prompt": ["ab"]}),
+    ],
+)
+def test_different_prompts_differ(one: dict[str, object], other: dict[str, object]) -> None:
+    assert prompt_bytes(one) != prompt_bytes(other)
+
+
+@pytest.mark.parametrize("document", [{}, {"prompt": ""}, {"messages": []}, {"prompt": None}])
+def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> None:
+    assert block_hashes("m", prompt_bytes(document)) == ()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"messages": "text"},
+        {"messages": [None, 1, "x", {"content": 5}]},
+        {"prompt": {"a": [1]}},
+        {"prompt": [1, "x", 2]},
+        {"prompt": 7},
+        {"input": [[1, 2], [3]]},
+        {"messages": [{"role": {}, "content": "x"}]},
+    ],
+)
+def test_a_strange_prompt_is_bytes_like_any_other(document: dict[str, object]) -> None:
+    assert prompt_bytes(orjson.loads(orjson.dumps(document)))
+
+
+def test_only_whole_blocks_count() -> None:
+    assert len(block_hashes("m", b"x" * (3 * BLOCK_BYTES - 1))) == 2
+    assert len(block_hashes("m", b"x" * (3 * BLOCK_BYTES))) == 3
+    assert block_hashes("m", b"x" * (BLOCK_BYTES - 1)) == ()
+
+
+def test_equal_blocks_at_different_places_have_different_hashes() -> None:
+    hashes = block_hashes("m", b"x" * (50 * BLOCK_BYTES))
+
+    assert len(set(hashes)) == 50
+
+
+def test_model_and_salt_part_the_chains() -> None:
+    prompt = b"x" * (2 * BLOCK_BYTES)
+
+    firsts = [block_hashes("m", prompt), block_hashes("n", prompt), block_hashes("m", prompt, salt="t1")]
+
+    assert len({one for hashes in firsts for one in hashes}) == 6
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"prompt": "é" * 1_000_000},
+        {"prompt": list(range(500_000))},
+        chat(*[user("some words")] * 50_000),
+        chat(user("word " * 200_000)),
+    ],
+)
+def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
+    prompt = prompt_bytes(document)
+
+    assert len(prompt) == MOST_BYTES
+    assert len(block_hashes("m", prompt)) == MOST_BYTES // BLOCK_BYTES
+
+
+def chain(name: str, length: int) -> tuple[bytes, ...]:
+    return block_hashes(name, b"x" * (BLOCK_BYTES * length))
+
+
+def test_a_match_is_the_common_beginning() -> None:
+    """Given chats that share a system message, when the next turn comes, then each endpoint has what it
+    served of it."""
+    index = PrefixIndex()
+    first = block_hashes("m", prompt_bytes(chat(SYSTEM, user("one " * 200))))
+    other = block_hashes("m", prompt_bytes(chat(SYSTEM, user("two " * 200))))
+    index.add("a", first)
+    index.add("b", other)
+
+    turn = block_hashes("m", prompt_bytes(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
+
+    found = index.match(turn)
+    assert found["a"] == len(first)
+    assert found["b"] == len(SYSTEM["content"]) // BLOCK_BYTES
+    assert index.match(chain("another model", 3)) == {}
+    assert index.match(()) == {}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=40
+    )
+)
+def test_memory_is_the_latest_and_never_a_chain_without_its_head(
+    served: list[tuple[str, list[int]]],
+) -> None:
+    """Given any routes into a small index, then no bound is passed and a match by halves is the match
+    counted one by one."""
+    index = PrefixIndex(blocks=12, in_all=24)
+    chains = []
+    for address, path in served:
+        links = tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+        chains.append(links)
+        index.add(address, links)
+
+        assert len(index) <= 24
+        assert index.match(links)[address] == min(len(links), index.share)
+    for links in chains:
+        found = index.match(links)
+        for address in index.addresses:
+            held = [address in index.match(links[at : at + 1]) for at in range(len(links))]
+            assert held == [at < found.get(address, 0) for at in range(len(links))]
+
+
+def test_the_least_recently_served_goes_first() -> None:
+    index = PrefixIndex(blocks=30)
+    old, used, new = chain("old", 10), chain("used", 10), chain("new", 15)
+    for links in (used, old, used, new):
+        index.add("a", links)
+
+    assert index.match(new) == {"a": 15}
+    assert index.match(used) == {"a": 10}
+    assert index.match(old) == {"a": 5}
+
+
+def test_endpoints_share_the_whole() -> None:
+    """Given room for 100 in all, when a fourth endpoint comes, then nobody keeps more than 25."""
+    index = PrefixIndex(blocks=60, in_all=100)
+    for address in ("a", "b", "c", "d"):
+        index.add(address, chain(address, 60))
+
+    assert [index.match(chain(address, 60))[address] for address in ("a", "b", "c", "d")] == [25] * 4
+
+
+def test_endpoints_that_are_gone_are_forgotten() -> None:
+    index = PrefixIndex()
+    for address in ("a", "b", "c"):
+        index.add(address, chain("m", 3))
+
+    index.keep({"b", "c"})
+    index.forget("c")
+
+    assert index.match(chain("m", 3)) == {"b": 3}
+
+
+@pytest.mark.parametrize("blocks", [22_000, 31_250])
+def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
+    """Given a full index, when twice as much has been routed, then a block takes at most what is stated."""
+    numbers = count()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        index = PrefixIndex(blocks=blocks)
+        for _ in range(2 * blocks // 100):
+            index.add("a", [next(numbers).to_bytes(8) for _ in range(100)])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(index) == blocks
+    assert held / blocks <= BYTES_A_BLOCK

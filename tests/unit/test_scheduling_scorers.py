@@ -1,0 +1,173 @@
+"""Each scorer alone: scores for a row of endpoints."""
+
+import pytest
+
+from app.scheduling.ask import PickAsk
+from app.scheduling.latency import LatencyStats, LatencyWeights
+from app.scheduling.scorers import SCORERS
+from app.scheduling.session import session_of
+from app.scheduling.signals import Signals
+
+
+def row(name: str, *values: object) -> list[Signals]:
+    return [Signals(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_nobody_gets_no_scores(scorer: str) -> None:
+    assert SCORERS[scorer](PickAsk(adapter="a", session="s", blocks=1), []) == []
+
+
+@pytest.mark.parametrize(
+    ("scorer", "signal"),
+    [("queue-depth", "waiting"), ("running-requests", "running"), ("in-flight", "in_flight")],
+)
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ((0, 5, 10), [1.0, 0.5, 0.0]),
+        ((7, 7), [1.0, 1.0]),
+        ((3,), [1.0]),
+    ],
+)
+def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], expected: list[float]) -> None:
+    assert SCORERS[scorer](PickAsk(), row(signal, *figures)) == expected
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ((0, None, 10), [1.0, 0.0, 0.0]),
+        ((4, None), [1.0, 0.0]),
+        ((None, None), [0.0, 0.0]),
+        ((2, float("nan"), 4), [1.0, 0.0, 0.0]),
+    ],
+)
+def test_an_unknown_queue_counts_as_the_fullest(
+    figures: tuple[float | None, ...], expected: list[float]
+) -> None:
+    assert SCORERS["queue-depth"](PickAsk(), row("waiting", *figures)) == expected
+
+
+def test_kv_cache_scores_what_is_free() -> None:
+    scores = SCORERS["kv-cache"](PickAsk(), row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1))
+
+    assert scores == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
+    stale = Signals(
+        "10.0.0.9:80",
+        waiting=0,
+        running=0,
+        kv_utilisation=0.0,
+        max_adapters=9,
+        active_adapters=frozenset("a"),
+        stale=True,
+    )
+    fresh = Signals("10.0.0.1:80", waiting=9, running=9, kv_utilisation=0.9)
+
+    for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
+        assert SCORERS[scorer](PickAsk(adapter="a"), [stale, fresh])[0] == 0.0
+
+
+def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
+    def lora(most: int | None, active: str, waiting: str = "") -> Signals:
+        return Signals(
+            f"{most}{active}{waiting}",
+            max_adapters=most,
+            active_adapters=frozenset(active.split()),
+            waiting_adapters=frozenset(waiting.split()),
+        )
+
+    endpoints = [
+        lora(2, "a b"),
+        lora(2, "b"),
+        lora(2, "b c", "a"),
+        lora(2, "b c"),
+        lora(2, "b", "c"),
+        lora(None, ""),
+    ]
+
+    assert SCORERS["lora-affinity"](PickAsk(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
+    assert SCORERS["lora-affinity"](PickAsk(), endpoints) == [1.0] * 6
+
+
+def test_latency_weighs_mean_load_and_spread() -> None:
+    """Given specs/004's cost with every weight, then the least cost scores 1, the most 0, others between."""
+    ask = PickAsk(latency=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
+    endpoints = [
+        Signals("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
+        Signals("b", latency=LatencyStats(9, 1.0, 1.0), in_flight=1),  # 6
+        Signals("c", latency=LatencyStats(9, 5.0, 0.0), in_flight=3),  # 11
+    ]
+
+    assert SCORERS["latency"](ask, endpoints) == [1.0, 0.5, 0.0]
+
+
+def test_latency_explores_what_has_no_statistics_first() -> None:
+    endpoints = [
+        Signals("a", latency=LatencyStats(9, 1.0, 0.0)),
+        Signals("b", in_flight=50),
+        Signals("c", latency=LatencyStats(9, 2.0, 0.0)),
+    ]
+
+    assert SCORERS["latency"](PickAsk(), endpoints) == [0.5, 1.0, 0.0]
+    assert SCORERS["latency"](PickAsk(), row("latency", None, None)) == [1.0, 1.0]
+
+
+def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:
+    ask = PickAsk(blocks=8, matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
+
+    assert SCORERS["prefix-affinity"](ask, row("waiting", 0, 0, 0)) == [1.0, 0.25, 0.0]
+    assert SCORERS["prefix-affinity"](PickAsk(), row("waiting", 0)) == [0.0]
+
+
+def test_a_session_stays_where_it_was_served() -> None:
+    ask = PickAsk(session="s", session_endpoint="10.0.0.2:80")
+
+    assert SCORERS["session-affinity"](ask, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
+
+
+def test_a_session_without_a_past_goes_where_its_name_hashes_to() -> None:
+    """Given ten endpoints, when another one than its own goes, then no session moves; and all are used."""
+    endpoints = row("waiting", *[0] * 10)
+    homes = set()
+    for n in range(200):
+        ask = PickAsk(session=f"session-{n}")
+        home = SCORERS["session-affinity"](ask, endpoints).index(1.0)
+        homes.add(home)
+        fewer = [one for at, one in enumerate(endpoints) if at != (home + 1) % 10]
+
+        scores = SCORERS["session-affinity"](ask, fewer[::-1])
+
+        assert fewer[::-1][scores.index(1.0)] is endpoints[home]
+        assert sum(scores) == 1.0
+    assert homes == set(range(10))
+
+
+def test_a_request_without_a_session_has_no_home() -> None:
+    assert SCORERS["session-affinity"](PickAsk(), row("waiting", 0, 0)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"x-session-id": b" abc "}, "abc"),
+        ({"cookie": b"a=1; sid=xyz; b=2"}, "xyz"),
+        ({"cookie": b'sid="quoted"'}, "quoted"),
+        ({"x-session-id": b"abc", "cookie": b"sid=xyz"}, "abc"),
+        ({"cookie": b"assid=no; sid"}, ""),
+        ({"x-session-id": b"\xff\xfe"}, ""),
+        ({"x-session-id": b"x" * 257}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_session_is_read_from_header_or_cookie(headers: dict[str, bytes], expected: str) -> None:
+    assert session_of(headers, header="x-session-id", cookie="sid") == expected
+
+
+def test_random_asks_chance_for_each() -> None:
+    chances = iter([0.1, 0.7])
+
+    assert SCORERS["random"](PickAsk(chance=lambda: next(chances)), row("waiting", 0, 0)) == [0.1, 0.7]

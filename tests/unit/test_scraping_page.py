@@ -1,0 +1,269 @@
+"""Metrics pages: the wanted series are read as a full parser reads them, and nothing else is."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.errors import ConfigError
+from app.scraping import page
+from app.scraping.engines import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
+from app.scraping.metrics import EndpointMetrics
+from app.scraping.page import BadPage
+
+DATA = Path(__file__).parents[1] / "data"
+SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))
+
+
+def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
+    return page.read(text.encode(), engine, scraped_ms=5)
+
+
+@pytest.mark.parametrize(
+    ("file", "engine", "expected"),
+    [
+        (
+            "vllm.prom",
+            VLLM,
+            EndpointMetrics(
+                scraped_ms=5,
+                waiting=7.0,
+                running=23.0,
+                kv_utilisation=0.6171875,
+                max_adapters=4,
+                active_adapters=frozenset({"sql-lora", "chat-lora"}),
+                waiting_adapters=frozenset({"code-lora"}),
+            ),
+        ),
+        (
+            "vllm-older.prom",
+            VLLM,
+            EndpointMetrics(scraped_ms=5, waiting=2.0, running=8.0, kv_utilisation=0.31254),
+        ),
+        (
+            "sglang.prom",
+            SGLANG,
+            EndpointMetrics(scraped_ms=5, waiting=2826.0, running=162.0, kv_utilisation=0.28),
+        ),
+        (
+            "tensorrt-llm.prom",
+            TENSORRT_LLM,
+            EndpointMetrics(scraped_ms=5, waiting=1.0, running=6.0, kv_utilisation=0.1953125),
+        ),
+    ],
+)
+def test_the_page_of_an_engine_says_what_it_means(
+    file: str, engine: Engine, expected: EndpointMetrics
+) -> None:
+    # Given the page of an engine / When it is read / Then the figures are those of the page
+    assert page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in DATA.glob("*.prom")))
+def test_the_pages_are_legal_for_a_full_parser(file: str) -> None:
+    assert list(text_string_to_metric_families((DATA / file).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("text", "waiting"),
+    [
+        ("queue 3\n", 3.0),
+        ("queue\t3\n", 3.0),
+        ("  queue 3  \n", 3.0),
+        ("queue 3 1700000000000\n", 3.0),
+        ("queue 3\r\n", 3.0),
+        ("queue{} 3\n", 3.0),
+        ('queue{a="b"}3\n', 3.0),
+        ('queue {a="b" , c = "d",} 3\n', 3.0),
+        ('queue{a="}"} 3\n', 3.0),
+        ('queue{a="\\"} 9"} 3\n', 3.0),
+        ('queue{a="queue 9"} 3\n', 3.0),
+        ("queue 1.5e+02\n", 150.0),
+        ("queue 3\nqueue_length 9\nmy_queue 9\nqueue:x 9\n", 3.0),
+        ("# HELP queue 9\n# TYPE queue gauge\nqueue 3\n", 3.0),
+        ('queue{a="1"} 3\nqueue{a="2"} 4\n', 7.0),
+        ('queue{a="1",b="2"} 3\nqueue{b="2",a="1"} 4\n', 4.0),
+        ('queue{a="1"} NaN\nqueue{a="2"} 4\n', 4.0),
+        ("queue NaN\nrun 1\n", None),
+        ("queue +Inf\nrun 1\n", None),
+        ("queue -1\nrun 1\n", None),
+        ("run 1\nqueue 3", None),
+        ("run 1\n", None),
+    ],
+)
+def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
+    # Given a page / When it is read / Then it has this many waiting; None is unknown
+    assert read(text).waiting == waiting
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("kv 0.5\n", 0.5),
+        ("kv 1.0000001\n", 1.0),
+        ('kv{e="0"} 0.2\nkv{e="1"} 0.9\n', 0.9),
+        ("run 1\nkv 87\n", None),
+        ("run 1\nkv -1\n", None),
+    ],
+)
+def test_utilisation_is_the_highest_share(text: str, share: float | None) -> None:
+    assert read(text).kv_utilisation == share
+
+
+def test_the_latest_adapters_count_and_names_are_unescaped() -> None:
+    # Given three label sets of different times, the latest neither first nor last
+    text = (
+        'run 1\nlora{max_lora="2",running_lora_adapters="old",waiting_lora_adapters=""} 1\n'
+        'lora{running_lora_adapters="a, b\\"c\\\\d",max_lora="2",waiting_lora_adapters="e"} 3.5e9\n'
+        'lora{max_lora="2",running_lora_adapters="older",waiting_lora_adapters=""} NaN\n'
+    )
+    # When the page is read
+    metrics = read(text)
+    # Then the adapters are those of the latest
+    assert metrics.active_adapters == {"a", 'b"c\\d'}
+    assert metrics.waiting_adapters == {"e"}
+    assert metrics.max_adapters == 2
+
+
+@pytest.mark.parametrize("limit", ["", "many", "-1", "²", "9" * 5000])
+def test_a_limit_of_adapters_that_is_no_number_is_unknown(limit: str) -> None:
+    metrics = read(f'run 1\nlora{{max_lora="{limit}",running_lora_adapters="a"}} 1\n')
+    assert metrics.max_adapters is None
+    assert metrics.active_adapters == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "none of the series of simple"),
+        ("<html>not here</html>\n", "none of the series"),
+        ("queue three\n", "value b'three'"),
+        ("queue 1_000\n", "value b'1_000'"),
+        ("queue\n", "followed by b''"),
+        ('queue{a="b} 3\n', "followed by"),
+        ("queue 3 and more\n", "followed by"),
+        ("queue{a} 3\nqueue{b} 4\n", "no name=value pairs"),
+        ("queue{a=b} 3\nqueue 4\n", "no name=value pairs"),
+        ("queue 1\n" * 1001, "queue has more than 1000 series"),
+        ('queue{a="' + "b" * 70_000 + '"} 1\n', "queue has a line of more than 65536 bytes"),
+    ],
+)
+def test_a_page_that_cannot_be_believed_is_refused_with_a_reason(text: str, said: str) -> None:
+    with pytest.raises(BadPage, match=said):
+        read(text)
+
+
+NAMES = ("queue", "queue_x", "queue:", "run", "kv", "prequeue")
+VALUES = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True).map(
+        lambda value: {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, repr(value).replace("nan", "NaN"))
+    ),
+    st.integers(-10, 10_000).map(str),
+    st.floats(0, 1e9).map(lambda value: f"{value:.6e}"),
+)
+LABEL_VALUES = st.text(st.sampled_from('ab "\\\n{},=é#'), max_size=8)
+LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_VALUES, max_size=3)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> str:
+    kind = draw(st.sampled_from(("sample", "sample", "sample", "help", "type", "blank", "comment")))
+    name = draw(st.sampled_from(NAMES))
+    if kind == "help":
+        return f"# HELP {name} queue 12 {{}} words"
+    if kind == "type":
+        return f"# TYPE {name} gauge"
+    if kind == "blank":
+        return draw(st.sampled_from(("", " ", "\t")))
+    if kind == "comment":
+        return f"# {name} 12"
+    labels = draw(LABELS)
+    shown = ""
+    if labels or draw(st.booleans()):
+        escaped = {
+            key: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            for key, value in labels.items()
+        }
+        shown = "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
+    stamp = draw(st.sampled_from(("", "", " 1700000000000")))
+    return f"{name}{shown} {draw(VALUES)}{stamp}"
+
+
+@given(st.lists(lines(), max_size=12))
+def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str]) -> None:
+    # Given a generated page
+    text = "".join(f"{line}\n" for line in page_lines)
+    # When a full parser reads it, and this one
+    expected = [
+        (sample.name, sample.labels, repr(float(sample.value)))
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name in ("queue", "run", "kv")
+    ]
+    found = [
+        (name, sample.labels(), repr(sample.value))
+        for name in ("queue", "run", "kv")
+        for sample in page.samples(text.encode(), name.encode())
+    ]
+    # Then both have the same samples
+
+    def ordered(samples: list[tuple[str, dict[str, str], str]]) -> list[tuple[str, dict[str, str], str]]:
+        return sorted(samples, key=repr)
+
+    assert ordered(found) == ordered(expected)
+
+
+@given(st.lists(lines(), min_size=1, max_size=6), st.integers(0, 10_000))
+def test_a_page_cut_anywhere_says_no_more_than_its_whole_lines(page_lines: list[str], cut: int) -> None:
+    # Given a page that ends anywhere, in the middle of a character even
+    text = "".join(f"{line}\n" for line in page_lines).encode()
+    part = text[: cut % (len(text) + 1)]
+    whole = part[: part.rfind(b"\n") + 1]
+    # When it is read / Then it says what its whole lines say
+    for name in (b"queue", b"run"):
+        said = [repr(sample) for sample in page.samples(part, name)]
+        assert said == [repr(sample) for sample in page.samples(whole, name)]
+
+
+def test_known_engines_are_chosen_by_name() -> None:
+    assert engine_of("sglang") is not None
+    assert {engine_of(name).waiting for name in ENGINES} == {engine.waiting for engine in ENGINES.values()}
+
+
+def test_another_engine_is_a_matter_of_configuration() -> None:
+    # Given names that no known engine has
+    names = {"waiting": "my_queue", "kv_utilisation": "my:kv", "path": "/stats"}
+    # When they are configured / Then a page is read by them, elsewhere
+    engine = engine_of("mine", names)
+    assert engine.path == "/stats"
+    assert read("my_queue 4\nmy:kv 0.25\n", engine) == EndpointMetrics(5, waiting=4.0, kv_utilisation=0.25)
+
+
+def test_names_replace_those_of_a_known_engine_one_by_one() -> None:
+    engine = engine_of("vllm", {"waiting": "vllm:other"})
+    assert engine.waiting == ("vllm:other",)
+    assert engine.running == VLLM.running
+    assert engine.path == VLLM.path
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "said"),
+    [
+        ("tgi", {}, "'tgi' is not one of vllm, sglang, tensorrt-llm"),
+        ("tgi", {"queue": "x"}, "'queue' of engine 'tgi' is not one of waiting, running"),
+        ("tgi", {"waiting": "a b"}, "'a b' of engine 'tgi' is no name"),
+        ("tgi", {"waiting": ""}, "no name"),
+        ("tgi", {"waiting": "9a"}, "no name"),
+        ("tgi", {"path": "metrics"}, "no path"),
+        ("tgi", {"path": "/a b"}, "no path"),
+        ("tgi", {"path": "/a\r\nX: y"}, "no path"),
+    ],
+)
+def test_what_cannot_be_an_engine_is_a_configuration_error(
+    name: str, names: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engine_of(name, names)

@@ -1,0 +1,222 @@
+"""The scraper against real sockets: what it fetches, what it hands over, and what it does about faults."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from page_server import PAGE, PageServer, answered, serving
+
+from app.errors import StateUnavailable
+from app.scraping.engines import VLLM
+from app.scraping.metrics import EndpointMetrics
+from app.scraping.scraper import Scraper, pause_s
+
+INTERVAL_S = 0.02
+
+
+class Outcome:
+    """Takes what a scraper hands over and counts; `until` waits for a condition."""
+
+    def __init__(self) -> None:
+        self.batches: list[Mapping[str, EndpointMetrics]] = []
+        self.newest: dict[str, EndpointMetrics] = {}
+        self.worked: Counter[str] = Counter()
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.refused = 0
+        self.refusing = False
+        self._news = asyncio.Event()
+
+    async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
+        self._news.set()
+        if self.refusing:
+            raise StateUnavailable("not now")
+        self.batches.append(batch)
+        self.newest.update(batch)
+
+    def scraped(self, address: str, seconds: float) -> None:
+        self.worked[address] += 1
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        self.failed[address, kind] += 1
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        pass
+
+    def scrape_unpublished(self, readings: int) -> None:
+        self.refused += readings
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        pass
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                self._news.clear()
+                await self._news.wait()
+
+
+@asynccontextmanager
+async def scraping(outcome: Outcome, *addresses: str, deadline_s: float = 20) -> AsyncIterator[Scraper]:
+    scraper = Scraper(
+        VLLM, interval_s=INTERVAL_S, publish=outcome.publish, meter=outcome, deadline_s=deadline_s
+    )
+    scraper.set_owned(addresses)
+    task = asyncio.create_task(scraper.run())
+    try:
+        yield scraper
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[PageServer]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(serving()) for _ in range(3)]
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    return Outcome()
+
+
+async def test_every_owned_endpoint_is_read_again_and_again(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given three endpoints / When they are scraped
+    addresses = [server.address for server in servers]
+    async with scraping(outcome, *addresses):
+        await outcome.until(lambda: all(outcome.worked[address] >= 4 for address in addresses))
+    # Then what their pages say was handed over, over one connection each
+    for server in servers:
+        metrics = outcome.newest[server.address]
+        assert (metrics.waiting, metrics.running, metrics.fault) == (3.0, 2.0, None)
+        assert server.connections == 1
+    assert not outcome.failed
+
+
+async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome: Outcome) -> None:
+    # Given one endpoint that does not answer
+    slow, *others = servers
+    slow.act = slow.hang
+    # When all are scraped / Then the others are read many times while it is waited for
+    async with scraping(outcome, *(server.address for server in servers)):
+        await slow.until(lambda: len(slow.requests) == 1)
+        seen = Counter(outcome.worked)
+        await outcome.until(
+            lambda: all(outcome.worked[other.address] >= seen[other.address] + 5 for other in others)
+        )
+        assert len(slow.requests) == 1
+        assert slow.address not in outcome.newest
+
+
+async def test_an_endpoint_that_answers_too_late_is_a_fault(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given an endpoint that never answers / When it is scraped with a deadline
+    server = servers[0]
+    server.act = server.hang
+    async with scraping(outcome, server.address, deadline_s=0.05):
+        await outcome.until(lambda: server.address in outcome.newest)
+    # Then that is said, and the connection is not used again
+    assert outcome.newest[server.address].fault == "no page within 0.05 s"
+    assert outcome.failed[server.address, "timeout"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        (answered(b"", status="404 Not Found"), "status", "answered 404"),
+        (answered(b"<html></html>"), "page", "the page has none of the series of vllm"),
+        (answered(b"vllm:num_requests_waiting x\n"), "page", "vllm:num_requests_waiting has the value b'x'"),
+        (b"nonsense\r\n\r\n", "page", "no HTTP answer"),
+    ],
+)
+async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(
+    servers: list[PageServer], outcome: Outcome, answer: bytes, kind: str, said: str
+) -> None:
+    # Given an endpoint with a bad page
+    server = servers[0]
+    server.answer = answer
+    async with scraping(outcome, server.address):
+        # When it is scraped / Then the fault is handed over, counted, and nothing else is known
+        await outcome.until(lambda: outcome.failed[server.address, kind] >= 2)
+        await outcome.until(lambda: outcome.newest[server.address].failures >= 2)
+        metrics = outcome.newest[server.address]
+        assert metrics.fault is not None
+        assert said in metrics.fault
+        assert metrics.waiting is None
+        # When the page is good again / Then the fault is over
+        server.answer = answered(PAGE)
+        await outcome.until(lambda: outcome.newest[server.address].fault is None)
+        assert outcome.newest[server.address].failures == 0
+        assert outcome.newest[server.address].waiting == 3.0
+
+
+async def test_an_endpoint_that_comes_up_is_read(servers: list[PageServer], outcome: Outcome) -> None:
+    # Given an endpoint that nobody listens at
+    late = PageServer()
+    await late.start()
+    port = int(late.address.rpartition(":")[2])
+    late.stop()
+    async with scraping(outcome, late.address):
+        await outcome.until(lambda: outcome.failed[late.address, "connection"] >= 1)
+        # When it starts / Then it is read
+        await late.start(port)
+        await outcome.until(lambda: outcome.worked[late.address] >= 1)
+    await late.until(lambda: late.open == 0)
+    late.stop()
+
+
+async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome: Outcome) -> None:
+    # Given an endpoint that is being waited for
+    first, second, _ = servers
+    first.act = first.hang
+    async with scraping(outcome, first.address) as scraper:
+        await first.until(lambda: len(first.requests) == 1)
+        # When another one is owned instead
+        scraper.set_owned([second.address])
+        assert scraper.owned == {second.address}
+        # Then that one is read, and the wait for the first is over
+        await outcome.until(lambda: outcome.worked[second.address] >= 2)
+        first.release()
+        await first.until(lambda: first.open == 0)
+        assert len(first.requests) == 1
+        assert outcome.newest.keys() == {second.address}
+        # When it is owned again / Then it is read again
+        scraper.set_owned([first.address, second.address])
+        await outcome.until(lambda: outcome.worked[first.address] >= 1)
+
+
+async def test_what_redis_does_not_take_is_handed_over_later(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given a failing endpoint, which speaks seldom, and a fleet that cannot be told
+    failing, good, dropped = servers
+    failing.answer = answered(b"", status="500 Oops")
+    outcome.refusing = True
+    async with scraping(outcome, *(server.address for server in servers)) as scraper:
+        everyone = {server.address for server in servers}
+        await outcome.until(lambda: outcome.failed[failing.address, "status"] >= 1)
+        await outcome.until(lambda: all(outcome.worked[one] for one in everyone - {failing.address}))
+        await outcome.until(lambda: outcome.refused >= 6)
+        # When one endpoint leaves and the fleet can be told again
+        scraper.set_owned(everyone - {dropped.address})
+        outcome.refusing = False
+        await outcome.until(lambda: bool(outcome.batches))
+        # Then the first batch has the newest of what is still owned
+        assert outcome.batches[0].keys() == {failing.address, good.address}
+        assert outcome.batches[0][failing.address].fault == "answered 500"
+
+
+@pytest.mark.parametrize(
+    ("failures", "variation", "expected_s"),
+    [(1, 0.0, 0.2), (2, 0.0, 0.4), (5, 0.0, 3.2), (6, 0.0, 5.0), (10_000, 0.0, 5.0), (1, 1.0, 0.15)],
+)
+def test_the_pause_after_failures_doubles_up_to_five_seconds(
+    failures: int, variation: float, expected_s: float
+) -> None:
+    assert pause_s(failures, 0.1, variation) == pytest.approx(expected_s)
