@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -47,6 +47,9 @@ bench-picking: $(VENV)/.installed ## what a choice of an endpoint costs a replic
 
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
+
+bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
+	$(BIN)/python -m bench.upheaval $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

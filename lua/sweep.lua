@@ -40,6 +40,7 @@ local function hold_orphans(grace_ms)
   redis.call('ZREM', key.replicas, silent)
   redis.call('HDEL', key.about, silent)
   redis.call('HDEL', key.orphans, silent)
+  send(key.inbox(silent)) -- what this call has told it goes too
   redis.call('DEL', key.inbox(silent))
   return false
 end

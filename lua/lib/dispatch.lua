@@ -35,6 +35,7 @@ local function is_live(owner)
   end
   return live[owner]
 end
+local GUARD_CREDIT = 1 - 1e-9 -- ten tenths are not quite one
 local function grant(r, tag, take, by)
   local share = queue.serve(r, tag, by)
   r.state, r.taken, r.tag = 'granted', take, tag
@@ -46,7 +47,8 @@ local function grant(r, tag, take, by)
     pool.guards = pool.guards + 1
     pool.credit = pool.credit - 1
   end
-  pool.credit = math.min(pool.credit + settings.guard_share, 1)
+  -- No more than one is saved up; what a share that does not divide 1 adds past that counts for the next.
+  pool.credit = math.min(pool.credit + settings.guard_share, 1 + settings.guard_share)
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
   news.tell(r.owner, r.id, 'granted')
@@ -55,7 +57,6 @@ end
 -- Serve the queue while there is room: stock below the lower bound, and never past the upper (G1).
 -- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
 local DISPATCH_LIMIT = 128 -- the next call goes on; every one that frees room ends with a dispatch
-local GUARD_CREDIT = 1 - 1e-9 -- ten tenths are not quite one
 local function dispatch()
   live = {}
   local served, attempts = 0, 0

@@ -2,7 +2,7 @@
 -- The end of a request, whatever state it is in: everything it holds is given back, exactly once.
 local function release(r)
   later('ZREM', key.inflight, r.id)
-  pool.stock = math.max(0, pool.stock - r.taken)
+  pool.release(r.taken)
   if r.state == 'placed' then
     local endpoint = endpoints.first(r.endpoints)
     endpoints.release(endpoint)
@@ -26,7 +26,7 @@ local function finish_request(r, event, note_text)
   pool.ended = pool.ended + 1
   log(event, r, nil, nil, note_text)
   if ran and r.limit > 0 then
-    for _, band in ipairs(BANDS) do queue.unpark(band, r.flow) end
+    for _, band in ipairs(BANDS) do queue.unpark(band, queue.lane(r)) end
   end
 end
 -- End a queued request that did not ask for it, and tell its owner.

@@ -26,7 +26,7 @@ local function place_granted(r, candidates, turn, picks)
     return limited and 'expired' or 'refused no-endpoints 1'
   end
   later('ZREM', key.inflight, r.id)
-  pool.stock = math.max(0, pool.stock - r.taken)
+  pool.release(r.taken)
   endpoints.count_flow(r, nil, -1)
   r.state, r.taken = 'queued', 0
   queue.insert(r)

@@ -39,6 +39,12 @@ function pool.save()
   local text = struct.pack(COUNTERS_FORMAT, unpack(numbers))
   if text ~= counters_text then redis.call('HSET', key.pool, 'counters', text) end
 end
+-- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.
+local RESIDUE = 1e-6
+function pool.release(taken)
+  local left = pool.stock - taken
+  pool.stock = left > RESIDUE and left or 0
+end
 -- Bounds follow the number of ready backends. Nine digits undo binary rounding: 20 at 1.15 are 23, not 22.999….
 function pool.bound()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end

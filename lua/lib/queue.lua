@@ -56,7 +56,7 @@ function queue.insert(r)
   if length > 0 then return nil end
   local tag = math.max(pool[V[band]], tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
   redis.call('ZADD', key.flows[band], tag, lane)
-  if pool.pressed == 1 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
+  if pool.pressed == 1 and band > 0 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
   return tag
 end
 local function retire(band, lane, tag)

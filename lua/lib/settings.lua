@@ -8,8 +8,9 @@ local function put_settings(base, overrides)
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]
   end
-  settings, settings_text = base, nil
   local text = cjson.encode(base)
+  if base.log_max == 0 then log_change('tuned', text) end -- the last entry says that there will be no more
+  settings, settings_text = base, nil
   redis.call('HSET', key.pool, 'settings', text)
   if changed and pool.queued > 0 then
     pool.refiling = 1

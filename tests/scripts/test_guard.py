@@ -74,3 +74,22 @@ async def test_what_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
         await a.settle("runs", "two")
         assert (await it.state())["overdue"] == 0
         assert await it.at_rest()
+
+
+async def test_a_share_that_does_not_divide_one_is_kept_all_the_same(fleet: OpenFleet) -> None:
+    # Given overdue requests enough, beside a higher band, and a share of 0.3
+    async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=200, guard_share=0.3) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for i in range(40):
+            await a.admit(f"shed{i}", band=Band.SHEDDABLE, flow="shed")
+        await it.after(40)
+        for i in range(80):
+            await a.admit(f"crit{i}", band=Band.CRITICAL, flow="crit")
+        # When a hundred are served
+        await a.settle("runs")
+        for _ in range(99):
+            await a.settle(order_of(await it.log())[-1])
+        # Then thirty were served by the guard, and the one it had saved up for
+        assert len(by_guard(await it.log())) == 30
+        await it.ledger()

@@ -125,3 +125,17 @@ async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> Non
         await a.beat()
         assert a.news == ([("evicted", "queued")] if when == "queued" else [])
         assert order_of(await it.log()) == []
+
+
+async def test_fractions_of_costs_leave_nothing_of_the_stock(fleet: OpenFleet) -> None:
+    # Given requests whose costs have no exact sum
+    async with fleet("a", upper_per=1000) as it:
+        (a,) = it.replicas
+        for i in range(10):
+            await a.admit(f"r{i}", cost=0.1 + i / 3)
+        # When all have ended, in another order
+        for i in (3, 7, 1, 9, 0, 5, 2, 8, 6, 4):
+            await a.settle(f"r{i}")
+        # Then the stock is 0, and not nearly
+        assert (await it.state())["stock"] == 0
+        assert await it.at_rest()

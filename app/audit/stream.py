@@ -1,0 +1,102 @@
+"""The decision log where Redis keeps it, read in pages from its first entry to what is its last by then."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from app.errors import PickerError
+from app.state.keys import Keys
+
+PAGE = 1000  # entries a call
+TIMEOUT_S = 10.0  # for each call
+
+
+class LogUnreadable(PickerError):
+    """Redis cannot be reached, or has no decision log of this pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Entries that follow each other. `trimmed`: the cap may have taken those before the first of them."""
+
+    entries: list[dict[str, str]]
+    trimmed: bool
+
+
+class LogStream:
+    """Synchronous; every call is given up after TIMEOUT_S.
+
+    Raises:
+        LogUnreadable: from every method, when Redis does not answer or answers with an error.
+    """
+
+    def __init__(self, url: str, pool: str) -> None:
+        self._keys = Keys.of(pool)
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                decode_responses=True,
+                encoding_errors="backslashreplace",
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as fault:
+            raise LogUnreadable(f"{url}: {fault}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._redis.close()
+
+    def pages(self) -> Iterator[Page]:
+        """The log as it is now; what is added meanwhile is left out."""
+        newest = self._call("XREVRANGE", self._keys.log, "+", "-", "COUNT", 1)
+        if not newest:
+            return
+        until, read = newest[0][0], ""
+        while True:
+            with self._redis.pipeline(transaction=True) as both:
+                both.xrange(self._keys.log, min=f"({read}" if read else "-", max=until, count=PAGE)
+                both.xrange(self._keys.log, count=1)
+                entries, oldest = self._run(both.execute)
+            if not entries:
+                return
+            trimmed = bool(read) and _position(oldest[0][0]) > _position(read)
+            yield Page([fields for _, fields in entries], trimmed)
+            read = entries[-1][0]
+
+    def settings_throughout(self) -> str | None:
+        """The settings (JSON) that were in force all through a log that does not begin with the pool's first
+        decision and shows no change of them. None if it does either, or they are unknown.
+        """
+        settings = self._call("HGET", self._keys.pool, "settings")
+        for number, page in enumerate(self.pages()):
+            if number == 0 and page.entries[0].get("seq") == "1":
+                return None
+            if page.trimmed or any(entry.get("event") == "tuned" for entry in page.entries):
+                return None
+        return settings if isinstance(settings, str) else None
+
+    def _call(self, *command: object) -> Any:
+        return self._run(lambda: self._redis.execute_command(*command))
+
+    @staticmethod
+    def _run(call: Any) -> Any:
+        try:
+            return call()
+        except (redis.RedisError, OSError) as fault:
+            raise LogUnreadable(f"the decision log cannot be read: {fault}") from None
+
+
+def _position(entry_id: str) -> tuple[int, int]:
+    ms, _, number = entry_id.partition("-")
+    return int(ms), int(number)

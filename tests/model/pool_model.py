@@ -1,0 +1,300 @@
+"""The pool's numbers and what befalls its requests, whichever call brings it about."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from endpoint_counts import EndpointCounts
+from fair_lanes import FairLanes
+from lane_order import Moment, Request, Workloads
+
+Choose = Callable[[str, dict[str, int]], str]
+Item = TypeVar("Item")
+
+DISPATCH_LIMIT = 128
+TIMERS_LIMIT = 64
+CHUNK = 100  # what a sweep does of a kind
+REFILED_BY = (
+    "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
+    "rate_cap",
+)  # fmt: skip
+
+
+def least_loaded(id: str, counts: dict[str, int]) -> str:
+    return min(counts, key=lambda address: (counts[address], address))
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a call returns: the caller's news, dispatch attempts and successes, and its own answers."""
+
+    news: list[str] = field(default_factory=list)
+    attempts: int = 0
+    served: int = 0
+    answers: list[Any] = field(default_factory=list)
+
+
+class PoolModel:
+    """The state. `events` is what the decision log tells of the last call: 'EVENT REQUEST-OR-LANE BY'.
+
+    Which of several endpoints a request gets is asked of `choose` (its id, and the count of each it may have;
+    'a,b,c' best first), so that the rules do not depend on how ties are broken.
+    """
+
+    def __init__(self, choose: Choose = least_loaded) -> None:
+        self.moment = Moment()
+        self.workloads = Workloads(self.moment)
+        self.lanes = FairLanes(self.moment, self.workloads, self._log)
+        self.endpoints = EndpointCounts()
+        self.requests: dict[str, Request] = {}
+        self.inboxes: dict[str, dict[str, str]] = {}
+        self.replicas: dict[str, int] = {}  # last heartbeat, ms
+        self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
+        self.stock = self.upper = self.lower = self.rate = 0.0
+        self.credit = 0.0
+        self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
+        self.events: list[str] = []
+        self._choose = choose
+        self._base: dict[str, Any] = {}
+        self._overrides: dict[str, Any] = {}
+        self._versions = ("", "")
+        self._swept_ms = self._swept_dispatches = 0
+        self._more = self.refiling = self._timed = False
+        self._caller = ""
+        self._news: list[str] = []
+
+    def live(self, silence_ms: int) -> list[str]:
+        return [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
+
+    def in_flight(self) -> list[Request]:
+        return [r for r in self.requests.values() if r.state in ("granted", "placed")]
+
+    def mean_answer(self, flow: str) -> float:
+        """Tokens of the flow's answers, of which the first counts in full."""
+        return self.means[flow][0] if flow in self.means else float(self.moment.settings["default_answer"])
+
+    # A call begins, and ends with a dispatch.
+
+    def _begin(self, caller: str) -> None:
+        self._caller, self._news, self.events, self._timed = caller, [], [], False
+
+    def _conclude(self, answers: list[Any]) -> Reply:
+        attempts, served = self._dispatch() if self._base else (0, 0)
+        return Reply(self._news, attempts, served, answers)
+
+    def _batch(self, caller: str, items: Iterable[Item], answer: Callable[[Item], str]) -> Reply:
+        self._begin(caller)
+        return self._conclude([answer(item) for item in items])
+
+    def _log(self, event: str, about: str, by: str = "") -> None:
+        self.events.append(f"{event} {about} {by}")
+
+    def _tell(self, r: Request, what: str) -> None:
+        if what == "granted" or r.owner in self.replicas:
+            self.inboxes.setdefault(r.owner, {})[r.id] = what
+        if r.owner == self._caller:
+            self._news.append(f"{what} {r.id}")
+
+    def _put_settings(self) -> None:
+        old, new = self.moment.settings, self._base | self._overrides
+        changed = any(old.get(name) != new[name] for name in REFILED_BY)
+        self.refiling = self.refiling or (changed and self.lanes.queued > 0)
+        self.moment.settings = new
+        ready = self.endpoints.ready
+        self.upper = float(f"{new['upper_per'] * ready:.9g}")
+        self.lower = max(float(f"{new['lower_per'] * ready:.9g}"), 1e-9)
+        self._log("tuned", "")
+
+    def _next_arrival(self) -> int:
+        """A number no earlier arrival has had, which is also its time."""
+        self.seq = max(self.seq + 1, self.moment.now_us)
+        return self.seq
+
+    # Stock, leases and endpoints
+
+    def _take(self, r: Request, amount: float) -> None:
+        r.taken = amount
+        self.stock += amount
+        self.endpoints.count_flow(r, "", 1)
+        self._lease(r)
+
+    def _give_back(self, r: Request) -> None:
+        left = self.stock - r.taken
+        self.stock = left if left > 1e-6 else 0.0  # sums of fractions leave a residue
+        self.endpoints.count_flow(r, "", -1)
+        r.taken = 0.0
+
+    def _lease(self, r: Request) -> None:
+        r.lease_ms = self.moment.now_ms + self.moment.settings["lease_ms"]
+
+    def _reserve(self, r: Request) -> None:
+        self.endpoints.reserve(first(r.endpoints))
+        self.endpoints.count_flow(r, first(r.endpoints), 1)
+
+    def _release(self, r: Request) -> None:
+        self.endpoints.release(first(r.endpoints))
+        self.endpoints.count_flow(r, first(r.endpoints), -1)
+
+    def _place(self, r: Request, candidates: str) -> tuple[str | None, bool]:
+        """The reply; or none, and whether only the flow's limit stands in the way."""
+        counts, limited = self.endpoints.options(r, candidates)
+        if not counts:
+            return None, limited
+        r.endpoints, r.state = self._choose(r.id, counts), "placed"
+        self._reserve(r)
+        return f"placed {r.endpoints}", False
+
+    def _place_granted(self, r: Request, candidates: str) -> str:
+        self.inboxes.get(r.owner, {}).pop(r.id, None)
+        reply, limited = self._place(r, candidates)
+        if reply:
+            self._log("placed", r.id)
+            return reply
+        if not limited or r.deadline_ms <= self.moment.now_ms:
+            self._finish(r, "expired" if limited else "refused")
+            return "expired" if limited else "refused no-endpoints 1"
+        # Back to its place, uncharged; the lane waits until one of the flow's requests ends.
+        assert r.tag is not None
+        self._give_back(r)
+        self.lanes.insert(r)
+        self.lanes.correct(r, -self.lanes.share(r), r.tag)
+        self._log("requeued", r.id)
+        if not self.lanes.bands[r.band].lanes[r.lane].parked:
+            self.lanes.park(r)
+        return f"queued {r.deadline_ms - self.moment.now_ms}"
+
+    # The ends
+
+    def _finish(self, r: Request, event: str) -> None:
+        ran = r.state in ("granted", "placed")
+        if r.state == "queued":
+            self.lanes.remove(r)
+        elif r.state == "placed":
+            self._release(r)
+        elif r.state == "granted":
+            self.inboxes.get(r.owner, {}).pop(r.id, None)
+        if ran:
+            self._give_back(r)
+        del self.requests[r.id]
+        self.workloads.ended(r.workload)
+        self.ended += 1
+        self._log(event, r.id)
+        if ran and r.limit > 0:
+            for number in range(len(self.lanes.bands)):
+                self.lanes.unpark(number, self.lanes.name_of(r))
+
+    def _turn_away(self, r: Request, event: str) -> None:
+        """End one that waits and did not ask for it."""
+        self._finish(r, event)
+        self._tell(r, "expired" if event == "expired" else "evicted")
+
+    def _hold(self, r: Request, until_ms: int) -> None:
+        """Its replica is silent: keep it, out of the order, for whoever brings its id."""
+        self.lanes.remove(r)
+        r.state, r.timer_ms = "held", min(r.deadline_ms, until_ms)
+        self._log("held", r.id)
+
+    def _run_timers(self, limit: int) -> tuple[int, int]:
+        """Returns how many ran, and how many of them ended. Once a call."""
+        self._timed = True
+        waiting = [r for r in self.requests.values() if r.state in ("queued", "held")]
+        due = sorted((r.timer_ms, r.id) for r in waiting if r.timer_ms <= self.moment.now_ms)[:limit]
+        ended = self.ended
+        for _, id in due:
+            r = self.requests[id]
+            if r.state == "held":
+                self._finish(r, "abandoned")
+            elif r.deadline_ms <= self.moment.now_ms:
+                self._turn_away(r, "expired")
+            else:
+                r.overdue, r.timer_ms = True, r.deadline_ms
+        return len(due), self.ended - ended
+
+    # Serving
+
+    def _dispatch(self) -> tuple[int, int]:
+        """Serve while the stock is below the lower bound, never past the upper. Returns attempts, served."""
+        if not self._timed:
+            self._run_timers(TIMERS_LIMIT)
+        s = self.moment.settings
+        attempts = served = 0
+        while not s["paused"] and self.stock < self.lower and attempts < DISPATCH_LIMIT:
+            by, r = "guard", self._guarded()
+            if r is None:
+                by, r = "turn", self.lanes.turn()
+            if r is None:
+                break
+            attempts += 1
+            take = min(r.cost, self.upper)
+            if r.deadline_ms <= self.moment.now_ms:
+                self._turn_away(r, "expired")
+            elif r.owner not in self.live(s["silence_ms"]):
+                self._hold(r, self.moment.now_ms + s["lease_ms"])
+            elif self.endpoints.flow_full(r):
+                self.lanes.park(r)
+            elif self.upper <= 0 or self.stock + take > self.upper:
+                break
+            else:
+                self._grant(r, take, by)
+                served += 1
+        return attempts, served
+
+    def _guarded(self) -> Request | None:
+        """The most overdue, as often as the guard's share allows."""
+        if self.moment.settings["guard_share"] > 0 and self.credit >= 1 - 1e-9:
+            return self.lanes.most_overdue()
+        return None
+
+    def _grant(self, r: Request, take: float, by: str) -> None:
+        self.lanes.serve(r, by)
+        r.state = "granted"
+        self._take(r, take)
+        self.dispatches += 1
+        if by == "guard":
+            self.guards += 1
+            self.credit -= 1
+        share = self.moment.settings["guard_share"]
+        self.credit = min(self.credit + share, 1.0 + share)
+        self.workloads.dispatched(r.workload, (self.moment.now_us - r.arrived) / 1000)
+        self._tell(r, "granted")
+        self._log("granted", r.id, by)
+
+    # The sweep's parts
+
+    def _reclaim(self) -> int:
+        ran_out = sorted((r.lease_ms, r.id) for r in self.in_flight() if r.lease_ms <= self.moment.now_ms)[
+            :CHUNK
+        ]
+        for _, id in ran_out:
+            self._finish(self.requests[id], "reclaimed")
+        return len(ran_out)
+
+    def _hold_orphans(self, grace_ms: int) -> None:
+        """Of the replica that has been silent the longest."""
+        gone = set(self.replicas) - set(self.live(self.moment.settings["silence_ms"]))
+        if not gone:
+            return
+        silent = min(gone, key=lambda name: (self.replicas[name], name))
+        for r in list(self.requests.values()):
+            if r.owner == silent and r.state == "queued":
+                self._hold(r, self.moment.now_ms + grace_ms)
+        del self.replicas[silent]
+        self.inboxes.pop(silent, None)
+
+    def _walk(self) -> None:
+        if self.refiling or self.moment.settings["ordering"] == "workload-aware":
+            self.lanes.refile(self.refiling)
+        self.refiling = False
+
+    def _measure_rate(self) -> None:
+        """How fast the queue drains, for Retry-After."""
+        passed_ms = self.moment.now_ms - self._swept_ms
+        if self._swept_ms and passed_ms:
+            rate = (self.dispatches - self._swept_dispatches) * 1000 / passed_ms
+            self.rate = (self.rate + rate) / 2 if self.rate else rate
+        self._swept_ms, self._swept_dispatches = self.moment.now_ms, self.dispatches
+
+
+def first(endpoints: str) -> str:
+    """The one that serves, of 'a,b,c'."""
+    return endpoints.split(",")[0]

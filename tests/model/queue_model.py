@@ -1,0 +1,282 @@
+"""The rules of the shared queue in plain Python, to be held against the scripts call by call.
+
+Each method of `QueueModel` is one call of `lua/`: its arguments, its replies. `moment.now_us` is the clock.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lane_order import Request
+from pool_model import CHUNK, PoolModel, Reply, first
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One to admit. `candidates`: '*' or 'a,b'; `limit` 0: none; `learn`: cost lacks the answer's part."""
+
+    id: str
+    attempt: str = "1"
+    flow: str = "f"
+    band: int = 1
+    weight: float = 1.0
+    cost: float = 1.0
+    ttl_ms: int = 10_000
+    age_ms: int = 0
+    workload: str = ""
+    criticality: int = 3
+    model: str = "m"
+    candidates: str = "*"
+    limit: int = 0
+    learn: bool = False
+
+
+class QueueModel(PoolModel):
+    """The calls. Batches answer each item by a text, as the scripts do."""
+
+    def admit(self, caller: str, items: Iterable[Arrival]) -> Reply:
+        if not self._base:
+            return Reply(answers=["unknown-pool" for _ in items])
+        return self._batch(caller, items, self._admit)
+
+    def place(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
+        def place(item: tuple[str, str, str]) -> str:
+            r = self._owned(item[0], item[1])
+            if r is None or r.state not in ("granted", "placed"):
+                return "gone"
+            return f"placed {r.endpoints}" if r.state == "placed" else self._place_granted(r, item[2])
+
+        return self._batch(caller, items, place)
+
+    def settle(self, caller: str, items: Iterable[tuple[str, str, float | None, int | None]]) -> Reply:
+        def settle(item: tuple[str, str, float | None, int | None]) -> str:
+            id, outcome, actual, answer_tokens = item
+            r = self.requests.get(id)
+            if r is None:
+                return "unknown"
+            if r.state in ("queued", "held"):
+                self._finish(r, "cancelled")
+                return f"left {r.model}"
+            self._correct(r, actual)
+            if answer_tokens is not None:
+                self._learn(r.flow, answer_tokens)
+            self._finish(r, outcome)
+            return f"settled {r.model}"
+
+        return self._batch(caller, items, settle)
+
+    def cancel(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
+        def cancel(item: tuple[str, str, str]) -> str:
+            id, attempt, why = item
+            r = self._owned(id, attempt)
+            if r is None:
+                return "foreign" if id in self.requests else "unknown"
+            if why == "expired" and r.state in ("granted", "placed"):
+                return "granted"
+            self._finish(r, why)
+            return "ended"
+
+        return self._batch(caller, items, cancel)
+
+    def renew(self, caller: str, items: Iterable[tuple[str, str, str, Request | None]]) -> Reply:
+        """The ticket is given as the request that it restores."""
+
+        def renew(item: tuple[str, str, str, Request | None]) -> str:
+            id, _, served, ticket = item
+            r = self.requests.get(id)
+            if r is None:
+                return self._restore(replace(ticket), served) if ticket else "unknown"
+            if r.state in ("queued", "held"):
+                return "waiting"
+            self._lease(r)
+            if r.state == "placed" and served not in ("", first(r.endpoints)):
+                self._release(r)
+                r.endpoints = served
+                self._reserve(r)
+                self._log("moved", r.id)
+            return "renewed"
+
+        return self._batch(caller, items, renew)
+
+    def evict(self, caller: str, id: str) -> Reply:
+        def evict(id: str) -> str:
+            r = self.requests.get(id)
+            if r is None:
+                return "unknown"
+            if r.state not in ("queued", "held"):
+                return "running"
+            self._turn_away(r, "evicted")
+            return "evicted"
+
+        return self._batch(caller, [id], evict)
+
+    def heartbeat(self, caller: str, silence_ms: int) -> Reply:
+        """News: what the inbox holds, then what the call brings. Answers as lua/heartbeat.lua has them."""
+        self._begin(caller)
+        was_known = self.replicas.get(caller, 0) > self.moment.now_ms - silence_ms
+        self.replicas[caller] = self.moment.now_ms
+        live = [name for name, last in self.replicas.items() if last >= self.moment.now_ms - silence_ms]
+        inbox = self.inboxes.get(caller, {})
+        told = [f"{what} {id}" for id, what in inbox.items()]
+        self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}
+        versions = [*self._versions, self.tuned or ""]
+        reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
+        reply.news = told + reply.news
+        reply.answers += [self.stock, self.lanes.queued, self.upper, self.lower, self.endpoints.ready]
+        reply.answers.append(self.moment.settings["paused"])
+        return reply
+
+    def publish(
+        self,
+        caller: str,
+        versions: tuple[str, str],
+        settings: Mapping[str, Any],
+        draining: Mapping[str, bool],
+    ) -> Reply:
+        self._begin(caller)
+        self.endpoints.publish(draining)
+        if not self._base:
+            self.credit = 1.0
+        self._base, self._versions = dict(settings), versions
+        self._put_settings()
+        reply = self._conclude([])
+        reply.answers = [self.upper, self.lower, self.endpoints.ready]
+        return reply
+
+    def tune(self, caller: str, overrides: Mapping[str, Any]) -> Reply:
+        self._begin(caller)
+        merged = self._overrides | dict(overrides)
+        self._overrides = {name: value for name, value in merged.items() if value is not None}
+        self.tuned += 1
+        self._put_settings()
+        return self._conclude([self.tuned])
+
+    def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int) -> Reply:
+        """Answers: ran, expired, reclaimed, more."""
+        self._begin(caller)
+        fresh = self.moment.now_ms - self._swept_ms >= interval_ms
+        if not fresh and not self._more:
+            return Reply(answers=[0, 0, 0, 0])
+        ran, expired = self._run_timers(CHUNK)
+        reclaimed = self._reclaim()
+        self._more = ran == CHUNK or reclaimed == CHUNK
+        if not self._more:
+            self._hold_orphans(grace_ms)
+        self._walk()
+        self.lanes.unpark_all()
+        self.lanes.age_tags(at_rest=self.lanes.queued == 0 and self.stock == 0)
+        self.lanes.relax()
+        if fresh:
+            self._measure_rate()
+        self.workloads.forget_idle(idle_ms)
+        self.means = {f: it for f, it in self.means.items() if self.moment.now_ms - it[1] <= idle_ms}
+        return self._conclude([1, expired, reclaimed, int(self._more)])
+
+    def _admit(self, item: Arrival) -> str:
+        known = self.requests.get(item.id)
+        if known:
+            return self._adopt(known, item)
+        cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
+        r = Request(
+            item.id, self._caller, item.attempt, item.flow, item.band, item.weight, cost, item.workload,
+            item.criticality, item.model, item.limit,
+        )  # fmt: skip
+        aged = self.moment.now_us - item.age_ms * 1000
+        r.arrived = aged if item.age_ms > 0 else self._next_arrival()
+        left_ms = item.ttl_ms - item.age_ms
+        r.deadline_ms = self.moment.now_ms + left_ms
+        if left_ms <= 0:
+            return "expired"
+        if self.endpoints.ready == 0:
+            return self._refuse(r, "no-endpoints")
+        return self._bypass(r, item) or self._full(r) or self._queue(r, left_ms)
+
+    def _bypass(self, r: Request, item: Arrival) -> str | None:
+        take = min(r.cost, self.upper)
+        blocked = self.moment.settings["paused"] or self.lanes.queued or self.stock + take > self.upper
+        if blocked or self.endpoints.flow_full(r):
+            return None
+        reply, limited = self._place(r, item.candidates)
+        if reply is None:
+            return None if limited else self._refuse(r, "no-endpoints")
+        self.requests[r.id] = r
+        self._take(r, take)
+        self.workloads.arrived(r.workload)
+        self.workloads.dispatched(r.workload, item.age_ms)
+        self._log("bypassed", r.id)
+        return reply
+
+    def _full(self, r: Request) -> str | None:
+        """Why r cannot be queued, if it cannot. May preempt another to make room."""
+        s = self.moment.settings
+        if s["overload"] == "reject-noncritical" and r.band > 0:
+            return self._refuse(r, "saturated")
+        if s["fairness"] != "none" and self.lanes.length(r) >= s["flow_capacity"]:
+            return self._refuse(r, "insufficient-flow-capacity")
+        if self.lanes.queued >= s["total_capacity"]:
+            victim = self.lanes.victim(r, self._next_arrival) if s["overload"] == "preempt" else None
+            if victim is None:
+                return self._refuse(r, "too-many-flows")
+            self._turn_away(victim, "preempted")
+        return None
+
+    def _queue(self, r: Request, left_ms: int) -> str:
+        self.requests[r.id] = r
+        self.workloads.arrived(r.workload)
+        self.lanes.insert(r)
+        self._log("queued", r.id)
+        return f"queued {left_ms}"
+
+    def _refuse(self, r: Request, reason: str) -> str:
+        retry_after_s = 1
+        if reason != "no-endpoints" and self.rate > 0:
+            retry_after_s = max(1, min(60, math.ceil((self.lanes.queued + 1) / self.rate)))
+        self._log("refused", r.id)
+        return f"refused {reason} {retry_after_s}"
+
+    def _adopt(self, r: Request, item: Arrival) -> str:
+        old_owner, r.owner, r.attempt = r.owner, self._caller, item.attempt
+        if r.state in ("queued", "held"):
+            if r.deadline_ms <= self.moment.now_ms:
+                self._finish(r, "expired")
+                return "expired"
+            if r.state == "held":
+                self.lanes.insert(r)
+            self._log("adopted", r.id)
+            return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
+        self._log("adopted", r.id)
+        self._lease(r)
+        if r.state == "placed":
+            return f"placed {r.endpoints} adopted"
+        self.inboxes.get(old_owner, {}).pop(r.id, None)
+        reply = self._place_granted(r, item.candidates)
+        return f"{reply} adopted" if reply.startswith(("placed", "queued")) else reply
+
+    def _owned(self, id: str, attempt: str) -> Request | None:
+        r = self.requests.get(id)
+        return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
+
+    def _restore(self, r: Request, served: str) -> str:
+        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says."""
+        r.owner, r.state, r.endpoints = self._caller, "placed", served or r.endpoints
+        self.requests[r.id] = r
+        self._reserve(r)
+        self._take(r, r.cost)
+        self.workloads.restored(r.workload)
+        self._log("restored", r.id)
+        return "restored"
+
+    def _correct(self, r: Request, actual: float | None) -> None:
+        """Charge r's lane what it really cost. A bypass was charged nothing."""
+        if self.moment.settings["fairness"] != "weighted-fair" or r.tag is None:
+            return
+        if actual is not None and actual != r.cost:
+            share = self.lanes.share(r)
+            self.lanes.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
+            self._log("corrected", r.id)
+
+    def _learn(self, flow: str, tokens: int) -> None:
+        alpha = self.moment.settings["answer_alpha"]
+        mean = alpha * tokens + (1 - alpha) * self.means[flow][0] if flow in self.means else float(tokens)
+        self.means[flow] = (mean, self.moment.now_ms)

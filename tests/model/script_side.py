@@ -1,0 +1,146 @@
+"""The scripts on a server, with a clock set from outside: one call, and all that can be seen of it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from fake_struct import with_struct
+from pool_model import Reply
+
+from app.state.keys import Keys
+from app.state.scripts import load_library
+
+CLOCK = """
+local now_us, now_ms
+local function read_clock()
+  now_us = tonumber(redis.call('GET', 'clock'))
+  now_ms = math.floor(now_us / 1000)
+end
+"""
+SILENCE_MS = 3000
+TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call's reply, what the decision log tells of it ('EVENT REQUEST BY'), and the state after it."""
+
+    reply: Reply
+    events: list[str]
+    numbers: dict[str, Any]
+
+
+class ScriptSide:
+    """A pool of its own on the server at `url`, `valkey` or `fakeredis`, emptied by `clear`."""
+
+    def __init__(self, url: str, server: str) -> None:
+        self.server = server
+        self._redis = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, decode_responses=True)
+        self._library = load_library(clock=CLOCK)
+        source = with_struct(self._library) if server == "fakeredis" else self._library.source
+        self._redis.function_load(source, replace=True)
+        self._keys = Keys.of("model")
+        self._log_at = 0
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def clear(self) -> None:
+        self._redis.flushall()
+        self._log_at = 0
+
+    def key_names(self) -> set[str]:
+        """Of the pool, without its prefix."""
+        names = self._redis.keys(f"{self._keys.prefix}*")
+        return {str(name).removeprefix(self._keys.prefix) for name in names}
+
+    def orders(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """The sorted sets of these names (without prefix), each as scores by member."""
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.zrange(self._keys.prefix + name, 0, -1, withscores=True)
+        return {name: dict(found) for name, found in zip(names, pipe.execute(), strict=True)}
+
+    def call(self, now_us: int, name: str, args: Sequence[Any]) -> Seen:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.set("clock", now_us)
+        pipe.fcall(self._library.function(name), 1, self._keys.pool, *args)
+        pipe.fcall(self._library.function("state"), 1, self._keys.pool, SILENCE_MS)
+        pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
+        _, raw, state, log = pipe.execute()
+        if log:
+            self._log_at = log[-1][0]
+        events = [f"{e['event']} {e['request'] or lane_of(e)} {e['by']}" for _, e in log]
+        reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
+        return Seen(reply, events, numbers_of(state))
+
+
+def lane_of(entry: dict[str, str]) -> str:
+    return entry["flow"] if entry["event"] in ("parked", "unparked") else ""
+
+
+def plain(value: Any) -> Any:
+    """A number where it is one, so that texts and integers of the same worth are equal."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def numbers_of(state: list[Any]) -> dict[str, Any]:
+    """lua/state.lua's reply by name, as far as it changes with the queue."""
+    names = (
+        "born", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
+        "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
+    )  # fmt: skip
+    found = dict(zip(names, state, strict=True))
+    bands, loads = found.pop("bands"), found.pop("loads")
+    numbers: dict[str, Any] = {
+        name: plain(value) for name, value in found.items() if name not in ("born", "replicas")
+    }
+    for band in range(3):
+        for at, name in enumerate(("v", "lanes", "queued")):
+            numbers[f"{name}:{band}"] = plain(bands[3 * band + at])
+    numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
+    numbers["replicas"] = sorted(found["replicas"][::3])
+    return numbers
+
+
+def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
+    """A call's arguments as the script takes them, from what the model takes."""
+    if name == "admit":
+        return [caller, *(value for it in rest[0] for value in arrival_fields(it))]
+    if name == "renew":
+        return [caller, *(v for id, attempt, served, r in rest[0] for v in (id, attempt, served, ticket(r)))]
+    if name in ("place", "settle", "cancel"):
+        return [caller, *("" if value is None else value for item in rest[0] for value in item)]
+    if name == "heartbeat":
+        return [caller, "{}", *rest]
+    if name == "publish":
+        versions, settings, draining = rest
+        endpoints = [
+            text
+            for address, drains in draining.items()
+            for text in (address, json.dumps({"labels": {}, "draining": drains}))
+        ]
+        return [caller, *versions, json.dumps(settings), *endpoints]
+    if name == "tune":
+        return [caller, json.dumps(rest[0]), json.dumps(rest[0])]
+    return [caller, *rest]
+
+
+def arrival_fields(it: Any) -> list[Any]:
+    return [
+        it.id, it.attempt, it.flow, it.band, it.weight, it.cost, it.ttl_ms, it.age_ms, it.workload,
+        it.criticality, it.model, it.candidates, it.limit, int(it.learn),
+    ]  # fmt: skip
+
+
+def ticket(r: Any) -> str:
+    """What a request carries for the case that its record is lost (lua/renew.lua)."""
+    if r is None:
+        return ""
+    fields = (r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.endpoints, r.limit)
+    return "\t".join(str(value) for value in fields)

@@ -1,0 +1,146 @@
+"""The scripts and the model, called alike; every difference is an AssertionError that shows both."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fair_lanes import BANDS, overdue_since
+from pool_model import Reply
+from queue_model import QueueModel
+from script_side import SILENCE_MS, ScriptSide, Seen, arguments, plain
+
+START_US = 1_750_000_000_000_123
+
+
+class SideBySide:
+    """Both, and the clock that they share."""
+
+    def __init__(self, side: ScriptSide) -> None:
+        self.side = side
+        self.now_us = START_US
+        self.model = QueueModel(self._choose)
+        self.agree = True  # until a call shows a difference
+        self._said: dict[str, str] = {}  # id -> where the script has just placed it
+        side.clear()
+
+    def call(self, name: str, caller: str, *rest: Any) -> Reply:
+        """Make the call of both and compare what it returned, what it logged, and the state it left."""
+        self.agree = False
+        seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
+        if name in ("admit", "place"):
+            ids = [item.id if name == "admit" else item[0] for item in rest[0]]
+            answers = [str(answer).split() for answer in seen.reply.answers]
+            self._said = {
+                id: words[1] for id, words in zip(ids, answers, strict=True) if words[0] == "placed"
+            }
+        self.model.moment.now_us = self.now_us
+        reply: Reply = getattr(self.model, name)(caller, *rest)
+        where = f"{name} {caller} {rest}"
+        self._compare_replies(where, seen, reply, any_order=name == "heartbeat")
+        # A sweep comes upon the requests of a silent replica in whatever order the server keeps them.
+        told, expected = seen.events, self.model.events
+        assert told == expected or (name == "sweep" and sorted(told) == sorted(expected)), (
+            where,
+            told,
+            expected,
+        )
+        self._compare_numbers(where, seen.numbers)
+        orders = self.orders()
+        assert_same_orders(where, self.side.orders(list(orders)), orders)
+        self.agree = True
+        return reply
+
+    @staticmethod
+    def _compare_replies(where: str, seen: Seen, reply: Reply, any_order: bool) -> None:
+        told, expected = seen.reply.news, reply.news
+        assert told == expected or (any_order and sorted(told) == sorted(expected)), (where, told, expected)
+        assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
+        assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
+
+    def _compare_numbers(self, where: str, seen: dict[str, Any]) -> None:
+        expected = self.numbers()
+        assert seen.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_alike(f"{where}: {name}", [seen[name]], [value])
+
+    def numbers(self) -> dict[str, Any]:
+        """The model's state as lua/state.lua gives it."""
+        model = self.model
+        numbers: dict[str, Any] = {
+            "now_us": self.now_us,
+            "stock": model.stock,
+            "queued": model.lanes.queued,
+            "upper": model.upper,
+            "lower": model.lower,
+            "ready": model.endpoints.ready,
+            "in_flight": len(model.in_flight()),
+            "dispatches": model.dispatches,
+            "ended": model.ended,
+            "loads": model.endpoints.loads(),
+            "guards": model.guards,
+            "credit": model.credit,
+            "overdue": sum(r.overdue for r in model.lanes.requests()),
+            "rate": model.rate,
+            "paused": model.moment.settings.get("paused", 0),
+            "tuned": model.tuned or "",
+            "replicas": sorted(
+                name for name, last in model.replicas.items() if last >= model.moment.now_ms - SILENCE_MS
+            ),
+        }
+        for number in BANDS:
+            band = model.lanes.bands[number]
+            numbers |= {
+                f"v:{number}": band.v,
+                f"lanes:{number}": len(band.lanes),
+                f"queued:{number}": band.queued,
+            }
+        return numbers
+
+    def orders(self) -> dict[str, dict[str, float]]:
+        """What the model's state is in the sorted sets that docs/redis-schema.md lists."""
+        requests = self.model.requests.values()
+        orders = {
+            "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "held")},
+            "overdue": {r.id: float(overdue_since(r)) for r in requests if r.overdue},
+            "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
+        }
+        by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
+        for number, band in enumerate(self.model.lanes.bands):
+            orders[f"flows:{number}"] = {
+                name: lane.tag for name, lane in band.lanes.items() if not lane.parked
+            }
+            orders[f"parked:{number}"] = {name: lane.tag for name, lane in band.lanes.items() if lane.parked}
+            orders[f"finish:{number}"] = band.finish
+            for name, lane in band.lanes.items() if by_workload and not self.model.refiling else ():
+                for kind in ("growing", "static"):
+                    filed = {id: it.key for id, it in lane.filed.items() if it.grows == (kind == "growing")}
+                    orders[f"{kind}:{number}:{name}"] = filed
+        return orders
+
+    def _choose(self, id: str, counts: dict[str, int]) -> str:
+        """What the script has chosen, which must be the least loaded, best first."""
+        assert id in self._said, f"{id} may go to {counts}, but the script did not place it"
+        chosen = self._said[id].split(",")
+        want = min(self.model.moment.settings["fallbacks"] + 1, len(counts))
+        best = sorted(counts.values())[:want]
+        assert len(set(chosen)) == len(chosen), (id, chosen)
+        assert [counts.get(address) for address in chosen] == best, (id, chosen, counts)
+        return self._said[id]
+
+
+def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Equal; numbers with fractions to nine digits."""
+    assert len(seen) == len(expected), (where, seen, expected)
+    for one, other in zip(seen, expected, strict=True):
+        both_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        same = math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) if both_numbers else one == other
+        assert same, (where, seen, expected)
+
+
+def assert_same_orders(
+    where: str, seen: dict[str, dict[str, float]], expected: dict[str, dict[str, float]]
+) -> None:
+    for name, scores in expected.items():
+        assert seen[name].keys() == scores.keys(), (where, name, seen[name], scores)
+        for member, score in scores.items():
+            assert math.isclose(seen[name][member], score, rel_tol=1e-12, abs_tol=1e-9), (where, name, member)

@@ -1,0 +1,300 @@
+"""The scripts beside the model of their rules, through whatever callers, clocks and operators may do.
+
+PICKER_MODEL_EXAMPLES=N runs N random examples of each server, instead of the same few at every run.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from lane_order import Request
+from pool_model import Reply
+from queue_model import Arrival
+from script_side import SILENCE_MS, ScriptSide
+from side_by_side import SideBySide
+
+CALLERS = ("a", "b", "c")
+ENDPOINTS = ("e1", "e2")
+WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
+LIMITS = {"four": 1, "half": 1}
+GRACE_MS, IDLE_MS = 2000, 20_000
+EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
+FEW = {"valkey": 250, "fakeredis": 80}
+STEPS = 50
+TO_SETTLE = 30_000_000  # us: longer than any silence, lease, TTL or idle time here
+
+# Costs, and what they add up to, are exact in binary: the stock must come back to 0, not near it.
+BASE: dict[str, Any] = {
+    "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,
+    "silence_ms": SILENCE_MS, "fallbacks": 1, "log_max": 1_000_000, "window_ms": 3000, "ema_alpha": 0.2,
+    "guard_share": 0.5, "starvation_ms": 700, "band_policy": "strict", "band_weights": [70, 20, 10],
+    "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
+    "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 4000, "rate_cap": 5, "overload": "preempt",
+    "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.5,
+}  # fmt: skip
+# What an operator may change at any time, and what has the queue refiled.
+LIVE: dict[str, list[Any]] = {
+    "upper_per": [1, 2.25, 4, 0],
+    "lower_per": [1, 2, 3.7, 0],
+    "total_capacity": [2, 6, 12],
+    "flow_capacity": [1, 3, 8],
+    "guard_share": [0, 0.1, 0.5, 1],
+    "starvation_ms": [0, 300, 2500],
+    "band_weights": [[70, 20, 10], [1, 1, 1]],
+    "overload": ["preempt", "reject-noncritical"],
+    "weights": [{}, {"one": 5}],
+    "fallbacks": [0, 2],
+    "paused": [0, 0, 0, 1],
+}
+BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}
+POLICY: dict[str, list[Any]] = {
+    "fairness": ["weighted-fair", "round-robin", "none"],
+    "ordering": ["fcfs", "edf", "workload-aware"],
+    "wait_signal": ["request", "workload_average"],
+    "wait_weight": [0, 0.4],
+    "rate_weight": [0, 0.7],
+    "wait_cap_ms": [1000, 4000],
+    "rate_cap": [5, 2],
+}
+
+
+def every_of(choices: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in choices.items()})
+
+
+def some_of(choices: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """A few settings, each at one of its values, or taken back (None)."""
+    values = {name: st.sampled_from([*each, None]) for name, each in choices.items()}
+    return st.fixed_dictionaries({}, optional=values)
+
+
+callers = st.sampled_from(CALLERS)
+places = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
+outcomes = st.sampled_from(["completed", "upstream_failed", "client_gone"])
+actuals = st.sampled_from([None, 1.0, 0.4, 6.0])
+answers = st.sampled_from([None, 1, 9])
+served_by = st.sampled_from(["", "", "e2", "moved"])
+steps_us = st.sampled_from([1, 999, 130_000, 130_000, 400_000, 1_000_000, 2_999_000, 3_000_000, 9_000_000])
+alive = st.sampled_from([*[CALLERS] * 3, CALLERS[:1], CALLERS[1:], ()])
+seldom = st.sampled_from([*[False] * 9, True])
+number = st.integers(0, 99)  # which of those known to take
+numbers = st.lists(number, min_size=1, max_size=4)
+arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict,
+    flow=st.sampled_from(sorted(WEIGHTS)),
+    band=st.sampled_from([1, 1, 1, 0, 2]),
+    cost=st.sampled_from([1.0, 1.0, 2.5, 0.75]),
+    ttl_ms=st.sampled_from([9000, 30_000, 4000, 800]),
+    age_ms=st.sampled_from([0, 0, 0, 1, 1200, 6000]),
+    workload=st.sampled_from(["", "w1", "w2", "w3"]),
+    criticality=st.integers(1, 5),
+    candidates=places,
+    learn=seldom,
+)
+batches = st.lists(arrivals, min_size=1, max_size=4)
+
+
+def with_some(*states: str) -> Callable[[Any], bool]:
+    """A rule's precondition: requests in one of `states` are known."""
+    return lambda machine: any(r.state in states for r in machine.model.requests.values())
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Draws calls; `SideBySide` makes and compares them."""
+
+    side: ClassVar[ScriptSide]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = SideBySide(self.side)
+        self.model = self.both.model
+        self.made: list[tuple[Any, ...]] = []  # calls that may be repeated
+        self.ids = 0
+
+    def call(self, *call: Any) -> Reply:
+        return self.both.call(*call)
+
+    def repeatable(self, *call: Any) -> None:
+        self.made.append(call)
+        self.call(*call)
+
+    def those(self, numbers: list[int], *states: str) -> list[Request]:
+        """Those known, of `states` (any if none is given), that the numbers stand for; each once."""
+        known = [r for r in self.model.requests.values() if not states or r.state in states]
+        return list({r.id: r for r in (known[n % len(known)] for n in numbers if known)}.values())
+
+    def new_id(self) -> str:
+        self.ids += 1
+        return f"r{self.ids}"
+
+    def publish(self, ways: tuple[str, ...]) -> None:
+        draining = {e: way == "drains" for e, way in zip(ENDPOINTS, ways, strict=True) if way != "away"}
+        self.call("publish", "a", ("1", "2"), self.base, draining)
+
+    @initialize(policy=every_of(POLICY | BANDS), batch=batches)
+    def begin(self, policy: dict[str, Any], batch: list[dict[str, Any]]) -> None:
+        self.base = BASE | policy
+        self.call("admit", "a", [Arrival("early")])  # the pool is unknown
+        self.publish(("open", "open"))
+        for caller in CALLERS:
+            self.call("heartbeat", caller, SILENCE_MS)
+            self.arrive(caller, batch)
+
+    @rule(caller=callers, batch=batches)
+    def arrive(self, caller: str, batch: list[dict[str, Any]]) -> None:
+        items = []
+        for it in batch:
+            flow = it["flow"]
+            items.append(Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **it))
+        self.repeatable("admit", caller, items)
+
+    @precondition(with_some("placed", "granted"))
+    @rule(numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers, batch=batches)
+    def one_ends_others_come(
+        self,
+        numbers: list[int],
+        outcome: str,
+        actual: float | None,
+        tokens: int | None,
+        batch: list[dict[str, Any]],
+    ) -> None:
+        self.complete("c", numbers, outcome, actual, tokens)
+        self.arrive("b", batch)
+
+    @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("123"), candidates=places)
+    def adopt(self, caller: str, numbers: list[int], attempt: str, candidates: str) -> None:
+        items = [Arrival(r.id, attempt, candidates=candidates) for r in self.those(numbers)]
+        self.repeatable("admit", caller, items)
+
+    @precondition(with_some("granted"))
+    @rule(candidates=places)
+    def place_grants(self, candidates: str) -> None:
+        for caller in CALLERS:
+            granted = [r for r in self.model.in_flight() if r.owner == caller and r.state == "granted"]
+            self.repeatable("place", caller, [(r.id, r.attempt, candidates) for r in granted])
+
+    @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("12"))
+    def place_any(self, caller: str, numbers: list[int], attempt: str) -> None:
+        items = [(r.id, attempt, "*") for r in self.those(numbers)]
+        self.repeatable("place", caller, [*items, ("nobody", "1", "*")])
+
+    @precondition(with_some("placed", "granted"))
+    @rule(caller=callers, numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers)
+    def complete(
+        self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None
+    ) -> None:
+        running = self.those(numbers, "placed", "granted")
+        self.repeatable("settle", caller, [(r.id, outcome, actual, tokens) for r in running])
+
+    @rule(caller=callers, number=number)
+    def client_leaves(self, caller: str, number: int) -> None:
+        items = [(r.id, "client_gone", None, None) for r in self.those([number])]
+        self.repeatable("settle", caller, [*items, ("nobody", "completed", 1.0, None)])
+
+    @rule(number=number, why=st.sampled_from(["cancelled", "expired", "withdrawn"]), own=st.booleans())
+    def cancel(self, number: int, why: str, own: bool) -> None:
+        found = self.those([number])
+        caller = found[0].owner if found and own else "c"
+        self.repeatable("cancel", caller, [*((r.id, r.attempt, why) for r in found), ("nobody", "1", why)])
+
+    @rule(caller=callers, numbers=numbers, served=served_by, lost=seldom, it=arrivals)
+    def renew(self, caller: str, numbers: list[int], served: str, lost: bool, it: dict[str, Any]) -> None:
+        items: list[Any] = [(r.id, r.attempt, served, None) for r in self.those(numbers)]
+        if lost:
+            flow, id = it["flow"], self.new_id()
+            ticket = Request(
+                id, caller, "1", flow, it["band"], WEIGHTS[flow], it["cost"], it["workload"],
+                it["criticality"], "m", LIMITS.get(flow, 0), endpoints="e1",
+            )  # fmt: skip
+            items.append((id, "1", served, ticket))
+        self.repeatable("renew", caller, items)
+
+    @rule(step_us=steps_us, beating=alive, swept=st.booleans())
+    def time_passes(self, step_us: int, beating: tuple[str, ...], swept: bool) -> None:
+        self.both.now_us += step_us
+        for caller in beating:
+            self.repeatable("heartbeat", caller, SILENCE_MS)
+        if swept:
+            self.sweep("b", 1000)
+
+    @rule(caller=callers, interval_ms=st.sampled_from([0, 1000]))
+    def sweep(self, caller: str, interval_ms: int) -> None:
+        self.call("sweep", caller, interval_ms, GRACE_MS, IDLE_MS)
+
+    @rule(caller=callers, number=number)
+    def evict(self, caller: str, number: int) -> None:
+        ids = [*self.model.requests, "nobody"]
+        self.repeatable("evict", caller, ids[number % len(ids)])
+
+    @rule(caller=callers, overrides=some_of(LIVE | BANDS))
+    def tune(self, caller: str, overrides: dict[str, Any]) -> None:
+        self.call("tune", caller, overrides)
+
+    @rule(caller=callers, overrides=some_of(POLICY))
+    def change_policy(self, caller: str, overrides: dict[str, Any]) -> None:
+        # Until the waiting requests are refiled their order may mix, so nothing is served meanwhile.
+        self.call("tune", caller, {**overrides, "paused": 1})
+        self.sweep_out()
+        self.call("tune", caller, {"paused": None})
+
+    @rule(ways=st.tuples(*[st.sampled_from(["open", "open", "open", "drains", "away"])] * len(ENDPOINTS)))
+    def endpoints_change(self, ways: tuple[str, ...]) -> None:
+        self.publish(ways)
+
+    @precondition(lambda self: self.made)
+    @rule(number=number)
+    def repeat(self, number: int) -> None:
+        self.call(*self.made[-1 - number % len(self.made)])
+
+    def sweep_out(self) -> None:
+        while self.call("sweep", "a", 0, GRACE_MS, IDLE_MS).answers[3]:
+            pass
+
+    def teardown(self) -> None:
+        if not self.both.agree or not self.model.moment.settings:
+            return
+        # When all ends, the queue is served again, and time passes
+        self.publish(("open", "open"))
+        self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
+        while self.model.requests:
+            self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])
+        for _ in range(1 + len(CALLERS)):  # a sweep lets go of one silent replica
+            self.both.now_us += TO_SETTLE
+            self.sweep_out()
+        # Then nothing is counted, and nothing is kept but what the pool is
+        numbers = self.both.numbers()
+        for name in ("stock", "queued", "in_flight", "overdue"):
+            assert numbers[name] == 0, name
+        assert not any(numbers["loads"].values())
+        kept = self.side.key_names()
+        assert kept == {"pool", "endpoints", "load", "log"}, kept
+
+
+@pytest.mark.timeout(7200 if EXAMPLES else 600)
+def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
+    # Given a pool on a server of its own, and the model of it
+    machine = type("Machine", (QueueMachine,), {"side": side})
+    # When calls are drawn and made of both, then they never differ
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=int(EXAMPLES or FEW[side.server]),
+            stateful_step_count=STEPS,
+            derandomize=not EXAMPLES,
+            # Making a failure small takes minutes: only in a run that is made for it.
+            phases=tuple(Phase) if EXAMPLES else (Phase.generate,),
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

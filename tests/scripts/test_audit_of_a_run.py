@@ -1,0 +1,227 @@
+"""`picker audit` on what real replicas did: under every policy, with all that may befall a request."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from script_fleet import Fleet, OpenFleet, Replica
+
+from app.audit.auditor import audit
+from app.audit.report import Report
+from app.audit.stream import LogStream
+from app.cli import main
+from app.request import Band, Outcome
+
+FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
+LIMITS = {"tight": 1}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "weighted-fair, fcfs": {},
+    "round-robin, edf": {"fairness": "round-robin", "ordering": "edf", "band_policy": "weighted"},
+    "none, workload-aware": {"fairness": "none", "ordering": "workload-aware"},
+    "weighted-fair, workload-aware": {"ordering": "workload-aware", "wait_signal": "workload_average"},
+}
+
+
+class Storm:
+    """Requests of all kinds at several replicas, and what becomes of them. Seeded; the order of what the
+    replicas do at the same time is the server's.
+    """
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet = fleet
+        self._random = random.Random(seed)
+        self._owners: dict[str, Replica] = {}
+        self._count = 0
+
+    async def blow(self, steps: int) -> None:
+        for step in range(steps):
+            if step % 10 == 0:
+                await self._fleet.replicas[0].sweep()
+            await asyncio.gather(*(self._arrive() for _ in range(self._random.randrange(6))))
+            await self._place()
+            await asyncio.gather(*(self._settle(each) for each in await self._some("placed", 2)))
+            for request in await self._some("queued", 2):
+                await self._disturb(request)
+
+    async def calm(self) -> None:
+        """Everything that is left ends."""
+        while self._owners:
+            await self._place()
+            await asyncio.gather(
+                *(self._settle(each) for each in await self._some("placed", len(self._owners)))
+            )
+            await self._fleet.replicas[0].sweep()
+
+    async def _arrive(self) -> None:
+        self._count += 1
+        request, chance = f"r{self._count}", self._random
+        replica = chance.choice(self._fleet.replicas)
+        flow = chance.choice(list(FLOWS))
+        self._owners[request] = replica
+        await replica.admit(
+            request,
+            flow=flow,
+            weight=FLOWS[flow],
+            limit=LIMITS.get(flow, 0),
+            band=chance.choice([Band.CRITICAL, Band.DEFAULT, Band.DEFAULT, Band.SHEDDABLE]),
+            cost=chance.choice([1.0, 2.0, 3.0]),
+            workload=chance.choice(["", "w1", "w2"]),
+            ttl_s=chance.choice([0.05, 1.0, 60.0, 60.0]),
+            age_s=chance.choice([0.0, 0.0, 0.02]),
+        )
+
+    async def _place(self) -> None:
+        granted = await self._some("granted", len(self._owners))
+        await asyncio.gather(*(self._owners[each].place(each) for each in granted))
+
+    async def _settle(self, request: str) -> None:
+        actual = self._random.choice([None, 0.5, 1.0, 2.5, 6.0])
+        await self._owners[request].store.settle(request, Outcome.COMPLETED, actual)
+
+    async def _disturb(self, request: str) -> None:
+        what = self._random.randrange(4)
+        owner = self._owners[request]
+        if what == 0:
+            await owner.store.cancel(request, 1, "cancelled")
+        elif what == 1:
+            await owner.store.evict(request)
+        elif what == 2:
+            other = self._random.choice(self._fleet.replicas)
+            self._owners[request] = other
+            await other.admit(request)
+
+    async def _some(self, event: str, most: int) -> list[str]:
+        """Requests whose last event was `event` (or one that led to the same place)."""
+        last: dict[str, str] = {}
+        for entry in await self._fleet.log():
+            if entry.event not in ("corrected", "adopted"):
+                last[entry.request] = entry.event
+        same = {"placed": ("placed", "bypassed"), "queued": ("queued", "requeued")}.get(event, (event,))
+        over = ("queued", "requeued", "granted", "placed", "bypassed", "held")
+        for request in [each for each in self._owners if last.get(each) not in over]:
+            del self._owners[request]
+        found = [each for each in self._owners if last[each] in same]
+        return self._random.sample(found, min(most, len(found)))
+
+
+async def audited(fleet: Fleet) -> Report:
+    return audit([fields for _, fields in await fleet.redis.xrange(fleet.keys.log)])
+
+
+def told(report: Report) -> list[str]:
+    return [violation.what for finding in report.findings for violation in finding.violations]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str) -> None:
+    # Given three replicas, a full queue, overdue requests and estimates that are off
+    settings = {
+        "total_capacity": 60, "flow_capacity": 40, "upper_per": 3, "starvation_ms": 5, "guard_share": 0.2,
+        **POLICIES[policy],
+    }  # fmt: skip
+    async with valkey_fleet("a", "b", "c", endpoints=2, **settings) as it:
+        storm = Storm(it, seed=11)
+        await storm.blow(60)
+        await it.after(60)  # the short-lived among those that wait
+        # and bounds, weights and the order changed while requests wait
+        await it.replicas[0].store.tune({"upper_per": 5, "lower_per": 5, "weights": {"one": 3}}, {})
+        await storm.blow(20)
+        await it.replicas[1].store.tune({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
+        await storm.blow(20)
+        await storm.calm()
+        # When the log is audited
+        report = await audited(it)
+        # Then all that can befall a request did, and no promise was broken
+        seen = Counter(entry.event for entry in await it.log())
+        rare = {"granted", "bypassed", "expired", "cancelled", "evicted", "adopted", "parked", "unparked"}
+        assert rare <= seen.keys()
+        assert any(entry.by == "guard" for entry in await it.log())
+        assert told(report) == []
+        assert report.open_at_end == 0
+        assert all(finding.checked > 50 for finding in report.findings)
+
+
+async def test_what_a_dead_replica_leaves_is_adopted(valkey_fleet: OpenFleet) -> None:
+    # Given requests that wait through a replica which falls silent
+    async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as it:
+        a, b = it.replicas
+        await b.beat()
+        await a.admit("runs")
+        for i in range(6):
+            await a.admit(f"left{i}", flow=f"flow{i % 2}")
+        await it.after(60)
+        await b.beat()
+        await b.sweep()
+        # When another takes over some of them, and the rest are given up
+        for i in range(3):
+            await b.admit(f"left{i}", flow=f"flow{i % 2}")
+        await it.after(10)
+        await b.settle("runs")
+        for i in range(3):
+            await b.place(f"left{i}")
+            await b.settle(f"left{i}")
+        # Then the log adds up
+        report = await audited(it)
+        assert {"held", "adopted"} <= {entry.event for entry in await it.log()}
+        assert told(report) == []
+
+
+async def test_a_capped_log_is_joined_on_the_way(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+    # Given a run of whose log the first part has been trimmed
+    async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
+        storm = Storm(it, seed=5)
+        await storm.blow(30)
+        await storm.calm()
+        await it.redis.xtrim(it.keys.log, maxlen=500, approximate=False)
+        # When it is audited by the command
+        code = main(["audit", "--redis", valkey_url, "--pool", it.pool])
+        # Then what can be known is in order
+        assert code == 0
+
+
+async def test_the_command_tells_a_violation_and_its_evidence(
+    valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Given a log in which a request ends twice
+    async with valkey_fleet("a") as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        await a.settle("r")
+        *_, (_, last) = await it.redis.xrange(it.keys.log)
+        await it.redis.xadd(it.keys.log, {**last, "seq": str(int(last["seq"]) + 1)})
+        # When it is audited, then the exit code and the text say so
+        assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 1
+        shown = capsys.readouterr().out
+        assert "G6: request r ends without having begun, or twice: completed" in shown
+        assert f"#{int(last['seq']) + 1} " in shown
+        assert main(["audit", "--redis", valkey_url, "--pool", it.pool, "--json"]) == 1
+        assert '"violations": 1' in capsys.readouterr().out
+
+
+async def test_a_pool_without_a_log_is_exit_code_2(
+    valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with valkey_fleet("a", log_max=0) as it:
+        await it.replicas[0].admit("r")
+        assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 2
+        assert f"pool '{it.pool}' has no decision log" in capsys.readouterr().err
+
+
+async def test_what_is_trimmed_while_the_log_is_read_is_told(
+    valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a log of several pages, of which the first has been read
+    monkeypatch.setattr("app.audit.stream.PAGE", 10)
+    async with valkey_fleet("a") as it:
+        (a,) = it.replicas
+        for i in range(40):
+            await a.admit(f"r{i}")
+        with LogStream(valkey_url, it.pool) as log:
+            pages = log.pages()
+            assert not next(pages).trimmed
+            # When the cap takes what comes next, then the page after the gap says so, and only that
+            await it.redis.xtrim(it.keys.log, maxlen=20, approximate=False)
+            assert [page.trimmed for page in pages] == [True, False]

@@ -1,0 +1,71 @@
+"""Reading the log: every fault of an entry is named, and a log that cannot be read is told on stderr."""
+
+import pytest
+from queue_simulator import QueueSimulator
+
+from app.audit.auditor import audit
+from app.audit.entry import Entry, EntryError
+from app.audit.rules import Rules
+from app.cli import main
+from app.fleet.ports import LOOPBACK, free_port
+
+
+def raw(**changes: str) -> dict[str, str]:
+    queue = QueueSimulator()
+    queue.admit("r1", "flow", cost=2.5)
+    return {**queue.log[-1], **changes}
+
+
+def test_an_entry_has_the_types_of_its_fields() -> None:
+    entry = Entry.parse(raw(tag="1.5", due_ms="7"))
+    assert (entry.event, entry.request, entry.cost, entry.tag, entry.due_ms) == (
+        "bypassed",
+        "r1",
+        2.5,
+        1.5,
+        7,
+    )
+    assert Entry.parse(raw(tag="", due_ms="")).tag is None
+    assert str(entry).startswith("#2 1700000000.000000 bypassed r1 flow='flow' band=1 cost=2.5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stock": "much"}, "entry 2: stock is 'much'"),
+        ({"band": ""}, "entry 2: band is ''"),
+        ({"event": "dreamt"}, "entry 2: event is 'dreamt'"),
+        ({"seq": "x" * 1000}, f"entry {'x' * 20}: seq is {'x' * 80!r}"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_named(changes: dict[str, str], says: str) -> None:
+    with pytest.raises(EntryError) as fault:
+        audit([raw(**changes)])
+    assert str(fault.value) == says
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    with pytest.raises(EntryError, match="entry 2: flow is missing"):
+        audit([{name: value for name, value in raw().items() if name != "flow"}])
+
+
+@pytest.mark.parametrize("note", ["", "[]", '{"guard_share": "x"}', '{"weights": {"a": null}}'])
+def test_settings_that_cannot_be_read_are_a_fault(note: str) -> None:
+    with pytest.raises(EntryError, match="settings cannot be read"):
+        Rules.parse(note)
+
+
+def test_an_empty_table_may_come_as_a_list() -> None:
+    assert Rules.parse('{"weights": []}').weights == {}
+
+
+def test_an_empty_log_has_nothing_to_say() -> None:
+    report = audit([])
+    assert (report.entries, report.first_seq, report.violations, report.remarks) == (0, None, 0, ())
+
+
+@pytest.mark.parametrize("url", ["redis://{host}:{port}/0", "http://{host}"])
+def test_a_server_that_cannot_be_read_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--redis", url.format(host=LOOPBACK, port=free_port())]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, len(shown.err.splitlines())) == ("", 1)
