@@ -38,7 +38,10 @@ class Starvation:
         self._credit = 0.0  # the shares of all dispatches at which the guard saw somebody
         self._limits: dict[str, float] = {}  # of `credit`, until an overdue request is to be served
         self._bounds: list[tuple[float, str]] = []  # the same as a heap
-        self._excess = self._least_excess = 0.0  # guard dispatches less shares
+        # Guard dispatches less shares, over the run where that is most. No more than 1 + share is saved up:
+        # so a run has at most 1 more than the shares in force at the dispatches before each of its own.
+        self._excess = 0.0
+        self._share_before: float | None = None
         self._want = self._least_want = 0.0  # shares less guard dispatches, while somebody is overdue
         self._lapsed = False
         self._run: Entry | None = None  # the first dispatch of that time
@@ -121,7 +124,7 @@ class Starvation:
         """The order is known again: what was counted before says nothing about what comes."""
         self._lapsed = False
         self._run = None
-        self._least_excess = self._excess
+        self._excess, self._share_before = 0.0, None
         for at, (_, request) in enumerate(self._overdue):
             if self._can_be_served(request):
                 self._bind(request, self._credit + at + 1)
@@ -147,11 +150,11 @@ class Starvation:
             self._finding.checked += 1
         if by_guard:
             self._judge_choice(entry, first, share)
-        self._excess += by_guard - share
-        if self._excess - self._least_excess > 1 + _ROUNDING:
+        self._excess += by_guard - (share if self._share_before is None else self._share_before)
+        if self._excess > 1 + _ROUNDING:
             self._finding.blame(f"the guard had more than its share of {share:g}", entry)
-            self._least_excess = self._excess
-        self._least_excess = min(self._least_excess, self._excess)
+            self._excess = 0.0
+        self._excess, self._share_before = max(0.0, self._excess), share
         if first is None or share == 0:
             self._run = None
             return

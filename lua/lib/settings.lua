@@ -1,7 +1,7 @@
 -- include: dispatch
 -- Settings in force: what the configuration gives, overlaid by what was changed live.
 local function put_settings(base, overrides)
-  local changed = base.fairness and (settings.fairness ~= base.fairness or settings.ordering ~= base.ordering)
+  local changed = false
   for name, value in pairs(overrides) do base[name] = value end
   -- What decides where a waiting request stands: those that wait are filed anew, by the sweep, in chunks.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
