@@ -18,6 +18,8 @@ class Probes:
         self._endpoints = endpoints
         self._meter = meter
         self._well: dict[str, int] = {}  # down -> scrapes in a row that worked
+        self._version = ""
+        self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
 
     def scraped(self, address: str, seconds: float) -> None:
         self._meter.scraped(address, seconds)
@@ -44,7 +46,11 @@ class Probes:
         self._meter.scrape_ages(owned, ages_s)
 
     def _is_down(self, address: str) -> bool:
-        return any(each.address == address and each.down for each in self._endpoints.current.endpoints)
+        snapshot = self._endpoints.current
+        if snapshot.version != self._version:
+            self._version = snapshot.version
+            self._down = frozenset(each.address for each in snapshot.endpoints if each.down)
+        return address in self._down
 
     def _mark(self, address: str, down: bool) -> None:
         # What Redis does not take, the next probe says again.
