@@ -21,6 +21,7 @@ up: $(VENV)/.installed ## run a whole fleet here until Ctrl-C (ARGS='--replicas 
 	@exec $(BIN)/picker up $(ARGS)
 
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
+	bash .ci/packages
 	$(BIN)/pytest $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
