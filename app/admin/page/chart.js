@@ -1,0 +1,125 @@
+// A line over the last five minutes, with the bounds it is held to.
+
+import { clock, number } from "./format.js";
+
+const NS = "http://www.w3.org/2000/svg";
+const WINDOW_S = 300;
+const GAP_S = 3; // nothing was heard in between: no line is drawn over it
+const LEFT = 34;
+const RIGHT = 8;
+const BOTTOM = 17;
+
+export class History {
+  constructor() {
+    this.points = [];
+  }
+
+  add(point) {
+    if (this.points.length && point.at <= this.points.at(-1).at) return;
+    this.points.push(point);
+    while (this.points[0].at < point.at - WINDOW_S) this.points.shift();
+  }
+}
+
+export class Chart {
+  /** Draws `value` of the history's points into `box`; `bounds` are keys drawn as dashed lines. */
+  constructor(box, history, value, bounds, reading) {
+    Object.assign(this, { box, history, value, bounds, reading });
+    this.svg = box.appendChild(node("svg", { "aria-hidden": "true" })); // the caption says it in words
+    new ResizeObserver(() => this.draw()).observe(box);
+    box.addEventListener("pointermove", (event) => this.point(event.offsetX));
+    box.addEventListener("pointerleave", () => this.point(null));
+  }
+
+  draw() {
+    const { points } = this.history;
+    this.width = this.box.clientWidth;
+    this.height = this.box.clientHeight;
+    this.end = points.at(-1)?.at ?? 0;
+    const keys = [this.value, ...this.bounds];
+    this.most = nice(points.reduce((most, each) => Math.max(most, ...keys.map((key) => each[key] ?? 0)), 1));
+    const drawn = [...this.grid()];
+    if (points.length) {
+      const line = this.path(this.value);
+      drawn.push(node("path", { class: "area", d: this.area() }));
+      for (const key of this.bounds) drawn.push(node("path", { class: `bound ${key}`, d: this.path(key) }));
+      drawn.push(node("path", { class: "line", d: line }));
+    }
+    if (this.at) drawn.push(node("line", { class: "at", x1: this.x(this.at.at), x2: this.x(this.at.at), y1: 4, y2: this.y(0) }));
+    this.svg.replaceChildren(...drawn);
+  }
+
+  point(offset) {
+    const { points } = this.history;
+    const wanted = offset === null ? null : this.end - ((this.width - RIGHT - offset) / (this.width - LEFT - RIGHT)) * WINDOW_S;
+    const near = (best, each) => (Math.abs(each.at - wanted) < Math.abs(best.at - wanted) ? each : best);
+    this.at = wanted === null || !points.length ? null : points.reduce(near);
+    this.reading.textContent = this.at ? `${clock(this.at.at)}: ${[this.value, ...this.bounds].map((key) => `${key} ${number(this.at[key])}`).join(", ")}` : "";
+    this.draw();
+  }
+
+  x(at) {
+    return (LEFT + (1 - (this.end - at) / WINDOW_S) * (this.width - LEFT - RIGHT)).toFixed(1);
+  }
+
+  y(value) {
+    return (6 + (1 - value / this.most) * (this.height - BOTTOM - 6)).toFixed(1);
+  }
+
+  /** A step line: a figure holds until the next. */
+  path(key) {
+    let before = null;
+    const steps = this.history.points.map((each) => {
+      const joined = before !== null && each.at - before.at <= GAP_S;
+      before = each;
+      const y = this.y(each[key] ?? 0);
+      return joined ? `H${this.x(each.at)}V${y}` : `M${this.x(each.at)} ${y}`;
+    });
+    return steps.join("");
+  }
+
+  area() {
+    const floor = this.y(0);
+    let before = null;
+    let path = "";
+    for (const each of this.history.points) {
+      const joined = before !== null && each.at - before.at <= GAP_S;
+      if (!joined) path += before === null ? `M${this.x(each.at)} ${floor}` : `V${floor}H${this.x(each.at)}`;
+      path += `H${this.x(each.at)}V${this.y(each[this.value] ?? 0)}`;
+      before = each;
+    }
+    return `${path}V${floor}Z`;
+  }
+
+  *grid() {
+    const steps = this.height < 100 ? [0, 1] : [0, 0.5, 1];
+    for (const share of steps) {
+      const y = this.y(share * this.most);
+      yield node("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
+      yield text(LEFT - 6, Number(y) + 4, "end", number(share * this.most));
+    }
+    const minutes = this.width < 420 ? [0, 2, 4] : [0, 1, 2, 3, 4, 5];
+    for (const ago of minutes) {
+      const said = ago ? `−${ago} min` : "now";
+      yield text(this.x(this.end - ago * 60), this.height - 2, ago === 5 ? "start" : ago ? "middle" : "end", said);
+    }
+  }
+}
+
+/** The least of 1, 2, 4, 5, 10, 20 … that is not below `value`. */
+function nice(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * [1, 1.2, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value * 1.02 || step === 10);
+}
+
+function node(tag, attributes) {
+  const made = document.createElementNS(NS, tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function text(x, y, anchor, said) {
+  const made = node("text", { x, y, "text-anchor": anchor });
+  made.textContent = said;
+  return made;
+}

@@ -1,0 +1,70 @@
+// The page's only ways to put something on it. Text is always set as text: the names of flows, workloads,
+// requests and models come from clients, and are shown, never interpreted.
+
+export const byId = (id) => document.getElementById(id);
+
+export function el(tag, className = "", text = "") {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== "") node.textContent = text;
+  return node;
+}
+
+/** Sets text only where it changes, so that a quiet page costs no layout and keeps a selection. */
+export function say(node, text) {
+  const wanted = String(text);
+  if (node.textContent !== wanted) node.textContent = wanted;
+}
+
+/** A name somebody else chose: the text in isolation (its direction stays its own), whole in the tooltip. */
+export function name(node, text) {
+  let inner = node.firstElementChild;
+  if (!inner || inner.tagName !== "BDI") {
+    inner = el("bdi");
+    node.prepend(inner);
+  }
+  say(inner, text);
+  if (node.title !== text) node.title = text;
+}
+
+export function level(node, wanted) {
+  if (node.dataset.level !== wanted) node.dataset.level = wanted;
+}
+
+/** A row of `<td>`s with these classes; `cells` are in order. */
+export function row(...classes) {
+  const tr = el("tr");
+  const cells = classes.map((each) => tr.appendChild(el("td", each)));
+  return { tr, cells };
+}
+
+/**
+ * Rows that follow a list. A row lives as long as its key is in the list, so that focus, and a button under
+ * a finger, survive the next second's figures. `make()` gives `{tr, update(item)}`.
+ */
+export class Rows {
+  constructor(body, key, make) {
+    this.body = body;
+    this.key = key;
+    this.make = make;
+    this.kept = new Map();
+  }
+
+  show(items) {
+    const focused = document.activeElement;
+    const next = new Map();
+    for (const item of items) {
+      let key = this.key(item);
+      while (next.has(key)) key += " again";
+      const made = this.kept.get(key) ?? this.make();
+      made.update(item);
+      const place = this.body.children[next.size] ?? null;
+      if (place !== made.tr) this.body.insertBefore(made.tr, place);
+      next.set(key, made);
+    }
+    while (this.body.children.length > next.size) this.body.lastElementChild.remove();
+    this.kept = next;
+    // Moving a row takes the focus from it.
+    if (focused !== document.activeElement && this.body.contains(focused)) focused.focus({ preventScroll: true });
+  }
+}

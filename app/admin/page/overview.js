@@ -1,0 +1,114 @@
+// At a glance: does anybody wait, why, and what becomes of it.
+
+import { Chart, History } from "./chart.js";
+import { byId, el, level, Rows, row, say } from "./dom.js";
+import { number, plural, seconds } from "./format.js";
+
+const history = new History();
+const BOUNDS = ["lower", "watermark", "upper"];
+const charts = [
+  new Chart(byId("chart-stock"), history, "stock", BOUNDS, byId("read-stock")),
+  new Chart(byId("chart-queued"), history, "queued", [], byId("read-queued")),
+];
+
+const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
+  const { tr, cells } = row("", "bar", "n", "n", "n wide");
+  const bars = cells[1].appendChild(el("span", "bars"));
+  const fill = bars.appendChild(el("span", "meter")).appendChild(el("i"));
+  const count = bars.appendChild(el("span"));
+  return {
+    tr,
+    update(band) {
+      say(cells[0], band.band);
+      fill.style.width = `${band.most ? (100 * band.queued) / band.most : 0}%`;
+      say(count, number(band.queued, 0));
+      say(cells[2], number(band.active_flows, 0));
+      say(cells[3], band.queued ? seconds(band.oldest_s) : "–");
+      say(cells[4], number(band.weight));
+    },
+  };
+});
+
+/** Remembers a snapshot for the charts; cheap, so that a page in the background has no gap. */
+export function remember({ at, state }) {
+  history.add({ at, stock: state.stock, queued: state.queued, ...state.bounds });
+}
+
+export function showOverview({ state, flows, endpoints, replicas }) {
+  const oldest = Math.max(0, ...state.bands.map((band) => (band.queued ? (band.oldest_s ?? 0) : 0)));
+  const banner = byId("why");
+  const [how, text] = why(state, flows, oldest);
+  say(banner, text);
+  level(banner, how);
+  tiles(state, endpoints, replicas, oldest);
+  const most = Math.max(...state.bands.map((band) => band.queued));
+  bands.show(state.bands.map((band) => ({ ...band, most })));
+  facts(state);
+  drawCharts(state);
+}
+
+export function drawCharts(state) {
+  for (const chart of charts) chart.draw();
+  const { points } = history;
+  const spread = (key) => {
+    const values = points.map((point) => point[key]);
+    return `${number(Math.min(...values))} to ${number(Math.max(...values))} since ${seconds(points.at(-1).at - points[0].at)}`;
+  };
+  const { lower, watermark, upper } = state.bounds;
+  say(byId("text-stock"), `${number(state.stock)} ${state.unit} now; ${spread("stock")}. Dispatch below ${number(lower)}, aim ${number(watermark)}, never above ${number(upper)} (red).`);
+  say(byId("text-queued"), `${plural(state.queued, "request")} now; ${spread("queued")}.`);
+}
+
+/** One sentence, and how serious it is. */
+function why(state, flows, oldest) {
+  const wait = `${plural(state.queued, "request")} ${state.queued === 1 ? "waits" : "wait"}`;
+  const parked = flows.filter((flow) => flow.parked).length;
+  const first = flows.reduce((most, flow) => ((flow.oldest_s ?? -1) > (most?.oldest_s ?? -1) ? flow : most), null);
+  const longest = first ? ` Longest: ${seconds(oldest)}, flow “${first.flow}”.` : "";
+  const late = state.overdue ? ` ${number(state.overdue, 0)} overdue.` : "";
+  if (state.degraded) return ["bad", "This replica works without the shared state, within its share of the bounds; what it says of the fleet may be old."];
+  if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and whatever comes will.${longest}`];
+  if (!state.ready_backends) return [state.queued ? "bad" : "warn", `No endpoint takes requests${state.queued ? `: ${wait}` : ""}.${longest}`];
+  if (!state.queued) return ["calm", `Nothing waits: ${number(state.stock)} of ${number(state.bounds.upper)} ${state.unit} in flight, arrivals go straight through.`];
+  if (parked && parked === flows.length) return ["busy", `${wait}: every flow with a queue has reached its own limit on the endpoints.${longest}${late}`];
+  const held = state.stock >= state.bounds.lower;
+  const because = held
+    ? `the fleet is at its bound (${number(state.stock)} ${state.unit} in flight, dispatch goes on below ${number(state.bounds.lower)})`
+    : "they are being dispatched now";
+  return [state.overdue ? "warn" : "busy", `${wait}: ${because}${parked ? `; ${plural(parked, "flow")} at a limit of ${parked === 1 ? "its" : "their"} own` : ""}.${longest}${late}`];
+}
+
+function tiles(state, endpoints, replicas, oldest) {
+  const tile = (id, text, note, wanted = "") => {
+    say(byId(`tile-${id}`), text);
+    say(byId(`note-${id}`), note);
+    level(byId(`tile-${id}`), wanted);
+  };
+  tile("stock", number(state.stock), `of ${number(state.bounds.upper)} ${state.unit}`);
+  tile("queued", number(state.queued, 0), plural(state.active_flows, "flow"));
+  tile("oldest", state.queued ? seconds(oldest) : "–", state.overdue ? `${number(state.overdue, 0)} overdue` : "none overdue", state.overdue ? "warn" : "");
+  tile("rate", `${number(state.drain_rate)}/s`, `${number(state.dispatched_total, 0)} in all, ${number(state.guard_dispatches_total, 0)} by the guard`);
+  const count = (list, test) => list.filter(test).length;
+  const ready = count(endpoints, (each) => each.status === "ready");
+  const out = ["drained", "draining", "down"].map((status) => [count(endpoints, (each) => each.status === status), status]);
+  const said = out.filter(([many]) => many).map(([many, status]) => `${many} ${status}`);
+  const none = endpoints.length ? "" : "none discovered";
+  tile("endpoints", `${ready} of ${endpoints.length}`, said.join(", ") || none || "all take requests", ready ? "" : "bad");
+  const live = count(replicas, (each) => each.live);
+  const degraded = count(replicas, (each) => each.live && each.degraded);
+  const silent = replicas.length - live;
+  const notes = [silent && `${silent} silent`, degraded && `${degraded} without Redis`].filter(Boolean);
+  tile("replicas", `${live} of ${replicas.length}`, notes.join(", ") || "all well", notes.length ? "warn" : "");
+}
+
+function facts(state) {
+  const shown = [
+    ["Pool up for", seconds(state.pool_age_s)],
+    ["Ended", number(state.ended_total, 0)],
+    ["Virtual time", state.bands.map((band) => `${band.band} ${number(band.virtual_time)}`).join(", ")],
+    ["Live changes", state.tuned_version ? `version ${state.tuned_version}` : "none"],
+  ];
+  const list = byId("facts");
+  if (!list.children.length) for (const [key] of shown) list.append(el("dt", "", key), el("dd"));
+  shown.forEach(([, text], at) => say(list.children[2 * at + 1], text));
+}

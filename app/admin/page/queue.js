@@ -1,0 +1,108 @@
+// The queue, page by page, in the order in which it will be served.
+
+import { part, read } from "./api.js";
+import { offer } from "./changes.js";
+import { byId, el, level, name, Rows, row, say } from "./dom.js";
+import { number, plural, seconds } from "./format.js";
+
+const PAGE = 25;
+const FOLLOW_MS = 2000;
+
+const pages = [""]; // the cursors of the pages up to the one that is shown
+let after = null;
+let busy = false;
+let visible = false;
+let lookUp = () => {};
+
+const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
+  const { tr, cells } = row("n", "name", "name", "wide", "n", "n wide", "n wide", "n wide", "name wide", "act");
+  const id = cells[1].appendChild(el("button", "link"));
+  id.type = "button";
+  const button = cells[9].appendChild(el("button", "", "Evict"));
+  button.type = "button";
+  let now = null;
+  id.addEventListener("click", () => lookUp(now.id));
+  button.addEventListener("click", () => evict(button, now));
+  return {
+    tr,
+    update(request) {
+      now = request;
+      say(cells[0], number(request.position, 0));
+      name(id, request.id);
+      name(cells[2], request.flow);
+      say(cells[3], request.band);
+      say(cells[4], request.overdue ? `${seconds(request.age_s)} overdue` : seconds(request.age_s));
+      level(cells[4], request.overdue ? "warn" : "");
+      say(cells[5], seconds(request.deadline_in_s));
+      say(cells[6], number(request.cost));
+      say(cells[7], number(request.score?.total, 3));
+      const { score } = request;
+      cells[7].title = score ? `wait ${number(score.wait, 3)}, criticality ${number(score.criticality, 3)}, rate ${number(score.rate, 3)}` : "";
+      name(cells[8], request.state === "held" ? "nobody: its replica is silent" : (request.owner ?? "–"));
+      button.setAttribute("aria-label", `Evict ${request.id}`);
+    },
+  };
+});
+
+async function evict(button, { id, flow, band, age_s: age }) {
+  const done = await offer(button, {
+    title: "Evict this request?",
+    text: `Request ${id} of flow “${flow}” (${band}) has waited ${seconds(age)}. Its client is answered at once that it was dropped.`,
+    yes: "Evict",
+    path: `requests/${part(id)}/evict`,
+    done: `Request ${id} has left the queue.`,
+  });
+  if (done) await load();
+}
+
+async function load() {
+  if (busy) return;
+  busy = true;
+  try {
+    const page = await read("queue", { limit: PAGE, band: byId("queue-band").value, flow: byId("queue-flow").value, cursor: pages.at(-1) });
+    show(page);
+  } catch (fault) {
+    // A cursor may have aged while the page lay open.
+    if (fault.status >= 400 && fault.status < 500 && pages.length > 1) pages.length = 1;
+    say(byId("count-queue"), fault.message);
+  } finally {
+    busy = false;
+  }
+}
+
+function show({ requests, total, cursor, order }) {
+  after = cursor;
+  rows.show(requests);
+  const from = (pages.length - 1) * PAGE;
+  const range = requests.length ? `, ${number(from + 1, 0)} to ${number(from + requests.length, 0)} shown` : "";
+  say(byId("count-queue"), typeof total === "number" ? `${plural(total, "request")}${range}` : range.slice(2));
+  say(byId("order-queue"), order ? `Order: ${order}.` : "");
+  byId("none-queue").hidden = requests.length > 0;
+  byId("queue-back").disabled = pages.length === 1;
+  byId("queue-next").disabled = !cursor;
+}
+
+function turn() {
+  byId("queue-follow").checked = pages.length === 1; // a page further back is not pulled from under the reader
+  load();
+}
+
+/** Starts the browser; `look` is called with the id of a request that was chosen. */
+export function startQueue(look) {
+  lookUp = look;
+  const first = (event) => {
+    event.preventDefault();
+    pages.length = 1;
+    turn();
+  };
+  byId("queue-filter").addEventListener("submit", first);
+  byId("queue-band").addEventListener("change", first);
+  byId("queue-next").addEventListener("click", () => after && (pages.push(after), turn()));
+  byId("queue-back").addEventListener("click", () => pages.length > 1 && (pages.pop(), turn()));
+  new IntersectionObserver(([entry]) => {
+    visible = entry.isIntersecting;
+    if (visible && byId("queue-follow").checked) load();
+  }, { rootMargin: "150px" }).observe(byId("queue"));
+  setInterval(() => visible && !document.hidden && byId("queue-follow").checked && load(), FOLLOW_MS);
+  load();
+}
