@@ -1,7 +1,7 @@
 // The decision log as it is written, newest first.
 
 import { read } from "./api.js";
-import { byId, el, say } from "./dom.js";
+import { byId, el, plain, say } from "./dom.js";
 import { clock, number } from "./format.js";
 
 const MOST = 200;
@@ -40,7 +40,7 @@ function line(entry) {
     `in flight ${number(entry.stock)}, waiting ${number(entry.queued, 0)}`,
     entry.request,
   ];
-  rest.appendChild(el("bdi", "", facts.filter(Boolean).join(" · ")));
+  rest.appendChild(el("bdi", "", plain(facts.filter(Boolean).join(" · "))));
   rest.title = rest.textContent;
   return item;
 }

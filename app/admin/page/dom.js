@@ -16,8 +16,15 @@ export function say(node, text) {
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** A name somebody else chose: the text in isolation (its direction stays its own), whole in the tooltip. */
-export function name(node, text) {
+/** Text of others, with what cannot be seen (controls, changes of direction) written out as `\u202e`. */
+export function plain(text) {
+  const code = (sign) => `\\u${sign.codePointAt(0).toString(16).padStart(4, "0")}`;
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, code);
+}
+
+/** A name somebody else chose: plain, in isolation (its direction stays its own), whole in the tooltip. */
+export function name(node, given) {
+  const text = plain(given);
   let inner = node.firstElementChild;
   if (!inner || inner.tagName !== "BDI") {
     inner = el("bdi");

@@ -1,7 +1,7 @@
 // One request by its id: where it is, why, and how its endpoint was chosen.
 
 import { part, read } from "./api.js";
-import { byId, el } from "./dom.js";
+import { byId, el, plain } from "./dom.js";
 import { number, seconds } from "./format.js";
 
 const FIELDS = [
@@ -44,11 +44,11 @@ export async function lookUp(id) {
 
 function story(request) {
   const parts = [el("h3", "", String(request.state ?? "known").replaceAll("-", " "))];
-  if (request.why) parts.push(el("p", "story", request.why));
+  if (request.why) parts.push(el("p", "story", plain(request.why)));
   const list = el("dl", "pairs");
   for (const [label, of] of FIELDS) {
     const value = of(request);
-    if (value) list.append(el("dt", "", label), el("dd", "", value));
+    if (value) list.append(el("dt", "", label), el("dd", "", plain(value)));
   }
   parts.push(list);
   if (request.explanation) parts.push(...choice(request.explanation));

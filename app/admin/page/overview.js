@@ -1,7 +1,7 @@
 // At a glance: does anybody wait, why, and what becomes of it.
 
 import { Chart, History } from "./chart.js";
-import { byId, el, level, Rows, row, say } from "./dom.js";
+import { byId, el, level, plain, Rows, row, say } from "./dom.js";
 import { number, plural, seconds } from "./format.js";
 
 const history = new History();
@@ -64,7 +64,7 @@ function why(state, flows, oldest) {
   const wait = `${plural(state.queued, "request")} ${state.queued === 1 ? "waits" : "wait"}`;
   const parked = flows.filter((flow) => flow.parked).length;
   const first = flows.reduce((most, flow) => ((flow.oldest_s ?? -1) > (most?.oldest_s ?? -1) ? flow : most), null);
-  const longest = first ? ` Longest: ${seconds(oldest)}, flow “${first.flow}”.` : "";
+  const longest = first ? ` Longest: ${seconds(oldest)}, flow “${plain(first.flow)}”.` : "";
   const late = state.overdue ? ` ${number(state.overdue, 0)} overdue.` : "";
   if (state.degraded) return ["bad", "This replica works without the shared state, within its share of the bounds; what it says of the fleet may be old."];
   if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and whatever comes will.${longest}`];
@@ -87,7 +87,7 @@ function tiles(state, endpoints, replicas, oldest) {
   tile("stock", number(state.stock), `of ${number(state.bounds.upper)} ${state.unit}`);
   tile("queued", number(state.queued, 0), plural(state.active_flows, "flow"));
   tile("oldest", state.queued ? seconds(oldest) : "–", state.overdue ? `${number(state.overdue, 0)} overdue` : "none overdue", state.overdue ? "warn" : "");
-  tile("rate", `${number(state.drain_rate)}/s`, `${number(state.dispatched_total, 0)} in all, ${number(state.guard_dispatches_total, 0)} by the guard`);
+  tile("rate", `${number(state.drain_rate)}/s`, `${number(state.guard_dispatches_total, 0)} ever by the guard`);
   const count = (list, test) => list.filter(test).length;
   const ready = count(endpoints, (each) => each.status === "ready");
   const out = ["drained", "draining", "down"].map((status) => [count(endpoints, (each) => each.status === status), status]);
@@ -104,6 +104,7 @@ function tiles(state, endpoints, replicas, oldest) {
 function facts(state) {
   const shown = [
     ["Pool up for", seconds(state.pool_age_s)],
+    ["Dispatched", number(state.dispatched_total, 0)],
     ["Ended", number(state.ended_total, 0)],
     ["Virtual time", state.bands.map((band) => `${band.band} ${number(band.virtual_time)}`).join(", ")],
     ["Live changes", state.tuned_version ? `version ${state.tuned_version}` : "none"],

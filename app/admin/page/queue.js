@@ -2,10 +2,10 @@
 
 import { part, read } from "./api.js";
 import { offer } from "./changes.js";
-import { byId, el, level, name, Rows, row, say } from "./dom.js";
+import { byId, el, level, name, plain, Rows, row, say } from "./dom.js";
 import { number, plural, seconds } from "./format.js";
 
-const PAGE = 25;
+const PAGE = 15;
 const FOLLOW_MS = 2000;
 
 const pages = [""]; // the cursors of the pages up to the one that is shown
@@ -47,10 +47,10 @@ const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
 async function evict(button, { id, flow, band, age_s: age }) {
   const done = await offer(button, {
     title: "Evict this request?",
-    text: `Request ${id} of flow “${flow}” (${band}) has waited ${seconds(age)}. Its client is answered at once that it was dropped.`,
+    text: `Request ${plain(id)} of flow “${plain(flow)}” (${band}) has waited ${seconds(age)}. Its client is answered at once that it was dropped.`,
     yes: "Evict",
     path: `requests/${part(id)}/evict`,
-    done: `Request ${id} has left the queue.`,
+    done: `Request ${plain(id)} has left the queue.`,
   });
   if (done) await load();
 }

@@ -2,7 +2,7 @@
 
 import { part } from "./api.js";
 import { offer } from "./changes.js";
-import { byId, el, level, name, Rows, row, say } from "./dom.js";
+import { byId, el, level, name, plain, Rows, row, say } from "./dom.js";
 import { number, percent, plural, seconds } from "./format.js";
 
 const LESS = 0.8; // below this part of its fair share a bar changes its colour
@@ -55,7 +55,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 const HOW = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
-  const { tr, cells } = row("addr", "", "n", "n wide", "n", "n wide", "act");
+  const { tr, cells } = row("addr", "", "n", "n wide", "n wide", "n wide", "act");
   const address = cells[0].appendChild(el("span"));
   const adapters = cells[0].appendChild(el("small"));
   const status = cells[1].appendChild(el("span", "state"));
@@ -69,8 +69,8 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       now = endpoint;
       say(address, endpoint.address);
       const loaded = endpoint.adapters ?? [];
-      say(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${loaded.join(", ")}` : "");
-      adapters.title = loaded.join(", ");
+      say(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${plain(loaded.join(", "))}` : "");
+      adapters.title = plain(loaded.join(", "));
       say(status, endpoint.status);
       level(status, HOW[endpoint.status] ?? "warn");
       const fault = endpoint.scrape_fault ? `metrics: ${endpoint.scrape_fault}` : "";
