@@ -13,6 +13,7 @@ _COMMANDS = {
     "serve": ("app.replica_command", "one replica: picker, access log and discovery for Envoy, admin API"),
     "sim": ("app.sim.command", "one simulated model server"),
     "envoy-config": ("app.fleet.envoy_command", "Envoy's bootstrap on stdout"),
+    "top": ("app.top.command", "the fleet on a terminal, live"),
     "audit": ("app.audit.command", "replay the decision log and check what the queue promises"),
     "check": ("app.check_command", "validate a configuration"),
 }

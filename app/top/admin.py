@@ -1,0 +1,112 @@
+"""One replica's admin API, as `picker top` uses it: the stream of events, and changes."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from app.errors import PickerError
+
+_SILENCE_S = 5.0  # a snapshot comes each second
+_CHANGE_S = 5.0
+_MOST_LINE_BYTES = 4 << 20
+
+
+class AdminFault(PickerError):
+    """The API cannot be asked, or refuses; the message is its own where it gave one."""
+
+
+class Admin:
+    """The API at `url` (`http://host:port`, or `host:port`). `token` is for changes.
+
+    Raises:
+        AdminFault: `url` is none.
+    """
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise AdminFault(f"{url!r} is no address of an admin API; http://127.0.0.1:8081 would be one")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._host, self._port = parts.hostname, port
+        self._path = parts.path.rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._token = token
+
+    def snapshots(self) -> Iterator[dict[str, Any]]:
+        """The fleet, each second, until the connection ends. Close the iterator to leave.
+
+        Raises:
+            AdminFault: it refuses, says nothing for 5 s, or what it says cannot be read.
+        """
+        connection = self._connect(_SILENCE_S)
+        try:
+            connection.request("GET", f"{self._path}/api/v1/events", headers={"accept": "text/event-stream"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise AdminFault(self._refusal(answer))
+            yield from _snapshots(answer)
+        except (OSError, http.client.HTTPException, ValueError) as fault:
+            raise AdminFault(f"{self.url}: {fault or type(fault).__name__}") from fault
+        finally:
+            connection.close()
+
+    def change(self, path: str) -> None:
+        """POST `path` (below /api/v1).
+
+        Raises:
+            AdminFault: it was not done; or, after a silence of 5 s, may not have been.
+        """
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        connection = self._connect(_CHANGE_S)
+        try:
+            connection.request("POST", f"{self._path}/api/v1/{path}", headers=headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise AdminFault(self._refusal(answer))
+        except (OSError, http.client.HTTPException) as fault:
+            raise AdminFault(f"{self.url}: {fault or type(fault).__name__}") from fault
+        finally:
+            connection.close()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=timeout_s)
+
+    def _refusal(self, answer: http.client.HTTPResponse) -> str:
+        said = answer.read(_MOST_LINE_BYTES)
+        try:
+            detail = str(json.loads(said)["detail"])
+        except (ValueError, KeyError, TypeError):
+            detail = "no picker's admin API seems to be there"
+        if answer.status == 401:
+            detail += " (PICKER_ADMIN__TOKEN)"
+        return f"{self.url}: {answer.status}, {detail}"
+
+
+def part(text: str) -> str:
+    """`text` as one part of a path."""
+    return quote(text, safe="")
+
+
+def _snapshots(lines: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    event = ""
+    while line := lines.readline(_MOST_LINE_BYTES):
+        if not line.endswith(b"\n"):
+            raise ValueError("an event is too long, or was cut off")
+        name, _, value = line.rstrip(b"\r\n").partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"event":
+            event = value.decode(errors="replace")
+        elif name == b"data" and event == "snapshot":
+            shot = json.loads(value)
+            if not isinstance(shot, dict) or not isinstance(shot.get("state"), dict):
+                raise ValueError("a snapshot without a state")
+            yield shot
+        elif not line.strip():
+            event = ""

@@ -1,0 +1,89 @@
+"""`picker top`: the fleet on a terminal, through one replica's admin API."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from app.top.admin import Admin, AdminFault
+from app.top.feed import Feed
+from app.top.frame import Place, frame
+from app.top.keys import keyboard
+from app.top.operator import Operator
+from app.top.tables import VIEWS
+
+_FIRST_S = 8.0
+_LOOK_S = 0.25
+_HEIGHT = 24  # of a frame that goes to no terminal
+_TOKEN = "PICKER_ADMIN__TOKEN"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="a replica's (default: %(default)s)")
+    add("--once", action="store_true", help="print one frame and end")
+    add(
+        "--view",
+        choices=[view.name for view in VIEWS],
+        default="flows",
+        help="the first (default: %(default)s)",
+    )
+    parser.epilog = f"Changes need the fleet's token, where there is one, in {_TOKEN}."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when the operator leaves, or after the one frame.
+
+    Raises:
+        AdminFault: there is no first frame: the replica cannot be asked; or no terminal to show it on.
+    """
+    admin = Admin(args.admin, os.environ.get(_TOKEN))
+    console = Console()
+    view = next(at for at, each in enumerate(VIEWS) if each.name == args.view)
+    if args.once:
+        return _once(admin, console, view)
+    if not (sys.stdin.isatty() and console.is_terminal):
+        raise AdminFault("picker top needs a terminal; --once prints one frame to anything")
+    signal.signal(signal.SIGTERM, _leave)
+    with contextlib.suppress(KeyboardInterrupt):  # one of the ways to leave
+        _follow(admin, console, view)
+    return 0
+
+
+def _once(admin: Admin, console: Console, view: int) -> int:
+    with Feed(admin) as feed:
+        news = feed.first(_FIRST_S)
+    if news.shot is None:
+        raise AdminFault(news.fault or f"{admin.url} said nothing for {_FIRST_S:g} s")
+    height = console.height - 1 if console.is_terminal else _HEIGHT
+    console.print(frame(news, Place(view), url=admin.url, width=console.width, height=height))
+    return 0
+
+
+def _follow(admin: Admin, console: Console, view: int) -> None:
+    operator = Operator(admin.change)
+    operator.place = Place(view)
+    with (
+        Feed(admin) as feed,
+        keyboard() as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        feed.first(_LOOK_S)
+        while not operator.leaving:
+            news = feed.news()
+            shown = frame(news, operator.place, url=admin.url, width=console.width, height=console.height)
+            live.update(shown, refresh=True)
+            pressed = keys.pressed(_LOOK_S)
+            if pressed == "gone":
+                return
+            for key in pressed:
+                operator.press(key, news.shot)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # through the context managers, so that the terminal is put back
