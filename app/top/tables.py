@@ -12,14 +12,15 @@ from app.top.words import NONE, bar, number, percent, plain, seconds
 Thing = Mapping[str, Any]
 ViewName = Literal["flows", "workloads", "endpoints", "replicas"]
 _BAR_CELLS = 12
+_ROOMY = 124  # cells: room for every column
 _LESS = 0.8  # a flow below this part of its fair share stands out
 _STYLES = {"ready": "green", "live": "green", "draining": "yellow", "drained": "yellow", "down": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """In cells, `least` is the narrowest it may become (never less than its title) and `most` the widest on a terminal of 80 columns (it
-    takes half of what there is beyond); one with `wide` is left out below 100 columns."""
+    """Widths are in cells: the narrowest it may become (never less than its title), and the widest on a
+    terminal that has no room to spare. One with `wide` is left out where there is no room for all."""
 
     title: str
     right: bool = False
@@ -41,12 +42,12 @@ class View:
 
 def table(view: View, shot: Thing, *, first: int, rows: int, selected: int | None, width: int) -> Table:
     """Rows `first` to `first + rows` of a view; `selected` is the row to stand out."""
-    shown = [at for at, column in enumerate(view.columns) if width >= 100 or not column.wide]
+    shown = [at for at, column in enumerate(view.columns) if width >= _ROOMY or not column.wide]
     made = Table(box=None, expand=True, padding=(0, 1), pad_edge=False, header_style="dim")
     for at in shown:
         column = view.columns[at]
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        most = column.most and column.most + max(0, width - 80) // 2
+        most = column.most and column.most + max(0, width - _ROOMY) // 2
         made.add_column(
             column.title,
             justify=justify,
