@@ -25,7 +25,8 @@ function draw() {
   asked = true;
   requestAnimationFrame(() => {
     asked = false;
-    const { state } = latest;
+    const { at, state } = latest;
+    byId("main").dataset.at = at; // which snapshot is on the page
     say(byId("pool"), state.pool);
     say(byId("replica"), state.replica);
     document.title = `${state.queued} waiting · ${state.pool} · Picker Fleet`;

@@ -1,0 +1,143 @@
+"""The dashboard in a real browser, and what every test of it demands of it.
+
+No console error, no failed script and no request to anywhere but the replica's own admin API: checked when
+the page is closed, whatever the test was about.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from playwright.async_api import Browser, ConsoleMessage, Locator, Page, async_playwright
+
+CHROMIUM = "/usr/bin/chromium"
+_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE_MS = 20_000
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    """A headless Chromium; .ci/packages brings it."""
+    assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
+    async with async_playwright() as driver:
+        running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+class Dashboard:
+    """One open page. `allowed` are parts of console messages that a test provokes."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.asked: list[str] = []
+        self.faults: list[str] = []
+        self.allowed: list[str] = []
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("pageerror", lambda fault: self.faults.append(str(fault)))
+        page.on("console", self._heard)
+        page.set_default_timeout(PATIENCE_MS)
+
+    def _heard(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.faults.append(message.text)
+
+    async def open(self) -> None:
+        """Go there and wait for the first figures."""
+        await self.page.goto(self.url)
+        await self.until("document.getElementById('main').dataset.at !== undefined")
+
+    async def until(self, condition: str, argument: Any = None) -> None:
+        """Wait until a JavaScript expression holds; of `argument`, if it takes one."""
+        await self.page.wait_for_function(condition, arg=argument)
+
+    async def text(self, selector: str) -> str:
+        return (await self.page.locator(selector).first.inner_text()).strip()
+
+    async def says(self, selector: str, part: str) -> None:
+        """Wait until an element contains a text."""
+        await self.until(
+            "([selector, part]) => document.querySelector(selector)?.textContent.includes(part)",
+            [selector, part],
+        )
+
+    def row(self, table: str, part: str) -> Locator:
+        """The row of a table (flows, queue, …) in which `part` is written."""
+        return self.page.locator(f"#rows-{table} tr", has_text=part)
+
+    async def confirm(self, yes: str) -> None:
+        """Answer the question that is open with the button of this name."""
+        await self.page.locator("dialog#confirm[open]").get_by_role("button", name=yes, exact=True).click()
+
+    def check(self) -> None:
+        strangers = [url for url in self.asked if not url.startswith((self.url, "data:"))]
+        assert strangers == [], "the page asked elsewhere"
+        rest = [fault for fault in self.faults if not any(part in fault for part in self.allowed)]
+        assert rest == [], "the page had errors"
+
+
+@asynccontextmanager
+async def dashboard(fleet: Any, replica: int = 0, **options: Any) -> AsyncIterator[Dashboard]:
+    """A replica's dashboard, open and with figures; `options` are those of a browser's page."""
+    async with browser() as chromium:
+        page = await chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        shown = Dashboard(page, f"{fleet.state['replicas'][replica]['admin']}/")
+        await shown.open()
+        yield shown
+        shown.check()
+
+
+class Snapshots:
+    """A second listener of the same replica, whose listeners all get the same: snapshots by their time."""
+
+    def __init__(self) -> None:
+        self.by_time: dict[float, dict[str, Any]] = {}
+        self._news = asyncio.Condition()
+
+    async def read(self, url: str) -> None:
+        event = ""
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=20.0) as client,
+            client.stream("GET", f"{url}/api/v1/events") as answer,
+        ):
+            async for line in answer.aiter_lines():
+                key, _, value = line.partition(": ")
+                if key == "event":
+                    event = value
+                elif key == "data" and event == "snapshot":
+                    shot = json.loads(value)
+                    async with self._news:
+                        self.by_time[shot["at"]] = shot
+                        self._news.notify_all()
+
+    async def taken(self, at: float) -> dict[str, Any]:
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: at in self.by_time)
+            return self.by_time[at]
+
+
+@asynccontextmanager
+async def listening(fleet: Any, replica: int = 0) -> AsyncIterator[Snapshots]:
+    """The snapshots of a replica, from now on."""
+    snapshots = Snapshots()
+    task = asyncio.create_task(snapshots.read(fleet.state["replicas"][replica]["admin"]))
+    try:
+        yield snapshots
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=5)

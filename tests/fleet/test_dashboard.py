@@ -1,0 +1,384 @@
+"""The dashboard of a real fleet in a real browser: what it shows is so, and what it offers works."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from dashboard_page import Dashboard, dashboard, listening
+from fleet_load import PATIENT, at_rest, shared
+
+SLOW = ("--no-restart", "--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
+CONFIG = {
+    "decision_log": {"enabled": True},
+    "objectives": [{"name": "gold", "criticality": "Critical"}],
+    "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
+}
+XSS = "<img src=x onerror=window.owned=1>"
+
+
+async def post(fleet: Any, path: str) -> None:
+    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        answer = await client.post(f"{fleet.state['replicas'][0]['admin']}/api/v1/{path}")
+    assert answer.status_code == 200, answer.text
+
+
+async def ask(client: httpx.AsyncClient, flow: str, objective: str = "", workload: str = "") -> int:
+    headers = {"x-gateway-inference-fairness-id": flow}
+    if objective:
+        headers["x-gateway-inference-objective"] = objective
+    if workload:
+        headers["x-workload-context"] = workload
+    body = {"model": "llama", "prompt": flow, "max_tokens": 2}
+    return (await client.post("/v1/completions", json=body, headers=headers)).status_code
+
+
+@asynccontextmanager
+async def waiting(fleet: Any, *flows: str, objective: str = "", workload: str = "") -> AsyncIterator[None]:
+    """A paused fleet with one request a flow in its queue; all of it is gone on leaving."""
+    await post(fleet, "pause")
+    async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        for flow in flows:
+            tasks.create_task(ask(client, flow, objective, workload))
+        try:
+            await queued(fleet, len(flows))
+            yield
+        finally:
+            await post(fleet, "resume")
+    await at_rest(fleet)
+
+
+async def queued(fleet: Any, count: int) -> None:
+    async def look() -> bool:
+        return bool((await shared(fleet))["queued"] == count)
+
+    await fleet.eventually(look, what=f"{count} queued")
+
+
+async def status_of(fleet: Any, address: str) -> str:
+    listed = (await fleet.admin("/api/v1/endpoints", 1)).json()
+    return str(next(each["status"] for each in listed if each["address"] == address))
+
+
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    """A fleet that every test leaves as it found it."""
+    return shared_fleet(*SLOW, config=CONFIG)
+
+
+# JavaScript: what is on the page, and of which snapshot.
+SHOWN = """() => {
+  const text = (id) => document.getElementById(id).textContent;
+  const rows = (id, ...cells) => [...document.querySelectorAll(`#rows-${id} tr`)].map(
+    (row) => cells.map((at) => row.cells[at].textContent));
+  return {
+    at: document.getElementById('main').dataset.at, queued: text('tile-queued'), stock: text('tile-stock'),
+    bands: rows('bands', 0, 1), flows: rows('flows', 0, 1, 2), endpoints: rows('endpoints', 0, 1, 2),
+    replicas: rows('replicas', 0, 1),
+  };
+}"""
+
+
+async def test_what_is_shown_under_load_is_what_the_api_says(here: Any) -> None:
+    # Given three flows, each with eight clients that ask again and again
+    done = asyncio.Event()
+
+    async def client_of(http: httpx.AsyncClient, flow: str) -> None:
+        while not done.is_set():
+            assert await ask(http, flow, objective="gold" if flow == "one" else "") == 200
+
+    async with here.client(**PATIENT) as http, asyncio.TaskGroup() as tasks:
+        for flow in ("one", "two", "three") * 8:
+            tasks.create_task(client_of(http, flow))
+        try:
+            # When a browser and another listener follow the same replica
+            async with listening(here) as snapshots, dashboard(here) as page:
+                await page.until("Number(document.getElementById('tile-queued').textContent) > 5")
+                seen, busy = set(), 0
+                while len(seen) < 4:
+                    shown = await page.page.evaluate(SHOWN)
+                    if shown["at"] in seen:
+                        await page.until(
+                            "(at) => document.getElementById('main').dataset.at !== at", shown["at"]
+                        )
+                        continue
+                    seen.add(shown["at"])
+                    # Then every figure is the one of the API, of the same moment
+                    shot = await snapshots.taken(float(shown["at"]))
+                    state = shot["state"]
+                    assert shown["queued"] == str(state["queued"])
+                    assert float(shown["stock"]) == pytest.approx(state["stock"], abs=0.06)
+                    assert shown["bands"] == [[each["band"], str(each["queued"])] for each in state["bands"]]
+                    assert shown["flows"] == [
+                        [flow["flow"], flow["band"], str(flow["queued"])] for flow in shot["flows"]
+                    ]
+                    assert [row[2] for row in shown["endpoints"]] == [
+                        str(each["in_flight"]) for each in shot["endpoints"]
+                    ]
+                    assert len(shown["replicas"]) == len(shot["replicas"]) == 3
+                    busy += bool(shot["flows"])
+                assert busy
+                assert await page.text("#connection") == "live"
+                await page.says("#why", "wait")
+        finally:
+            done.set()
+    await at_rest(here)
+
+
+async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here: Any) -> None:
+    # Given a paused fleet with a queue, when another replica's page is opened
+    async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
+        # Then flows and totals are those of any replica's API
+        await page.says("#why", "paused by an operator: 4 requests wait")
+        listed = (await here.admin("/api/v1/flows", 0)).json()["flows"]
+        assert sorted((flow["flow"], flow["queued"]) for flow in listed) == [("gold", 3), ("silver", 1)]
+        shown = await page.page.evaluate(SHOWN)
+        assert sorted(map(tuple, shown["flows"])) == [("gold", "Default", "3"), ("silver", "Default", "1")]
+        # And the queue's page has the requests in the API's order; a filter narrows it
+        order = [each["id"] for each in (await here.admin("/api/v1/queue", 1)).json()["requests"]]
+        await page.until("() => document.querySelectorAll('#rows-queue tr').length === 4")
+        assert await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts() == order
+        await page.page.fill("#queue-flow", "silver")
+        await page.page.keyboard.press("Enter")
+        await page.says("#count-queue", "1 request")
+        assert await page.text("#rows-queue tr td:nth-child(3)") == "silver"
+        # And a request is found by its id, with where it is and why
+        await page.page.locator("#rows-queue tr button.link").click()
+        await page.says("#lookup-answer h3", "queued")
+        await page.says("#lookup-answer", "silver")
+
+
+async def test_pause_and_resume_ask_first_and_work(here: Any) -> None:
+    async with dashboard(here) as page:
+        # Given a fleet that dispatches, when the question is refused
+        await page.page.click("#pause")
+        await page.confirm("Cancel")
+        # Then nothing has changed
+        assert not (await shared(here))["paused"]
+        # When it is confirmed, then the fleet is paused, and the page says so
+        await page.page.click("#pause")
+        await page.confirm("Pause")
+        await page.says("#toast", "stopped dispatching")
+        assert (await shared(here, 1))["paused"]
+        await page.says("#pause", "Resume dispatch")
+        await page.says("#why", "paused by an operator")
+        # And the way back
+        await page.page.click("#pause")
+        await page.confirm("Resume")
+        await page.says("#pause", "Pause dispatch")
+        assert not (await shared(here, 1))["paused"]
+
+
+async def test_drain_and_undrain_work(here: Any) -> None:
+    address = here.state["endpoints"][0]["address"]
+    async with dashboard(here) as page:
+        await page.page.get_by_role("button", name=f"Drain {address}", exact=True).click()
+        await page.confirm("Drain")
+        await page.says("#toast", "gets nothing new")
+        assert await status_of(here, address) == "drained"
+        await page.page.get_by_role("button", name=f"Undrain {address}", exact=True).click()
+        await page.confirm("Undrain")
+        await page.says("#toast", "takes requests again")
+        assert await status_of(here, address) != "drained"
+        await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
+
+
+async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any) -> None:
+    async with waiting(here, "keep", "drop"), dashboard(here) as page:
+        # When one request is evicted, then it leaves the queue, and its row the page
+        await page.row("queue", "drop").get_by_role("button", name="Evict").click()
+        await page.confirm("Evict")
+        await page.says("#toast", "has left the queue")
+        await queued(here, 1)
+        await page.row("queue", "drop").wait_for(state="detached")
+        # When another is gone before the question is answered, then the page says what the API says
+        (left,) = (await here.admin("/api/v1/queue")).json()["requests"]
+        await page.row("queue", "keep").get_by_role("button", name="Evict").click()
+        await post(here, f"requests/{left['id']}/evict")
+        page.allowed.append("404")
+        await page.confirm("Evict")
+        await page.says("#toast", "no such request waits")
+
+
+async def test_the_token_is_asked_for_kept_for_the_tab_and_asked_again_when_wrong(fleet: Any) -> None:
+    # Given a fleet with a token
+    guarded = fleet(*SLOW, "--replicas", "1", config={"admin": {"token": "open-sesame"}})
+    async with dashboard(guarded) as page:
+        page.allowed.append("401")
+        # When a change is made without one, and then with a wrong one
+        await page.page.click("#pause")
+        await page.confirm("Pause")
+        await page.says("#token-title", "asks for its token")
+        await page.page.fill("#token", "wrong")
+        await page.page.keyboard.press("Enter")
+        # Then it is asked for again, and the right one makes the change
+        await page.says("#token-title", "not right")
+        await page.page.fill("#token", "open-sesame")
+        await page.page.keyboard.press("Enter")
+        await page.says("#toast", "stopped dispatching")
+        assert (await shared(guarded))["paused"]
+        # And the next change asks for none; the token is nowhere that outlives the tab
+        await page.says("#pause", "Resume dispatch")
+        await page.page.click("#pause")
+        await page.confirm("Resume")
+        await page.says("#toast", "dispatches again")
+        assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
+
+
+async def test_the_keyboard_is_enough(here: Any) -> None:
+    async with dashboard(here) as page:
+        focused = "document.activeElement.id || document.activeElement.className"
+        keys = page.page.keyboard
+        # Given a page just opened, when tabbing, then the way past the header comes first
+        await keys.press("Tab")
+        assert await page.page.evaluate(focused) == "skip"
+        await keys.press("Tab")
+        assert await page.page.evaluate(focused) == "pause"
+        # And where the focus is can be seen
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert await page.page.evaluate(outline) == "solid"
+        # When the question is opened, then no is the answer at hand, and Escape is no, too
+        await keys.press("Enter")
+        await page.page.locator("dialog#confirm[open]").wait_for()
+        assert await page.page.evaluate("document.activeElement.textContent") == "Cancel"
+        await keys.press("Escape")
+        assert await page.page.evaluate(focused) == "pause"
+        # And yes is one key further; the focus comes back to the button
+        await keys.press("Enter")
+        await keys.press("Tab")
+        await keys.press("Enter")
+        await page.says("#toast", "stopped dispatching")
+        await page.until("document.activeElement.id === 'pause'")
+        await page.says("#pause", "Resume dispatch")
+        await keys.press("Enter")
+        await keys.press("Tab")
+        await keys.press("Enter")
+        await page.says("#toast", "dispatches again")
+        # And an endpoint's button keeps the focus while figures come in
+        button = page.page.locator("#rows-endpoints button").first
+        await button.focus()
+        at = await page.page.evaluate("document.getElementById('main').dataset.at")
+        await page.until("(at) => document.getElementById('main').dataset.at !== at", at)
+        assert await button.evaluate("(node) => node === document.activeElement")
+    assert not (await shared(here))["paused"]
+
+
+async def test_names_of_clients_are_text_whatever_they_say(here: Any) -> None:
+    # Given a flow and a workload whose names are markup
+    workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'
+    async with waiting(here, XSS, workload=workload), dashboard(here) as page:
+        # When they are shown everywhere that names are shown
+        await page.row("flows", XSS).wait_for()
+        await page.row("queue", XSS).wait_for()
+        await page.says("#why", XSS)
+        await page.says("#rows-workloads", "<script>window.owned=2</script>")
+        await page.says("#rows-decisions", "queued")
+        await page.page.locator("#rows-queue button.link").click()
+        await page.says("#lookup-answer", XSS)
+        await page.page.locator("#rows-queue button", has_text="Evict").click()
+        await page.says("#confirm-text", XSS)
+        await page.confirm("Cancel")
+        # Then they are text: no element of theirs exists, and nothing of theirs ran
+        assert await page.page.locator("img, main script").count() == 0
+        assert await page.page.evaluate("window.owned") is None
+
+
+async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any) -> None:
+    long = "a-flow-with-a-name-that-no-phone-has-room-for-" * 4
+    for width in (390, 1280):
+        async with (
+            waiting(here, long, "short"),
+            dashboard(here, viewport={"width": width, "height": 844}) as page,
+        ):
+            await page.row("queue", "short").wait_for()
+            await page.row("flows", "short").wait_for()
+            await page.page.locator("#rows-queue button.link").first.click()
+            await page.says("#lookup-answer h3", "queued")
+            assert await page.page.evaluate("document.documentElement.scrollWidth") <= width
+            # And what it is operated with lies within the screen
+            for box in [
+                await each.bounding_box() for each in await page.page.locator("button:visible").all()
+            ]:
+                assert box is not None
+                assert box["x"] >= 0
+                assert box["x"] + box["width"] <= width
+
+
+async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(here: Any) -> None:
+    names = [f"flow-{number}" for number in range(120)]
+    async with waiting(here, *names), dashboard(here) as page:
+        await page.says("#count-flows", "the first 50 of 120")
+        assert await page.page.locator("#rows-flows tr").count() == 50
+        assert await page.text("#tile-queued") == "120"
+        # And the queue is turned page by page until each request was seen once
+        seen: list[str] = []
+        while True:
+            seen += await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts()
+            if await page.page.locator("#queue-next").is_disabled():
+                break
+            await page.page.click("#queue-next")
+            await page.says("#count-queue", f" {len(seen) + 1} to")
+        assert len(seen) == len(set(seen)) == 120
+
+
+async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here: Any) -> None:
+    async with dashboard(here) as page:
+        await page.says("#connection", "live")
+        pid = int(here.state["replicas"][0]["pid"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await page.says("#connection", "stale since")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await page.says("#connection", "live")
+
+
+async def test_a_page_whose_stream_broke_connects_again(here: Any) -> None:
+    async with dashboard(here) as page:
+        page.allowed.append("ERR_INTERNET_DISCONNECTED")
+        # Given a connection that is lost
+        await page.page.context.set_offline(True)
+        await page.page.evaluate("window.dispatchEvent(new Event('offline'))")
+        await page.says("#connection", "stale since")
+        # When the network is there again, then so are the figures
+        await page.page.context.set_offline(False)
+        await page.says("#connection", "live")
+
+
+async def test_decisions_come_as_they_are_made_and_can_be_held(here: Any) -> None:
+    async with dashboard(here) as page, here.client(**PATIENT) as client:
+        assert await ask(client, "seen") == 200
+        await page.says("#rows-decisions", "seen")
+        # When the list is held, then it stays as it is and what comes is counted
+        await page.page.click("#decisions-hold")
+        assert await ask(client, "unseen") == 200
+        await page.until("() => /held, [1-9]/.test(document.getElementById('count-decisions').textContent)")
+        assert "unseen" not in await page.text("#rows-decisions")
+        # And let go, it has what was missed
+        await page.page.click("#decisions-hold")
+        await page.says("#rows-decisions", "unseen")
+
+
+async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any) -> None:
+    without = fleet(*SLOW, "--replicas", "1", config={"decision_log": {"enabled": False}})
+    async with dashboard(without, color_scheme="dark") as page:
+        await page.says("#none-decisions", "decision_log: {enabled: true}")
+        # And the theme is the system's until it is changed by hand
+        theme = "document.documentElement.dataset.theme"
+        assert await page.page.evaluate(theme) == "dark"
+        await page.page.click("#theme")
+        assert await page.page.evaluate(theme) == "light"
+        await page.page.reload()
+        await page.until(f"{theme} === 'light'")
+
+
+async def test_charts_have_their_figures_in_words(here: Any) -> None:
+    async with waiting(here, "one", "two"), dashboard(here) as page:
+        await page.says("#text-queued", "2 requests now")
+        await page.says("#text-stock", "never above 4.4")
+        assert await page.page.locator("#chart-stock path.line").count() == 1
+        assert isinstance(page, Dashboard)
