@@ -15,9 +15,13 @@ from typing import Any
 from app.admin import api
 from app.admin import server as admin_server
 from app.admin.fleet_controls import FleetControls
+from app.admin.fleet_lists import FleetLists
 from app.admin.fleet_view import FleetView
+from app.admin.standing import Lookout
+from app.admission.introduction import Introduction
 from app.admission.membership import Membership
 from app.admission.probes import Probes
+from app.admission.service import ServiceMeter
 from app.admission.shared import SharedGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
@@ -105,6 +109,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             clock=asyncio.get_running_loop().time,
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
+    service = ServiceMeter()
     gate = SharedGate(
         store,
         metrics=metrics,
@@ -113,8 +118,9 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         on_unknown_pool=lambda: membership.poke(),
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
+        service=service,
     )
-    about = {"host": socket.gethostname()}
+    about = Introduction(gate, service, asyncio.get_running_loop().time)
     membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
     door = Door(gate)
     intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
@@ -126,16 +132,21 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         settings.extproc,
         extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
     )
-    view = FleetView(store, membership, scraping.board, chooser, replica=replica, pool=settings.pool)
+    lookout = Lookout(store, settings.leases.replica_silence)
+    view = FleetView(
+        store, membership, scraping.board, latencies, lookout, replica=replica, pool=settings.pool
+    )
+    lists = FleetLists(store, membership, lookout, chooser, replica)
     controls = FleetControls(store, membership, settings)
     stopping = _on_signal()
     source = source_of(settings.discovery)
 
     port = await grpc_server.start()
     try:
-        api_app = api.create(view, controls, metrics, settings)
+        api_app = api.create(view, lists, controls, metrics, settings)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
+            about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:
                 start(store.run(), "redis-link")

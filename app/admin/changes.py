@@ -1,8 +1,6 @@
 """The routes that change the fleet, and the configuration they change."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -11,8 +9,8 @@ from starlette.requests import ClientDisconnect
 
 from app.admin.guard import Guard
 from app.admin.models import Config, Dispatch, Drained, Eviction, Problem
+from app.admin.problems import Refused, in_time
 from app.admin.view import Controls
-from app.errors import StateUnavailable
 
 _CHANGE_S = 3.0  # a change is a few calls of the shared state
 _BODY_S = 5.0
@@ -44,7 +42,7 @@ def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
     @reading.get("/config")
     async def config() -> Config:
         """The configuration in force, and the live changes in it."""
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             return Config.model_validate(await controls.config())
 
     @changing.patch(
@@ -58,32 +56,32 @@ def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
         The body is a partial settings tree; null takes a change back. All of it takes effect, or nothing.
         """
         patch = await _read(request)
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             return Config.model_validate(await controls.change(patch))
 
     @changing.post("/pause")
     async def pause() -> Dispatch:
         """Stop dispatching: arrivals wait or are refused, what runs goes on."""
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             return Dispatch.model_validate(await controls.pause(True))
 
     @changing.post("/resume")
     async def resume() -> Dispatch:
         """Go on dispatching."""
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             return Dispatch.model_validate(await controls.pause(False))
 
     @changing.post(
-        "/requests/{request_id}/evict", responses={status: {"model": Problem} for status in (404, 409)}
+        "/requests/{request_id:path}/evict", responses={status: {"model": Problem} for status in (404, 409)}
     )
     async def evict(request_id: str) -> Eviction:
         """Take a request out of the queue; its client is answered at once."""
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             result = await controls.evict(request_id)
         if result == "running":
-            raise HTTPException(409, "the request has left the queue already")
+            raise Refused(409, "request_running", "the request has left the queue already")
         if result != "evicted":
-            raise HTTPException(404, "no such request waits")
+            raise Refused(404, "unknown_request", "no such request waits")
         return Eviction(id=request_id)
 
     @changing.post("/endpoints/{address}/drain", responses={404: {"model": Problem}})
@@ -97,22 +95,13 @@ def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
         return await _drain(address, False)
 
     async def _drain(address: str, on: bool) -> Drained:
-        async with _in_time():
+        async with in_time(_CHANGE_S):
             if not await controls.drain(address, on):
-                raise HTTPException(404, f"no endpoint {address}")
+                raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
         return Drained(address=address, drained=on)
 
     app.include_router(reading)
     app.include_router(changing)
-
-
-@asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(_CHANGE_S):
-            yield
-    except TimeoutError:
-        raise StateUnavailable(f"the shared state did not answer within {_CHANGE_S:g} s") from None
 
 
 async def _read(request: Request) -> dict[str, Any]:

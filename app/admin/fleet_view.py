@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from app.admin import shown
+from app.admin.standing import Lookout
 from app.admission.membership import Membership
 from app.endpoints.snapshot import Endpoint
-from app.scheduling.chooser import LeastLoaded
+from app.scheduling.latency import LatencyBook, LatencyStats
 from app.scraping.board import MetricsBoard, Reading
 from app.state.store import Store
 
@@ -21,7 +23,8 @@ class FleetView:
         store: Store,
         membership: Membership,
         board: MetricsBoard,
-        chooser: LeastLoaded,
+        latencies: LatencyBook,
+        lookout: Lookout,
         *,
         replica: str,
         pool: str,
@@ -29,11 +32,23 @@ class FleetView:
         self._store = store
         self._membership = membership
         self._board = board
-        self._chooser = chooser
+        self._latencies = latencies
+        self._lookout = lookout
         self._identity = {"replica": replica, "pool": pool}
 
     async def state(self) -> dict[str, Any]:
-        return {**self._identity, **await self._membership.state()}
+        state = await self._membership.state()
+        standing = await self._lookout.standing()
+        settings = self._membership.effective.settings
+        queue = settings.fair_request_queue
+        weights = queue.band_weights if queue.band_policy == "weighted" else None
+        return {
+            **self._identity,
+            **state,
+            "unit": settings.request_queue_controller.unit,
+            "bands": shown.bands(state, standing, weights),
+            "pool_age_s": max(0.0, (state["now_us"] - state["born_us"]) / 1e6) if state["born_us"] else 0.0,
+        }
 
     async def endpoints(self) -> list[dict[str, Any]]:
         in_flight = (await self._membership.state())["in_flight"]
@@ -45,13 +60,10 @@ class FleetView:
                 "status": _status(endpoint),
                 "in_flight": in_flight.get(endpoint.address, 0),
                 **_scraped(readings.get(endpoint.address)),
+                **_latency(self._latencies.stats(endpoint.address)),
             }
             for endpoint in await self._store.endpoints()
         ]
-
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        found = self._chooser.explain(request_id)
-        return None if found is None else found.to_dict()
 
     def ready(self) -> tuple[bool, dict[str, str]]:
         pulse = self._membership.pulse
@@ -75,6 +87,12 @@ def _status(endpoint: Endpoint) -> str:
     return "draining" if endpoint.draining else "ready"
 
 
+def _latency(stats: LatencyStats | None) -> dict[str, float]:
+    if stats is None:
+        return {}
+    return {"latency_mean_s": shown.rounded(stats.mean_s), "latency_std_s": shown.rounded(stats.std_s)}
+
+
 def _scraped(reading: Reading | None) -> dict[str, Any]:
     """What the endpoint's own metrics page said last."""
     if reading is None:
@@ -85,6 +103,8 @@ def _scraped(reading: Reading | None) -> dict[str, Any]:
         "running": metrics.running,
         "kv_utilisation": metrics.kv_utilisation,
         "adapters": sorted(metrics.active_adapters),
+        "waiting_adapters": sorted(metrics.waiting_adapters),
+        "max_adapters": metrics.max_adapters,
         "scraped_s_ago": round(reading.age_s, 3),
         "scrape_fault": metrics.fault,
     }

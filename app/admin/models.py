@@ -11,13 +11,47 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "stock": 7,
     "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8},
     "ready_backends": 4,
-    "queue_length": {"Critical": 0, "Default": 3, "Sheddable": 12},
-    "active_flows": 2,
+    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
+    "active_flows": 3,
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
     "paused": False,
     "tuned_version": "2",
+    "unit": "requests",
+    "bands": [
+        {
+            "band": "Critical",
+            "queued": 1,
+            "virtual_time": 0.0,
+            "active_flows": 1,
+            "oldest_s": 0.1,
+            "weight": 70,
+        },
+        {
+            "band": "Default",
+            "queued": 3,
+            "virtual_time": 41.5,
+            "active_flows": 1,
+            "oldest_s": 0.6,
+            "weight": 20,
+        },
+        {
+            "band": "Sheddable",
+            "queued": 12,
+            "virtual_time": 18,
+            "active_flows": 1,
+            "oldest_s": 4,
+            "weight": 10,
+        },
+    ],
+    "queued": 16,
+    "overdue": 2,
+    "dispatched_total": 120431,
+    "guard_dispatches_total": 96,
+    "ended_total": 130210,
+    "drain_rate": 41.2,
+    "pool_age_s": 86400.0,
 }
 _CONFIG_EXAMPLE: dict[str, Any] = {
     "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
@@ -35,6 +69,19 @@ class Bounds(BaseModel):
     lower: float = Field(description="dispatch runs while the stock is below it")
     watermark: float = Field(description="the stock that is aimed at")
     upper: float = Field(description="the stock is never above it")
+
+
+class BandState(BaseModel):
+    """One band of the queue."""
+
+    band: Literal["Critical", "Default", "Sheddable"]
+    queued: int
+    virtual_time: float
+    active_flows: int
+    oldest_s: float | None = Field(
+        description="age of its oldest waiting request; null: none waits, or not known"
+    )
+    weight: float | None = Field(description="null unless `band_policy: weighted`")
 
 
 class State(BaseModel):
@@ -55,6 +102,15 @@ class State(BaseModel):
     in_flight: dict[str, int] = Field(default_factory=dict, description="requests by endpoint (ip:port)")
     paused: bool = Field(False, description="nothing is dispatched and nothing goes past the queue")
     tuned_version: str = Field("", description="of the live changes; empty while there never was one")
+    unit: Literal["requests", "tokens"] = Field("requests", description="what the stock counts")
+    bands: list[BandState] = Field(default_factory=list)
+    queued: int = Field(0, description="waiting requests of all bands")
+    overdue: int = Field(0, description="of these, past their starvation threshold")
+    dispatched_total: int = Field(0, description="grants in this life of the pool")
+    guard_dispatches_total: int = Field(0, description="of these, by the starvation guard")
+    ended_total: int = Field(0, description="requests that have ended, whatever way")
+    drain_rate: float = Field(0.0, description="dispatches a second, smoothed")
+    pool_age_s: float = Field(0.0, description="since this life of the pool began")
 
 
 class Config(BaseModel):
@@ -84,18 +140,6 @@ class Eviction(BaseModel):
     result: Literal["evicted"] = "evicted"
 
 
-class Explanation(BaseModel):
-    """Why a request went where it went."""
-
-    model_config = ConfigDict(extra="allow")
-
-    request_id: str
-    chosen: list[str] = Field(description="endpoint and fallbacks, in the order of the answer")
-    candidates: list[dict[str, Any]] = Field(description="best first, with each scorer's part")
-    excluded: dict[str, str] = Field(description="who was filtered out, and why")
-    weights: dict[str, float] = Field(description="of the scorers, normalised")
-
-
 class Drained(BaseModel):
     """Whether an operator keeps new requests from an endpoint."""
 
@@ -116,6 +160,12 @@ class Endpoint(BaseModel):
     running: float | None = Field(None, description="of its own metrics page")
     kv_utilisation: float | None = Field(None, description="of its own metrics page, 0 to 1")
     adapters: list[str] = Field(default_factory=list, description="LoRA adapters it runs")
+    waiting_adapters: list[str] = Field(default_factory=list, description="LoRA adapters that wait for room")
+    max_adapters: int | None = Field(None, description="LoRA adapters it can run at once")
+    latency_mean_s: float | None = Field(
+        None, description="of its last 100 completions; with `latency` scoring"
+    )
+    latency_std_s: float | None = Field(None, description="their standard deviation")
     scraped_s_ago: float | None = Field(None, description="age of these figures; null: never scraped")
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
 
@@ -140,10 +190,25 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """A fault, as RFC 9457 has it."""
+    """A fault, as RFC 9457 has it; `application/problem+json`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "type": "about:blank",
+                "title": "Not Found",
+                "status": 404,
+                "code": "unknown_flow",
+                "detail": "GET /api/v1/flows/gold: no request of this flow waits",
+                "instance": "/api/v1/flows/gold",
+            }
+        },
+        extra="allow",
+    )
 
     type: str = "about:blank"
     title: str
     status: int
+    code: str = Field(description="names the fault for programs")
     detail: str
     instance: str = Field(description="the path that was asked")

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from app.request import Band
+
 
 class StateView(Protocol):
     """A replica's insight into the fleet, its parts and itself."""
@@ -19,10 +21,6 @@ class StateView(Protocol):
         """Every endpoint, of the shape of `app.admin.models.Endpoint`. Raises as `state` does."""
         ...
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a request of late went where it went, if this replica placed it and picks by scores."""
-        ...
-
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and each component's `ok` or what is wrong with it."""
         ...
@@ -30,6 +28,31 @@ class StateView(Protocol):
     def identity(self) -> dict[str, str]:
         """Who this replica is: at least `replica` (its id) and `pool`."""
         ...
+
+
+class Lists(Protocol):
+    """What waits, runs and asks, page by page; of the shapes of `app.admin.listed`. Each method raises
+    StateUnavailable as `state` does, and BadCursor (app/admin/cursor.py) for a cursor that is not its own.
+    None: nobody knows of it.
+    """
+
+    async def flows(self, limit: int, cursor: str | None, band: Band | None) -> dict[str, Any]: ...
+
+    async def flow(self, name: str) -> dict[str, Any] | None: ...
+
+    async def queue(
+        self, limit: int, cursor: str | None, band: Band | None, flow: str | None
+    ) -> dict[str, Any]: ...
+
+    async def in_flight(self, limit: int, cursor: str | None) -> dict[str, Any]: ...
+
+    async def request(self, request_id: str) -> dict[str, Any] | None: ...
+
+    async def workloads(self, limit: int, cursor: str | None) -> dict[str, Any]: ...
+
+    async def workload(self, workload_id: str) -> dict[str, Any] | None: ...
+
+    async def replicas(self) -> list[dict[str, Any]]: ...
 
 
 class Controls(Protocol):

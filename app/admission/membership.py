@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.admission import tuning
@@ -27,6 +27,8 @@ _LONGEST_RETRY_S = 60
 class Membership:
     """Keeps this replica known and the pool's shared facts in step; see `run`. One event loop.
 
+    `about` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
+
     The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL).
     """
 
@@ -38,14 +40,14 @@ class Membership:
         *,
         endpoints: SnapshotCell,
         metrics: Metrics,
-        about: dict[str, str],
+        about: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
     ) -> None:
         self._store = store
         self._gate = gate
         self._settings = settings
         self._cell = endpoints
         self._metrics = metrics
-        self._about = json.dumps(about, separators=(",", ":"))
+        self._about = about if callable(about) else lambda: about
         self._shared = published(settings, {})
         self._config_version = _version(self._shared)
         self._discovered: tuple[Endpoint, ...] | None = None
@@ -138,13 +140,14 @@ class Membership:
 
     async def _beat(self) -> None:
         silence_s = self._settings.leases.replica_silence
-        pulse = await self._store.heartbeat(self._about, silence_s)
+        about = json.dumps(self._about(), separators=(",", ":"))
+        pulse = await self._store.heartbeat(about, silence_s)
         unknown = pulse.born == "0"
         if self._born and (unknown or not pulse.was_known or pulse.born != self._born):
             self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
             await self._publish()
-            pulse = await self._store.heartbeat(self._about, silence_s)
+            pulse = await self._store.heartbeat(about, silence_s)
         self._pulse = pulse
         if self._forgotten and pulse.born != self._born:
             await self._drain_again()

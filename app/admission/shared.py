@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from app.admission import ticket
 from app.admission.refusal import refusal
+from app.admission.service import ServiceMeter
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
@@ -73,6 +74,7 @@ class SharedGate:
         on_unknown_pool: Callable[[], None],
         answer_tokens: int | None = None,
         chooser: LeastLoaded | None = None,
+        service: ServiceMeter | None = None,
     ) -> None:
         self._store = store
         self._metrics = metrics
@@ -81,6 +83,7 @@ class SharedGate:
         self._on_unknown_pool = on_unknown_pool
         self._answer_tokens = answer_tokens
         self._chooser = chooser or LeastLoaded()
+        self._service = service or ServiceMeter()
         self.retry_after_s = 1
         self._attempts = itertools.count(1)
         self._waiting: dict[str, _Waiter] = {}
@@ -109,6 +112,7 @@ class SharedGate:
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
+        self._service.note(request.band, request.flow, request.cost)
         note = ticket.write(request, placed_on[0], self._answer_tokens or 0)
         if held:
             self._held[request.id] = _Held(waiter.attempt, note, placed_on[0])

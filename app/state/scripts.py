@@ -21,8 +21,14 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent.par
 NAMES = (
     "renew", "settle", "admit", "place", "cancel", "mark", "evict",
     "heartbeat", "publish", "tune", "sweep", "state",
+    "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
+    "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
 _REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return %s(args) end)"
+_REGISTER_READING = (  # these run on a Redis that takes no writes, too
+    "redis.register_function{function_name='%s', flags={'no-writes'},\n"
+    "  callback=function(keys, args) begin(keys[1]) return %s(args) end}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,11 @@ def load_library(clock: str | None = None) -> Library:
         _collect(f"{name}.lua", pieces, seen, clock)
     body = "\n".join(pieces)
     version = hashlib.sha1(body.encode()).hexdigest()[:8]
-    registered = [_REGISTER % (f"{name}_{version}", name) for name in NAMES]
+    registered = [
+        (_REGISTER_READING if name == "state" or name.startswith("view_") else _REGISTER)
+        % (f"{name}_{version}", name)
+        for name in NAMES
+    ]
     return Library("\n".join([f"#!lua name=picker_{version}", body, *registered, ""]), version)
 
 

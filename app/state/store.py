@@ -12,6 +12,7 @@ from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
 from app.state.keys import Keys
 from app.state.link import CallMetrics, Link
+from app.state.reads import Reads
 
 _ALL = "*"
 _BANDS = ("Critical", "Default", "Sheddable")
@@ -60,6 +61,7 @@ class Store:
     `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
     was already known.
+    `reads` is what an operator sees.
     Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
     """
 
@@ -91,6 +93,7 @@ class Store:
             metrics=metrics,
             on_batch=self._take_head,
         )
+        self.reads = Reads(self._link, self.keys.log)
 
     async def run(self) -> None:
         """Carry calls until cancelled."""
@@ -258,7 +261,7 @@ class Store:
             "drain_rate": float(rate),
             "paused": paused == 1,
             "tuned_version": tuned_version,
-            "replicas": replicas[::3],
+            "replicas": replicas,
             "in_flight": {
                 address: int(float(score) % _UNPICKABLE)
                 for address, score in zip(load[::2], load[1::2], strict=True)

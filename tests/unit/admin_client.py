@@ -13,6 +13,7 @@ from app.admin.api import create
 from app.admin.fleet_controls import FleetControls
 from app.admin.models import State
 from app.admin.server import serving
+from app.admin.view import Lists
 from app.admission.membership import Membership
 from app.config import Settings
 from app.state.store import Store
@@ -40,12 +41,6 @@ class View:
     async def endpoints(self) -> list[dict[str, Any]]:
         return [{"address": "10.0.0.1:8000", "labels": {}, "status": "ready", "in_flight": 2}]
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        if request_id != "known":
-            return None
-        said = {"chosen": ["10.0.0.1:8000"], "candidates": [], "excluded": {}, "weights": {}}
-        return {"request_id": "known", **said}
-
     def ready(self) -> tuple[bool, dict[str, str]]:
         return self.is_ready, self.components
 
@@ -56,16 +51,20 @@ class View:
         """As a membership's."""
 
 
+NO_LISTS = cast(Lists, None)  # of tests that ask for none
+
+
 def api(
     view: View | None = None,
     store: ScriptedStore | None = None,
     settings: Settings | None = None,
     metrics: Metrics | None = None,
+    lists: Lists | None = None,
 ) -> FastAPI:
     """The API of a replica whose shared state is `store`."""
     settings, view = settings or Settings(), view or View()
     controls = FleetControls(cast(Store, store or ScriptedStore()), cast(Membership, view), settings)
-    return create(view, controls, metrics or Metrics(), settings)
+    return create(view, lists or NO_LISTS, controls, metrics or Metrics(), settings)
 
 
 @asynccontextmanager

@@ -161,13 +161,6 @@ async def test_given_an_endpoint_when_drained_and_let_in_again_then_the_shared_s
     assert "10.9.9.9:1" in problem(await http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
 
 
-async def test_given_a_request_when_asked_why_then_it_is_explained_or_unknown(
-    http: httpx.AsyncClient,
-) -> None:
-    assert (await http.get("/api/v1/requests/known")).json()["chosen"] == ["10.0.0.1:8000"]
-    assert "knows nothing" in problem(await http.get("/api/v1/requests/other"), 404)["detail"]
-
-
 async def test_given_an_unknown_pool_when_changed_then_the_problem_is_a_503(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:

@@ -19,7 +19,7 @@ def test_the_library_has_each_piece_once_and_before_what_needs_it() -> None:
     for name in NAMES:
         defined = f"\nlocal function {name}(args)"
         assert source.count(defined) == 1
-        assert source.index(defined) < source.index(f"register_function('{load_library().function(name)}'")
+        assert source.index(defined) < source.index(f"'{load_library().function(name)}'")
     # And what all of them need comes first
     assert source.count("local function use_keys") == 1
     assert source.index("local function use_keys") < source.index("local function begin")

@@ -1,0 +1,113 @@
+"""The routes that show the shared state; they ask nobody's leave, and change nothing."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query
+
+from app.admin import listed
+from app.admin.listed import BandName
+from app.admin.models import Endpoint, Problem, State
+from app.admin.problems import Refused, in_time
+from app.admin.view import Lists, StateView
+from app.request import Band
+
+MOST_ROWS = 500
+_PAGED: dict[int | str, dict[str, Any]] = {
+    400: {"model": Problem, "description": "`bad_cursor`"},
+    422: {"model": Problem, "description": "`bad_limit`, `bad_band`: names what would be valid"},
+    503: {"model": Problem, "description": "`state_unavailable`: the shared state does not answer"},
+}
+_UNREACHABLE: dict[int | str, dict[str, Any]] = {503: _PAGED[503]}
+_NO_SUCH: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "nobody knows it"}}
+Limit = Annotated[int, Query(ge=1, le=MOST_ROWS, description="rows wanted")]
+Cursor = Annotated[str | None, Query(description="`cursor` of the page before; left out for the first")]
+OfBand = Annotated[BandName | None, Query(description="only this band")]
+
+
+def add(app: FastAPI, view: StateView, lists: Lists) -> None:
+    """Add the routes to `app`."""
+    routes = APIRouter(prefix="/api/v1", responses=_UNREACHABLE, tags=["state"])
+
+    @routes.get("/state")
+    async def state() -> State:
+        """Stock, bounds, queue length by band, ready backends, virtual times, replicas, degraded."""
+        async with in_time():
+            return State.model_validate(await view.state())
+
+    @routes.get("/endpoints")
+    async def endpoints() -> list[Endpoint]:
+        """Every endpoint with its status, what it has in flight, and what its own metrics page says."""
+        async with in_time():
+            return [Endpoint.model_validate(each) for each in await view.endpoints()]
+
+    @routes.get("/replicas")
+    async def replicas() -> listed.Replicas:
+        """Every replica that is known, live ones first."""
+        async with in_time():
+            return listed.Replicas.model_validate({"replicas": await lists.replicas()})
+
+    @routes.get("/flows", responses=_PAGED)
+    async def flows(limit: Limit = 100, cursor: Cursor = None, band: OfBand = None) -> listed.Flows:
+        """Flows that wait, in the order in which they are served, then those at their limit.
+
+        While they are served their tags grow: of a walk over all pages, a flow that moves may come twice,
+        and none is left out.
+        """
+        async with in_time():
+            return listed.Flows.model_validate(await lists.flows(limit, cursor, _band(band)))
+
+    @routes.get("/flows/{flow:path}", responses=_NO_SUCH)
+    async def flow(flow: str) -> listed.FlowDetail:
+        """One flow; its name may contain any character, `/` too."""
+        async with in_time():
+            found = await lists.flow(flow)
+        if found is None:
+            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
+        return listed.FlowDetail.model_validate(found)
+
+    @routes.get("/queue", responses=_PAGED)
+    async def queue(
+        limit: Limit = 100,
+        cursor: Cursor = None,
+        band: OfBand = None,
+        flow: Annotated[str | None, Query(description="only this flow")] = None,
+    ) -> listed.Queue:
+        """Waiting requests in dispatch order, as far as it can be foretold; `order` says how far."""
+        async with in_time():
+            return listed.Queue.model_validate(await lists.queue(limit, cursor, _band(band), flow))
+
+    @routes.get("/inflight", responses=_PAGED)
+    async def inflight(limit: Limit = 100, cursor: Cursor = None) -> listed.Inflight:
+        """Requests in flight, those first whose lease ends first."""
+        async with in_time():
+            return listed.Inflight.model_validate(await lists.in_flight(limit, cursor))
+
+    @routes.get("/workloads", responses=_PAGED)
+    async def workloads(limit: Limit = 100, cursor: Cursor = None) -> listed.Workloads:
+        """Workloads of the registry, in no order; one that comes or goes meanwhile may be missed."""
+        async with in_time():
+            return listed.Workloads.model_validate(await lists.workloads(limit, cursor))
+
+    @routes.get("/workloads/{workload_id:path}", responses=_NO_SUCH)
+    async def workload(workload_id: str) -> listed.Workload:
+        """One workload; its id may contain any character."""
+        async with in_time():
+            found = await lists.workload(workload_id)
+        if found is None:
+            raise Refused(404, "unknown_workload", "no such workload has asked of late")
+        return listed.Workload.model_validate(found)
+
+    @routes.get("/requests/{request_id:path}", responses=_NO_SUCH)
+    async def request(request_id: str) -> listed.Whereabouts:
+        """Where a request is, and why; and, from the replica that placed it, why it went where it went."""
+        async with in_time():
+            found = await lists.request(request_id)
+        if found is None:
+            raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
+        return listed.Whereabouts.model_validate(found)
+
+    app.include_router(routes)
+
+
+def _band(name: BandName | None) -> Band | None:
+    return None if name is None else Band.parse(name)

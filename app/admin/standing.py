@@ -1,0 +1,123 @@
+"""How the fleet stands, read at most once a second however many ask: all lanes, and what replicas tell."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from app.admission.service import WINDOW_S
+from app.state.reads import ReplicaRow
+from app.state.rows import Lane
+from app.state.store import Store
+
+MOST_LANES = 2000
+_FRESH_S = 1.0
+_BANDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a replica's last heartbeat said of it, unless it is of another version's shape."""
+
+    id: str
+    heartbeat_s_ago: float
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`whole`: the lanes are all there are, and not the first MOST_LANES of them."""
+
+    lanes: tuple[Lane, ...] = ()
+    totals: tuple[int, ...] = (0,) * 2 * _BANDS
+    whole: bool = True
+    replicas: tuple[Told, ...] = ()
+    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
+    served_bands: tuple[float, ...] = (0.0,) * _BANDS
+    served_cut: bool = False  # a replica served more flows than it told of
+
+    def served_per_s(self, band: int, flow: str) -> float | None:
+        """Cost a second that the flow was given; None if it is not known."""
+        found = self.served.get((band, flow))
+        return found if found is not None or self.served_cut else 0.0
+
+    def weights(self, band: int, *, even: bool) -> float | None:
+        """Of the band's waiting flows, summed up; `even`: each counts 1. None if not all are known."""
+        mine = [lane for lane in self.lanes if lane.band == band]
+        return (float(len(mine)) if even else math.fsum(lane.weight for lane in mine)) if self.whole else None
+
+    def oldest_s(self, band: int) -> float | None:
+        """Age of the band's oldest waiting request; None if there is none, or not all lanes are known."""
+        return (
+            max((lane.oldest_s for lane in self.lanes if lane.band == band), default=None)
+            if self.whole
+            else None
+        )
+
+
+class Lookout:
+    """The fleet's `Standing`, not older than a second."""
+
+    def __init__(self, store: Store, silence_s: float) -> None:
+        self._store = store
+        self._silence_s = silence_s
+        self._clock = asyncio.get_running_loop().time
+        self._reading = asyncio.Lock()
+        self._standing = Standing()
+        self._read_at = -math.inf
+
+    async def standing(self) -> Standing:
+        """Raises StateUnavailable, as the store does."""
+        async with self._reading:
+            if self._clock() - self._read_at >= _FRESH_S:
+                self._standing = await self._read()
+                self._read_at = self._clock()
+            return self._standing
+
+    async def _read(self) -> Standing:
+        reads = self._store.reads
+        lanes = await reads.lanes(MOST_LANES)
+        replicas = [_told(row) for row in await reads.replicas()]
+        served: Counter[tuple[int, str]] = Counter()
+        bands = [0.0] * _BANDS
+        cut = False
+        for replica in replicas:
+            if replica.heartbeat_s_ago < self._silence_s:
+                flows, totals, more = _service(replica.about)
+                served.update(flows)
+                bands = [a + b for a, b in zip(bands, totals, strict=True)]
+                cut = cut or more
+        return Standing(
+            tuple(lanes.lanes),
+            lanes.totals,
+            sum(lanes.totals) <= len(lanes.lanes),
+            tuple(replicas),
+            served,
+            tuple(bands),
+            cut,
+        )
+
+
+def _told(row: ReplicaRow) -> Told:
+    try:
+        about = orjson.loads(row.about)
+    except orjson.JSONDecodeError:
+        about = {}
+    return Told(row.id, row.heartbeat_s_ago, about if isinstance(about, dict) else {})
+
+
+def _service(about: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float], Sequence[float], bool]:
+    """Cost a second by flow and by band, as app/admission/service.py reports them, and whether it was cut."""
+    try:
+        told = about["served"]
+        flows = {(int(band), str(flow)): float(cost) / WINDOW_S for band, flow, cost in told["flows"]}
+        bands = [float(cost) / WINDOW_S for cost in told["bands"]]
+        if len(bands) == _BANDS:
+            return flows, bands, bool(told["cut"])
+    except (KeyError, TypeError, ValueError):
+        pass
+    return {}, [0.0] * _BANDS, False

@@ -1,0 +1,43 @@
+"""What a replica tells the others of itself, with each heartbeat."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from app.admission.service import ServiceMeter
+from app.admission.shared import SharedGate
+from app.version import version
+
+_ANY_ADDRESS = ("0.0.0.0", "[::]")
+
+
+class Introduction:
+    """Called, it gives the JSON object that docs/redis-schema.md lists under `about`."""
+
+    def __init__(self, gate: SharedGate, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
+        self._gate = gate
+        self._service = service
+        self._clock_s = clock_s
+        self._started_s = clock_s()
+        self._host = socket.gethostname()
+        self._reached: dict[str, str] = {}
+
+    def reached(self, *, admin: str, grpc: str) -> None:
+        """Where it listens: a URL and a `host:port`; this host's name stands in for any address."""
+        self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
+
+    def __call__(self) -> dict[str, Any]:
+        return {
+            "host": self._host,
+            "version": version(),
+            **self._reached,
+            "up_s": round(self._clock_s() - self._started_s, 3),
+            "waiting": self._gate.waiting,
+            "degraded": False,  # one that works without the shared state has no heartbeat
+            "served": self._service.report(),
+        }
+
+    def _named(self, address: str) -> str:
+        for wildcard in _ANY_ADDRESS:
+            address = address.replace(f"{wildcard}:", f"{self._host}:")
+        return address

@@ -1,0 +1,29 @@
+-- include: view
+-- One request: where it is, and who stands before it. Reads only.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] request id
+-- Returns {now_us} if it is unknown, else {now_us, row (as view_queue has it), rank in its lane, row of its
+--   lane (as view_flows has it), rank among the overdue, end of its lease (ms)}; '' for what it has not
+local function view_request(args)
+  local id = args[1]
+  local r = record.read(id)
+  if not r then return {full(now_us)} end
+  local overdue = redis.call('ZRANK', key.overdue, id) or ''
+  local rank, lane_row = '', ''
+  if r.state == 'queued' then
+    for _, lane in ipairs({queue.lane(r), queue.lane(r) == '' and r.flow or ''}) do
+      local ranks = settings.ordering == 'edf' and key.edf(r.band, lane) or key.queue(r.band, lane)
+      local found = redis.call('ZRANK', ranks, id)
+      if found and rank == '' then
+        rank = found
+        for _, group in ipairs({r.band, r.band + 3}) do
+          local tag = redis.call('ZSCORE', view.lanes(group), lane)
+          if tag then lane_row = view.lane(group, lane, tag) end
+        end
+      end
+    end
+  end
+  return {full(now_us), view.request(r, overdue ~= ''), rank, lane_row, overdue,
+    redis.call('ZSCORE', key.inflight, id) or ''}
+end
