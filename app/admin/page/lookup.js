@@ -56,14 +56,13 @@ function story(request) {
 }
 
 function choice({ chosen, candidates, excluded }) {
-  const parts = [el("h3", "", "How its endpoint was chosen"), el("p", "story", `Chosen: ${(chosen ?? []).join(", then ")}`)];
-  const out = Object.entries(excluded ?? {});
-  if (candidates?.length) {
+  const parts = [el("h3", "", "How its endpoint was chosen"), el("p", "story", `Chosen: ${chosen.join(", then ")}`)];
+  const out = Object.entries(excluded);
+  if (candidates.length) {
     const list = el("ol");
-    for (const { address, endpoint, score, total, ...rest } of candidates) {
-      const worth = score ?? total;
-      const more = Object.entries(rest.scores ?? rest.parts ?? {}).map(([key, value]) => `${key} ${number(value, 3)}`);
-      list.append(el("li", "", `${address ?? endpoint}: ${number(worth, 3)}${more.length ? ` (${more.join(", ")})` : ""}`));
+    for (const { address, score, parts: scores } of candidates) {
+      const more = Object.entries(scores).map(([key, value]) => `${key} ${number(value, 3)}`);
+      list.append(el("li", "", `${address}: ${number(score, 3)} (${more.join(", ")})`));
     }
     parts.push(list);
   }

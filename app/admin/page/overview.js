@@ -24,7 +24,7 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
       say(count, number(band.queued, 0));
       say(cells[2], number(band.active_flows, 0));
       say(cells[3], band.queued ? seconds(band.oldest_s) : "–");
-      say(cells[4], number(band.weight));
+      say(cells[4], typeof band.weight === "number" ? number(band.weight) : "strict");
     },
   };
 });
@@ -35,7 +35,8 @@ export function remember({ at, state }) {
 }
 
 export function showOverview({ state, flows, endpoints, replicas }) {
-  const oldest = Math.max(0, ...state.bands.map((band) => (band.queued ? (band.oldest_s ?? 0) : 0)));
+  const ages = state.bands.filter((band) => band.queued && band.oldest_s !== null).map((band) => band.oldest_s);
+  const oldest = ages.length ? Math.max(...ages) : null;
   const banner = byId("why");
   const [how, text] = why(state, flows, oldest);
   say(banner, text);
@@ -59,12 +60,14 @@ export function drawCharts(state) {
   say(byId("text-queued"), `${plural(state.queued, "request")} now; ${spread("queued")}.`);
 }
 
+const named = (flow) => (flow.flow ? `flow “${plain(flow.flow)}”` : `band ${flow.band}`);
+
 /** One sentence, and how serious it is. */
 function why(state, flows, oldest) {
   const wait = `${plural(state.queued, "request")} ${state.queued === 1 ? "waits" : "wait"}`;
   const parked = flows.filter((flow) => flow.parked).length;
   const first = flows.reduce((most, flow) => ((flow.oldest_s ?? -1) > (most?.oldest_s ?? -1) ? flow : most), null);
-  const longest = first ? ` Longest: ${seconds(oldest)}, flow “${plain(first.flow)}”.` : "";
+  const longest = first ? ` Longest: ${seconds(oldest)}, ${named(first)}.` : "";
   const late = state.overdue ? ` ${number(state.overdue, 0)} overdue.` : "";
   if (state.degraded) return ["bad", "This replica works without the shared state, within its share of the bounds; what it says of the fleet may be old."];
   if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and whatever comes will.${longest}`];
@@ -86,7 +89,7 @@ function tiles(state, endpoints, replicas, oldest) {
   };
   tile("stock", number(state.stock), `of ${number(state.bounds.upper)} ${state.unit}`);
   tile("queued", number(state.queued, 0), plural(state.active_flows, "flow"));
-  tile("oldest", state.queued ? seconds(oldest) : "–", state.overdue ? `${number(state.overdue, 0)} overdue` : "none overdue", state.overdue ? "warn" : "");
+  tile("oldest", seconds(oldest), state.overdue ? `${number(state.overdue, 0)} overdue` : "none overdue", state.overdue ? "warn" : "");
   tile("rate", `${number(state.drain_rate)}/s`, `${number(state.guard_dispatches_total, 0)} ever by the guard`);
   const count = (list, test) => list.filter(test).length;
   const ready = count(endpoints, (each) => each.status === "ready");

@@ -76,7 +76,7 @@ function show({ requests, total, cursor, order }) {
   const from = (pages.length - 1) * PAGE;
   const range = requests.length ? `, ${number(from + 1, 0)} to ${number(from + requests.length, 0)} shown` : "";
   say(byId("count-queue"), typeof total === "number" ? `${plural(total, "request")}${range}` : range.slice(2));
-  say(byId("order-queue"), order ? `Order: ${order}.` : "");
+  say(byId("order-queue"), order ? `${order[0].toUpperCase()}${order.slice(1)}.` : "");
   byId("none-queue").hidden = requests.length > 0;
   byId("queue-back").disabled = pages.length === 1;
   byId("queue-next").disabled = !cursor;

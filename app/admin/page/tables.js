@@ -20,7 +20,7 @@ const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, 
   return {
     tr,
     update(flow) {
-      name(cells[0], flow.flow);
+      name(cells[0], flow.flow || "(the whole band)");
       say(cells[1], flow.band);
       say(cells[2], number(flow.queued, 0));
       say(cells[3], seconds(flow.oldest_s));
@@ -46,8 +46,8 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
       say(cells[1], `${number(workload.active, 0)} of ${number(workload.total, 0)}`);
       say(cells[2], `${number(workload.rate, 2)}/s`);
       say(cells[3], seconds(workload.average_wait_s));
-      const score = workload.score?.total ?? workload.score;
-      say(cells[4], number(score, 3));
+      const { score } = workload;
+      say(cells[4], score && score.total === null ? `rate ${number(score.rate, 3)}` : number(score?.total, 3));
     },
   };
 });
