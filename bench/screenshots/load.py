@@ -1,8 +1,9 @@
 """A small company on one fleet: flows of several bands and weights, more of it than the fleet can take."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -54,16 +55,27 @@ TEAMS = (
 )
 
 
-@asynccontextmanager
-async def load(envoy: str) -> AsyncIterator[None]:
+@contextmanager
+def load(envoy: str) -> Iterator[None]:
     """All teams ask until this is left."""
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_all(envoy, done)), name="load")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+async def _all(envoy: str, done: threading.Event) -> None:
     limits = httpx.Limits(max_connections=None)
     async with (
         httpx.AsyncClient(base_url=envoy, timeout=90.0, trust_env=False, limits=limits) as http,
         asyncio.TaskGroup() as tasks,
     ):
         clients = [tasks.create_task(_ask(http, team, n)) for team in TEAMS for n in range(team.clients)]
-        yield
+        await asyncio.to_thread(done.wait)
         for client in clients:
             client.cancel()
 
