@@ -56,4 +56,5 @@ def create(
     event_stream.add(app, events)
     page_routes.add(app)
     changes.add(app, controls, Guard(settings.admin.token))
+    problems.described(app)
     return app
