@@ -7,7 +7,8 @@ function answers.mean(flow)
 end
 function answers.learn(flow, tokens)
   local text = redis.call('HGET', key.answers, flow)
-  if not text and settings.max_workloads and redis.call('HLEN', key.answers) >= settings.max_workloads then return end
+  local most = settings.max_workloads
+  if not text and most and redis.call('HLEN', key.answers) >= most then return end
   local mean = text and struct.unpack('d', text)
   mean = mean and settings.answer_alpha * tokens + (1 - settings.answer_alpha) * mean or tokens
   redis.call('HSET', key.answers, flow, struct.pack('dd', mean, now_ms))

@@ -1,6 +1,7 @@
 """What clients name is without end; what is kept of it is not."""
 
 import asyncio
+import itertools
 
 from script_fleet import OpenFleet
 
@@ -73,3 +74,28 @@ async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet)
         # Then those that are owed least have been forgotten
         assert await it.redis.zcard(finish) == 10_000
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
+
+
+async def test_a_client_with_a_new_flow_for_each_request_does_not_hold_off_the_others(
+    fleet: OpenFleet,
+) -> None:
+    # Given one slot, a flow with five requests, and twenty waiting requests with a flow each
+    async with fleet("a", upper_per=1, guard_share=0, log_max=0) as it:
+        (a,) = it.replicas
+        await a.admit("runs", flow="z-steady")
+        for n in range(5):
+            await a.admit(f"steady-{n}", flow="z-steady")
+        for n in range(20):
+            await a.admit(f"once-{n}", flow=f"once-{n}")
+        # When for each that is served the client brings another
+        running, served = "runs", []
+        for n in range(20, 300):
+            await a.admit(f"once-{n}", flow=f"once-{n}")
+            await a.settle(running)
+            running = a.news[-1][1]
+            served.append(running)
+            await a.place(running)
+        # Then, past the first hundred that are taken for newcomers, the flow has its turn in each round
+        turns = [at for at, request in enumerate(served) if request.startswith("steady")]
+        assert len(turns) == 5
+        assert max(later - earlier for earlier, later in itertools.pairwise(turns[1:])) <= 2 * 21
