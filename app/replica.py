@@ -14,9 +14,11 @@ from typing import Any
 
 from app.admin import api
 from app.admin import server as admin_server
+from app.admin.events import Events
 from app.admin.fleet_controls import FleetControls
 from app.admin.fleet_lists import FleetLists
 from app.admin.fleet_view import FleetView
+from app.admin.snapshot import Snapshots
 from app.admin.standing import Lookout
 from app.admission.introduction import Introduction
 from app.admission.membership import Membership
@@ -138,12 +140,14 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     )
     lists = FleetLists(store, membership, lookout, chooser, replica)
     controls = FleetControls(store, membership, settings)
+    snapshots = Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled)
+    events = Events(snapshots)
     stopping = _on_signal()
     source = source_of(settings.discovery)
 
     port = await grpc_server.start()
     try:
-        api_app = api.create(view, lists, controls, metrics, settings)
+        api_app = api.create(view, lists, controls, metrics, settings, events)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
@@ -154,6 +158,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(source.watch(membership.discovered), "discovery")
                 start(membership.run(), "membership")
                 start(scraping.run(), "scraping")
+                start(events.run(), "events")
                 if feed is not None:
                     start(feed.run(), "routes")
                 start(_announce(membership, grpc_server), "readiness")

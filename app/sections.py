@@ -207,6 +207,7 @@ class Workloads(Section):
     rate_window: Duration = Field(60.0, gt=0)
     ema_alpha: Number = Field(0.2, gt=0, le=1)
     idle_after: Duration = Field(300.0, gt=0)
+    max_workloads: int = Field(20_000, ge=1)  # ids beyond them are treated as anonymous
     wait_signal: Literal["request", "workload_average"] = "request"
 
 

@@ -136,8 +136,8 @@ local function admit(args)
     r = record.new(id)
     r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
       r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'new', news.caller, attempt, flow, tonumber(band),
-      tonumber(weight), tonumber(cost), workload_id, tonumber(criticality), model, pool.arrival(age_ms), 0, '',
-      tonumber(limit), 0, -1
+      tonumber(weight), tonumber(cost), workloads.room_for(workload_id), tonumber(criticality), model,
+      pool.arrival(age_ms), 0, '', tonumber(limit), 0, -1
     if learn == '1' then r.cost = r.cost + answers.mean(flow) end
     return arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
   end)

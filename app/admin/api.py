@@ -4,7 +4,8 @@ import asyncio
 
 from fastapi import FastAPI, Response
 
-from app.admin import changes, problems, reading
+from app.admin import changes, event_stream, page_routes, problems, reading
+from app.admin.events import Events
 from app.admin.guard import Guard
 from app.admin.models import Health, Problem
 from app.admin.view import Controls, Lists, StateView
@@ -14,9 +15,14 @@ from app.version import version
 
 
 def create(
-    view: StateView, lists: Lists, controls: Controls, metrics: Metrics, settings: Settings
+    view: StateView,
+    lists: Lists,
+    controls: Controls,
+    metrics: Metrics,
+    settings: Settings,
+    events: Events,
 ) -> FastAPI:
-    """The API of one replica over its `view`, its `lists`, its `controls` and `metrics`."""
+    """The API of one replica over its parts."""
     app = FastAPI(
         title="Picker Fleet",
         summary=f"One replica of pool {settings.pool}.",
@@ -47,5 +53,8 @@ def create(
         return Response(await asyncio.to_thread(metrics.page), headers={"content-type": PAGE_TYPE})
 
     reading.add(app, view, lists)
+    event_stream.add(app, events)
+    page_routes.add(app)
     changes.add(app, controls, Guard(settings.admin.token))
+    problems.described(app)
     return app

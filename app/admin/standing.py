@@ -1,4 +1,6 @@
-"""How the fleet stands, read at most once a second however many ask: all lanes, and what replicas tell."""
+"""How the fleet stands: all lanes, and what replicas tell. Reading it takes a fiftieth of the time at most,
+however many ask: what took 20 ms is good for a second, what took 1 ms for 50.
+"""
 
 import asyncio
 import math
@@ -15,7 +17,8 @@ from app.state.rows import Lane
 from app.state.store import Store
 
 MOST_LANES = 2000
-_FRESH_S = 1.0
+_OLDEST_S = 1.0
+_REST = 50  # times as long as the reading took
 _BANDS = 3
 
 
@@ -60,7 +63,7 @@ class Standing:
 
 
 class Lookout:
-    """The fleet's `Standing`, not older than a second."""
+    """The fleet's `Standing`, not older than a second. One event loop."""
 
     def __init__(self, store: Store, silence_s: float) -> None:
         self._store = store
@@ -68,14 +71,16 @@ class Lookout:
         self._clock = asyncio.get_running_loop().time
         self._reading = asyncio.Lock()
         self._standing = Standing()
-        self._read_at = -math.inf
+        self._good_until = -math.inf
 
     async def standing(self) -> Standing:
         """Raises StateUnavailable, as the store does."""
         async with self._reading:
-            if self._clock() - self._read_at >= _FRESH_S:
+            begun = self._clock()
+            if begun >= self._good_until:
                 self._standing = await self._read()
-                self._read_at = self._clock()
+                took_s = self._clock() - begun
+                self._good_until = begun + min(_OLDEST_S, _REST * took_s)
             return self._standing
 
     async def _read(self) -> Standing:

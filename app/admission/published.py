@@ -28,6 +28,7 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "silence_ms": leases.replica_silence * 1000,
         "fallbacks": settings.scheduling.fallbacks,
         "log_max": log.max_entries if log.enabled else 0,
+        "max_workloads": workloads.max_workloads,
         "window_ms": workloads.rate_window * 1000,
         "ema_alpha": workloads.ema_alpha,
         "guard_share": queue.guard_share,

@@ -8,6 +8,7 @@ from app.audit.entry import GUARD, Entry
 from app.audit.finding import Finding
 from app.audit.lanes import BANDS, Lane
 from app.audit.life import RUNNING, Life, Place, Step
+from app.audit.newcomers import Newcomers
 from app.audit.replay import Replay, same
 from app.audit.rules import Rules
 from app.audit.service import Service
@@ -29,6 +30,7 @@ class Fairness:
         self._missed = False  # something happened that could not be judged
         self._new_tag: float | None = None  # of a lane never seen
         self._times: VirtualTimes | None = None
+        self._newcomers = Newcomers(None)
         self._turns = Turns(replay.lanes)
         self._served: dict[tuple[int, str], Service] = {}
         self._last: dict[tuple[int, str], Entry] = {}  # what showed a lane's tag last
@@ -38,6 +40,7 @@ class Fairness:
         if self._times is None:
             self._new_tag = 0.0 if replay.complete else None
             self._times = VirtualTimes(self._finding, replay.lanes, self._new_tag)
+            self._newcomers = Newcomers(self._new_tag)
         if entry.event == "tuned":
             return
         if not replay.settled or replay.rules is None:
@@ -116,7 +119,11 @@ class Fairness:
     def _enter(self, entry: Entry, v: float, rules: Rules) -> None:
         lane, share = self._lane(entry.band, rules.lane(entry.flow)), rules.share(entry)
         lane.largest = max(lane.largest, share)
-        start = lane.tag if lane.waiting or lane.tag is None else max(v, lane.tag)
+        start = lane.tag
+        if not lane.waiting and lane.tag is not None and lane.tag <= v:
+            uncharged = share if entry.event == "requeued" else 0.0
+            shown = None if entry.tag is None else entry.tag + uncharged
+            start = self._newcomers.start(lane.band, v, share, shown)
         if entry.event == "requeued":  # back in its place, uncharged
             self._adjust(lane, None if start is None else start - share, -share, entry, v)
             if not lane.waiting:
@@ -227,6 +234,7 @@ class Fairness:
 
     def _forget_tags(self) -> None:
         self._new_tag = None
+        self._newcomers = Newcomers(None)
         if self._times is not None:
             self._times.forget_lanes()
         for lane in [lane for band in BANDS for lane in self._replay.lanes.of(band)]:

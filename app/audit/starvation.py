@@ -6,7 +6,8 @@ Checked at every dispatch, of which the guard may have `guard_share`:
 - over any run of n dispatches it has at most share·n + 1, and over any run in which it could see somebody
   overdue at least ⌊share·n⌋ − 1;
 - a request with k others overdue for longer is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
-  the guard could see somebody. The count begins anew when its lane is unparked.
+  the guard could see somebody. The count begins anew when its lane is unparked. Where the share changes,
+  what counts at a dispatch is the share of the dispatch before: that is what the guard had to spend.
 
 The guard sees the 16 that are overdue longest, less those of parked lanes, as in `lua/lib/queue.lua`.
 """
@@ -35,7 +36,7 @@ class Starvation:
         self._overdue: list[_Key] = []  # sorted
         self._keys: dict[str, _Key] = {}  # of all that wait
         self._lanes: dict[tuple[int, str], set[str]] = {}  # the overdue of each
-        self._credit = 0.0  # the shares of all dispatches at which the guard saw somebody
+        self._credit = 0.0  # of each dispatch at which the guard saw somebody, the share of the one before
         self._limits: dict[str, float] = {}  # of `credit`, until an overdue request is to be served
         self._bounds: list[tuple[float, str]] = []  # the same as a heap
         # Guard dispatches less shares, over the run where that is most. No more than 1 + share is saved up:
@@ -150,7 +151,8 @@ class Starvation:
             self._finding.checked += 1
         if by_guard:
             self._judge_choice(entry, first, share)
-        self._excess += by_guard - (share if self._share_before is None else self._share_before)
+        earned = share if self._share_before is None else self._share_before
+        self._excess += by_guard - earned
         if self._excess > 1 + _ROUNDING:
             self._finding.blame(f"the guard had more than its share of {share:g}", entry)
             self._excess = 0.0
@@ -158,7 +160,7 @@ class Starvation:
         if first is None or share == 0:
             self._run = None
             return
-        self._credit += share
+        self._credit += earned
         if self._run is None:
             self._run, self._want, self._least_want = entry, 0.0, 0.0
         self._want += share - by_guard

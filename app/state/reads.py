@@ -80,7 +80,7 @@ class Reads:
             wanted = min(CHUNK, limit - len(found))
             tag, name = behind or ("", "")
             now, counts, *page = await self._link.call(
-                "view_flows", group, tag, name, wanted, "" if band is None else band
+                "view_flows", group, tag, name, wanted, "" if band is None else int(band)
             )
             totals = tuple(counts)
             found += [rows.lane(row, float(now)) for row in page]
@@ -98,7 +98,7 @@ class Reads:
         found: list[list[Entry]] = [[] for _ in stretches]
         for batch in _batches(stretches):
             args = [
-                part for _, each in batch for part in (each.band, each.lane, each.first, each.last)
+                part for _, each in batch for part in (int(each.band), each.lane, each.first, each.last)
             ]  # fmt: skip
             now, *pages = await self._link.call("view_queue", *args)
             for (at, _), page in zip(batch, pages, strict=True):

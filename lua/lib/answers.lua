@@ -7,6 +7,8 @@ function answers.mean(flow)
 end
 function answers.learn(flow, tokens)
   local text = redis.call('HGET', key.answers, flow)
+  local most = settings.max_workloads
+  if not text and most and redis.call('HLEN', key.answers) >= most then return end
   local mean = text and struct.unpack('d', text)
   mean = mean and settings.answer_alpha * tokens + (1 - settings.answer_alpha) * mean or tokens
   redis.call('HSET', key.answers, flow, struct.pack('dd', mean, now_ms))

@@ -5,11 +5,12 @@ local pool = {}
 local COUNTERS = {
   'born', 'stock', 'queued', 'seq', 'dispatches', 'guards', 'ended', 'log_seq', 'queued:0', 'queued:1', 'queued:2',
   'ready', 'upper', 'lower', 'v:0', 'v:1', 'v:2', 'band:0', 'band:1', 'band:2', 'bv', 'credit', 'overdue',
-  'rate', 'refiling', 'pressed',
+  'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2',
 }
 -- Those that each band has, by band: a number made into text costs as much as a command.
 local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
 local V = {[0] = 'v:0', 'v:1', 'v:2'}
+local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
 local counters_text -- as they were read
 local COUNTERS_FORMAT -- made at the first call: a library being loaded has no `string`

@@ -40,6 +40,19 @@ local function grow(r, change)
   local name = QUEUED[r.band]
   pool[name] = pool[name] + change
 end
+-- Where a lane begins that becomes backlogged with r, having last been charged up to `finish`. One that is owed
+-- nothing starts at v, ahead of all that have been served since; so a client with a new flow for each request
+-- would hold v where it is and the others off. Those that start so are therefore counted like one flow of weight
+-- 1 (`new`), and when they are NEWCOMERS ahead of v the next start a share later, as if they had been served once.
+local NEWCOMERS = 100
+local function start_tag(r, finish)
+  local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
+  if finish > v then return finish end
+  local ahead = math.max(pool[new], v)
+  if ahead - v >= NEWCOMERS * share then return v + share end
+  pool[new] = ahead + share
+  return v
+end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
 -- written by the caller.
 function queue.insert(r)
@@ -54,7 +67,7 @@ function queue.insert(r)
   if pool[QUEUED[band]] == 0 then pool[BAND_TAG[band]] = math.max(pool[BAND_TAG[band]], pool.bv) end
   grow(r, 1)
   if length > 0 then return nil end
-  local tag = math.max(pool[V[band]], tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
+  local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
   redis.call('ZADD', key.flows[band], tag, lane)
   if pool.pressed == 1 and band > 0 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
   return tag

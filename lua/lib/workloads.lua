@@ -2,10 +2,12 @@
 -- The workload registry (specs/001): total, active, dispatched, ema_ms (average wait), last_ms, slot,
 -- and seven counts of arrivals, newest first, each over a sixth of the rate window. The rate slides: it
 -- is the newest count, the five before, and the part of the seventh that the window still covers.
--- An anonymous request has workload '' and leaves nothing here.
+-- An anonymous request has workload '' and leaves nothing here; nor does one of a workload that would be one
+-- too many, so that a client with a new id for each request cannot make the registry grow.
 local workloads = {}
 local WORKLOAD = 'ddddddddddddd'
 local known_workloads, changed_workloads = {}, {}
+local registered -- how many there are, once this call has had to ask
 local function parse_workload(id, text)
   local w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
   known_workloads[id] = w
@@ -36,6 +38,14 @@ function workloads.rate(id)
   slide(w)
   local left = 1 - (now_ms % slot_ms) / slot_ms
   return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
+end
+-- The workload of an arrival: its own, or '' if that is new and there is no room for it.
+function workloads.room_for(id)
+  if id == '' or workload(id)[5] > 0 then return id end
+  registered = registered or redis.call('HLEN', key.workloads)
+  if settings.max_workloads and registered >= settings.max_workloads then return '' end
+  registered = registered + 1
+  return id
 end
 function workloads.wait_ms(id) return workload(id)[4] end
 function workloads.arrived(id)
@@ -72,4 +82,4 @@ end
 function workloads.save()
   for id, w in pairs(changed_workloads) do later('HSET', key.workloads, id, struct.pack(WORKLOAD, unpack(w))) end
 end
-local function forget_workloads() known_workloads, changed_workloads = {}, {} end
+local function forget_workloads() known_workloads, changed_workloads, registered = {}, {}, nil end

@@ -1,6 +1,7 @@
 """Bands and lanes: start-time fair queueing with one tag a lane (Goyal, Vin, Cheng, 1996; SFQ(D), 2004).
 
-A lane that becomes backlogged starts at S = max(v, F); its turn sets v = S and F = S + share.
+A lane that becomes backlogged starts at S = max(v, F); its turn sets v = S and F = S + share. Of those that
+are owed nothing (F ≤ v) only so many start at v; the others start a share later.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,11 +11,13 @@ from lane_order import Lane, Moment, Request, Workloads
 
 BANDS = (0, 1, 2)  # Critical, Default, Sheddable
 GUARD_LOOKS_AT = 16
+NEWCOMERS = 100
 
 
 @dataclass(slots=True)
 class Band:
     v: float = 0.0  # virtual time: the greatest start tag served by turn
+    newcomers: float = 0.0  # what those were charged that started at v
     tag: float = 0.0  # of the band itself, where bands are weighted
     lanes: dict[str, Lane] = field(default_factory=dict)  # the backlogged ones
     finish: dict[str, float] = field(default_factory=dict)  # idle lane -> its last tag
@@ -68,11 +71,20 @@ class FairLanes:
         if not band.lanes:
             band.tag = max(band.tag, self.bv)
         if r.lane not in band.lanes:
-            tag = max(band.v, band.finish.get(r.lane, 0.0))
+            tag = self._start(band, band.finish.get(r.lane, 0.0), self.share(r))
             band.lanes[r.lane] = Lane(self._moment, self._workloads, tag)
             if self.pressed:
                 band.preempted.setdefault(r.lane, 0)
         band.lanes[r.lane].insert(r)
+
+    def _start(self, band: Band, finish: float, share: float) -> float:
+        if finish > band.v:
+            return finish
+        ahead = max(band.newcomers, band.v)
+        if ahead - band.v >= NEWCOMERS * share:
+            return band.v + share
+        band.newcomers = ahead + share
+        return band.v
 
     def remove(self, r: Request) -> None:
         """Take r out unserved: its lane's tag stays as it is."""

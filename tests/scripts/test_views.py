@@ -97,7 +97,10 @@ async def test_stretches_of_lanes_bring_their_requests_in_order(fleet: OpenFleet
     async with fleet("a", upper_per=1, ordering=ordering) as it:
         (a,) = it.replicas
         await a.admit("runs")
-        await asyncio.gather(*(a.admit(f"q{i:03d}", workload="w", criticality=4) for i in range(230)))
+        # By arrival, and by deadline
+        await asyncio.gather(
+            *(a.admit(f"q{i:03d}", workload="w", criticality=4, ttl_s=60 + i) for i in range(230))
+        )
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
         # When stretches of them are read, one of them past the end
         long, short, past = await a.store.reads.queued(

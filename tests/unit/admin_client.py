@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from scripted_store import ScriptedStore
 
 from app.admin.api import create
+from app.admin.events import Events
 from app.admin.fleet_controls import FleetControls
 from app.admin.models import State
 from app.admin.server import serving
@@ -54,17 +55,24 @@ class View:
 NO_LISTS = cast(Lists, None)  # of tests that ask for none
 
 
+async def _nothing() -> list[tuple[str, Any]]:
+    return []
+
+
 def api(
     view: View | None = None,
     store: ScriptedStore | None = None,
     settings: Settings | None = None,
     metrics: Metrics | None = None,
     lists: Lists | None = None,
+    events: Events | None = None,
 ) -> FastAPI:
     """The API of a replica whose shared state is `store`."""
     settings, view = settings or Settings(), view or View()
     controls = FleetControls(cast(Store, store or ScriptedStore()), cast(Membership, view), settings)
-    return create(view, lists or NO_LISTS, controls, metrics or Metrics(), settings)
+    return create(
+        view, lists or NO_LISTS, controls, metrics or Metrics(), settings, events or Events(_nothing)
+    )
 
 
 @asynccontextmanager

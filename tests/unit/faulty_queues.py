@@ -132,6 +132,11 @@ class EndsTwice(QueueSimulator):
         self.write(event, r)
 
 
+class LetsNewFlowsGoFirst(QueueSimulator):
+    def start(self, r: Request, finish: float) -> float:
+        return max(self.v[r.band], finish)
+
+
 class LosesARunningRequest(QueueSimulator):
     def end(self, r: Request, event: str) -> None:
         if r.id == "r1":

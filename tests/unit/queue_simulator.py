@@ -33,6 +33,7 @@ class QueueSimulator:
         self.requests: dict[str, Request] = {}
         self.lanes: dict[tuple[int, str], Lane] = {}
         self.v = [0.0, 0.0, 0.0]
+        self.newcomers = [0.0, 0.0, 0.0]
         self.now_us = START_US
         self.stock = 0.0
         self.credit = 1.0
@@ -244,8 +245,18 @@ class QueueSimulator:
         self.requests[r.id] = lane.waiting[r.id] = r
         if len(lane.waiting) > 1:
             return None
-        lane.tag = max(self.v[r.band], lane.tag)
+        lane.tag = self.start(r, lane.tag)
         return lane.tag
+
+    def start(self, r: Request, finish: float) -> float:
+        v, share = self.v[r.band], self.share(r)
+        if finish > v:
+            return finish
+        ahead = max(self.newcomers[r.band], v)
+        if ahead - v >= 100 * share:
+            return v + share
+        self.newcomers[r.band] = ahead + share
+        return v
 
     def leave(self, r: Request) -> None:
         lane = self.lane(r)

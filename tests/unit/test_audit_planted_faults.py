@@ -18,6 +18,7 @@ from faulty_queues import (
     IgnoresWeights,
     KeepsALittle,
     LeavesVirtualTimeBehind,
+    LetsNewFlowsGoFirst,
     LosesARunningRequest,
     NeverGuards,
     NeverServesFlowB,
@@ -69,6 +70,14 @@ def blocked_head(queue: QueueSimulator) -> None:
     queue.run_dry()
 
 
+def flood(queue: QueueSimulator) -> None:
+    """More new flows at once than may start ahead of the others."""
+    queue.tune(total_capacity=200)
+    for i in range(110):
+        queue.admit(f"r{i}", f"flow{i}")
+    queue.run_dry()
+
+
 def paused(queue: QueueSimulator) -> None:
     for i in range(8):
         queue.admit(f"r{i}")
@@ -95,6 +104,7 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
     (AdvancesTagsByHalf, mixed_load, "G2", "tag of lane"),
     (IgnoresWeights, mixed_load, "G2", "where its share is"),
+    (LetsNewFlowsGoFirst, flood, "G2", "tag of lane"),
     (LeavesVirtualTimeBehind, mixed_load, "G2", "virtual time of band"),
     (GuardsWithoutCredit, mixed_load, "G3", "more than its share"),
     (NeverGuards, mixed_load, "G3", "less than its share"),
@@ -139,7 +149,7 @@ def test_a_planted_fault_is_found_and_named(
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4])
-@pytest.mark.parametrize("load", [mixed_load, limited, blocked_head])
+@pytest.mark.parametrize("load", [mixed_load, limited, blocked_head, flood])
 def test_without_a_fault_the_same_loads_break_nothing(
     load: Callable[[QueueSimulator], None], share: float
 ) -> None:

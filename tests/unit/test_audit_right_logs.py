@@ -185,3 +185,23 @@ def test_an_id_that_lives_again_stands_in_its_new_place() -> None:
     # When everything is served, then neither flow's order is thought broken
     queue.run_dry()
     assert told(audit(queue.log)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_changing_share_of_the_guard_breaks_no_bound(seed: int) -> None:
+    # Given arrivals of two bands that become overdue at different times
+    queue, dice = QueueSimulator(endpoints=1), random.Random(seed)
+    for i in range(60):
+        queue.admit(f"r{i}", f"flow{i % 3}", band=i % 3)
+        queue.wait_ms(dice.choice((0, 0, 40)))
+        # When the guard's share is changed while they are served
+        if dice.random() < 0.3:
+            queue.tune(guard_share=dice.choice((0.05, 0.1, 0.5)))
+    for _ in range(60):
+        queue.wait_ms(dice.choice((0, 20, 200)))
+        if dice.random() < 0.3:
+            queue.tune(guard_share=dice.choice((0.05, 0.1, 0.5)))
+        queue.place_granted()
+        queue.settle(next(r.id for r in queue.requests.values() if r.state == "placed"))
+    # Then no request is said to have waited for more dispatches than it takes
+    assert told(audit(queue.log)) == []

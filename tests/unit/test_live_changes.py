@@ -58,7 +58,7 @@ def test_given_settings_when_published_then_every_name_of_the_scripts_is_there()
         "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4,
         "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100, "overload": "preempt",
         "weights": {"gold": 3.0}, "paused": 0, "default_answer": 256, "answer_alpha": 0.2,
-        "live_weight": 1.0,
+        "live_weight": 1.0, "max_workloads": 20_000,
     }  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""What the event stream tells each second."""
+
+from typing import Any
+
+from app.admin.shown import BANDS
+from app.admin.view import Lists, StateView
+from app.state.reads import Reads
+
+ROWS = 50
+_SCANNED = 500  # workloads among which the busiest are looked for
+_MOST_DECISIONS = 100
+
+
+class Snapshots:
+    """Called, it reads what there is to tell, as (event, data). `logging`: whether decisions are logged."""
+
+    def __init__(self, view: StateView, lists: Lists, reads: Reads, *, logging: bool) -> None:
+        self._view = view
+        self._lists = lists
+        self._reads = reads
+        self._logging = logging
+        self._last_seq: int | None = None
+
+    async def __call__(self) -> list[tuple[str, Any]]:
+        state = await self._view.state()
+        flows = await self._lists.flows(ROWS, None, None)
+        workloads = await self._lists.workloads(_SCANNED, None)
+        busiest = sorted(
+            workloads["workloads"], key=lambda each: (-each["active"], each["last_request_s_ago"])
+        )
+        snapshot = {
+            "at": state["now_us"] / 1e6,
+            "state": state,
+            "flows": flows["flows"],
+            "flows_total": flows["total"],
+            "workloads": busiest[:ROWS],
+            "workloads_total": workloads["total"],
+            "endpoints": await self._view.endpoints(),
+            "replicas": await self._lists.replicas(),
+        }
+        told: list[tuple[str, Any]] = [("snapshot", snapshot)]
+        if self._logging:
+            told.append(("decisions", await self._decisions()))
+        return told
+
+    async def _decisions(self) -> dict[str, Any]:
+        """The entries since the last time, newest last; `skipped` is how many more there were."""
+        found = [_entry(fields) for fields in await self._reads.decisions(_MOST_DECISIONS)]
+        last, newest = self._last_seq, found[-1]["seq"] if found else 0
+        self._last_seq = newest
+        if last is None or newest < last:  # the first look, or another life of the pool
+            return {"entries": found, "skipped": 0}
+        fresh = [entry for entry in found if entry["seq"] > last]
+        return {"entries": fresh, "skipped": newest - last - len(fresh)}
+
+
+def _entry(fields: dict[str, str]) -> dict[str, Any]:
+    return {
+        "seq": int(fields["seq"]),
+        "at": float(fields["time_us"]) / 1e6,
+        "event": fields["event"],
+        "request": fields["request"] or None,
+        "flow": fields["flow"] or None,
+        "band": BANDS[int(fields["band"])] if fields["flow"] else None,
+        "workload": fields["workload"] or None,
+        "endpoint": fields["endpoint"] or None,
+        "stock": float(fields["stock"]),
+        "queued": int(float(fields["queued"])),
+        "by": fields["by"] or None,
+        "note": fields["note"],
+    }

@@ -1,0 +1,241 @@
+"""The admin API of a fleet at work: what it says is what is, whichever replica is asked."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from fleet_load import PATIENT, at_rest, decisions, metric, shared
+
+from app.admin import listed
+from app.admin.models import Endpoint, State
+
+OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name": "iron", "weight": 1.0}]
+CONFIG = {"decision_log": {"enabled": True}, "objectives": OBJECTIVES}
+SLOW = ("--no-restart", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "5")
+HARD_NAME = "a/b ?é%2F#"
+
+
+async def ask(client: httpx.AsyncClient, flow: str, *, objective: str = "iron", workload: str = "w") -> int:
+    headers = {
+        "x-gateway-inference-fairness-id": flow.encode(),
+        "x-gateway-inference-objective": objective,
+        "x-workload-context": json.dumps({"workload_id": workload, "criticality": 2}),
+    }
+    body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
+    response = await client.post("/v1/completions", json=body, headers=headers)
+    return response.status_code
+
+
+async def get(fleet: Any, path: str, replica: int = 0) -> Any:
+    response = await fleet.admin(f"/api/v1/{path}", replica)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    cursor = ""
+    while True:
+        joint = "&" if "?" in path else "?"
+        page = await get(fleet, f"{path}{joint}limit={limit}{cursor}", replica)
+        found += page[rows]
+        assert len(page[rows]) <= limit
+        if page["cursor"] is None:
+            assert len(found) == page["total"]
+            return found
+        cursor = f"&cursor={page['cursor']}"
+
+
+@asynccontextmanager
+async def listening(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
+    """The (event, data) that one replica tells, from now on."""
+    url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/events"
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=20.0) as client,
+        client.stream("GET", url) as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+
+        async def events() -> AsyncIterator[tuple[str, Any]]:
+            name = ""
+            async for line in response.aiter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield name, json.loads(line.removeprefix("data: "))
+
+        yield events()
+
+
+async def paused_with(
+    here: Any, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, asked: list[tuple[str, str, str]]
+) -> list[asyncio.Task[int]]:
+    """Pause `here` and let requests of `asked` (flow, objective, workload) wait, one behind the other."""
+    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as admin:
+        await admin.post(f"{here.state['replicas'][1]['admin']}/api/v1/pause")
+    running = []
+    for count, (flow, objective, workload) in enumerate(asked, 1):
+        running.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
+
+        async def waits(count: int = count) -> bool:
+            return bool((await shared(here))["queued"] == count)
+
+        await here.eventually(waits, what=f"{count} queued")
+    return running
+
+
+async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foretold(fleet: Any) -> None:
+    # Given a paused fleet with requests of three flows and two bands
+    here = fleet(*SLOW, config={**CONFIG, "fair_request_queue": {"guard_share": 0}})
+    asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        waiting = await paused_with(here, client, tasks, asked)
+        # When every replica is asked, page by page
+        told = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
+        order = [each["id"] for each in told[0]]
+        # Then all tell the same order, which is the log's arrivals by band, flows in turn
+        assert [[each["id"] for each in one] for one in told] == [order] * 3
+        assert [each["position"] for each in told[0]] == list(range(1, 12))
+        assert [each["flow"] for each in told[0]] == ["g"] * 3 + [HARD_NAME, "b"] * 4
+        for each in told[0]:
+            listed.Queued.model_validate(each, strict=True)
+        arrived = [entry.request for entry in await decisions(here) if entry.event == "queued"]
+        for flow in (HARD_NAME, "b", "g"):
+            of_flow = [each for each in arrived if each in {r["id"] for r in told[0] if r["flow"] == flow}]
+            assert [each["id"] for each in told[0] if each["flow"] == flow] == of_flow
+        # And flows, by band, with what waits and their fair shares
+        flows = await all_pages(here, "flows", "flows", 2, 1)
+        assert [(each["flow"], each["band"], each["queued"], each["fair_share"]) for each in flows] == [
+            ("g", "Critical", 3, 1.0),
+            (HARD_NAME, "Default", 4, 0.5),
+            ("b", "Default", 4, 0.5),
+        ]
+        one = await get(here, f"flows/{quote(HARD_NAME, safe='')}", 1)
+        assert (one["flow"], [each["queued"] for each in one["bands"]]) == (HARD_NAME, [4])
+        of_one = await get(here, f"queue?flow={quote(HARD_NAME, safe='')}&band=Default")
+        assert [each["id"] for each in of_one["requests"]] == order[3::2]
+        assert (await get(here, "queue?flow=b&band=Critical"))["total"] == 0
+        # And workloads
+        workloads = {each["id"]: each for each in await all_pages(here, "workloads", "workloads", 1, 1)}
+        assert {name: each["active"] for name, each in workloads.items()} == {"w 1": 7, "w/2": 4}
+        assert (await get(here, "workloads/w%2F2"))["total"] == 4
+        # And the state's sums are those of the lists
+        state = State.model_validate(await get(here, "state", 1))
+        assert (state.queued, state.active_flows, state.paused) == (11, 3, True)
+        assert [(each.band, each.queued, each.active_flows) for each in state.bands] == [
+            ("Critical", 3, 1),
+            ("Default", 8, 2),
+            ("Sheddable", 0, 0),
+        ]
+        # And why a request waits
+        last = await get(here, f"requests/{order[-1]}", 2)
+        assert (last["state"], last["position"]) == ("queued", 11)
+        assert (
+            last["why"]
+            == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
+        )
+        # When the fleet goes on
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as admin:
+            await admin.post(f"{here.state['replicas'][0]['admin']}/api/v1/resume")
+    assert {task.result() for task in waiting} == {200}
+    # Then they have been served in the order foretold
+    assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
+    await at_rest(here)
+
+
+async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet: Any) -> None:
+    # Given a fleet under more load than it serves at once, two flows of weights 3 and 1
+    here = fleet(
+        *SLOW, config={**CONFIG, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]}
+    )
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        going = True
+
+        async def user(flow: str, objective: str) -> None:
+            while going:
+                assert await ask(client, flow, objective=objective) == 200
+
+        users = [
+            tasks.create_task(user(name, objective))
+            for name, objective in (("rich", "gold"), ("poor", "iron"))
+            for _ in range(15)
+        ]
+
+        # When it has run for as long as service is counted
+        async def steady() -> dict[str, Any] | None:
+            flows = {each["flow"]: each for each in (await get(here, "flows"))["flows"]}
+            rich = flows.get("rich")
+            return flows if len(flows) == 2 and rich and (rich["share"] or 0) > 0.6 else None
+
+        flows = await here.eventually(steady, within_s=40.0, what="a steady service")
+        # Then the shares told are near the weights', and add up to the band's
+        assert flows["rich"]["fair_share"] == 0.75
+        assert abs(flows["rich"]["share"] - 0.75) < 0.15
+        assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
+        # And what runs is what endpoints are said to have
+        for _ in range(5):
+            found = listed.Inflight.model_validate(await get(here, "inflight", 1))
+            assert 1 <= found.total <= 3
+            assert all(each.lease_in_s > 0 for each in found.requests)
+        for endpoint in await get(here, "endpoints"):
+            assert Endpoint.model_validate(endpoint).in_flight <= 3
+        # And each replica knows the others, and how many wait with it
+        replicas = listed.Replicas.model_validate(await get(here, "replicas", 2)).replicas
+        assert [each.live for each in replicas] == [True] * 3
+        assert [each.this for each in replicas].count(True) == 1
+        assert {each.admin for each in replicas} == {each["admin"] for each in here.state["replicas"]}
+        assert sum(each.waiting or 0 for each in replicas) > 5
+        going = False
+        await asyncio.gather(*users)
+    state = await at_rest(here)
+    dispatched = [await metric(here, "epp_popper_dequeue_successes_total", replica) for replica in range(3)]
+    assert state["dispatched_total"] == sum(dispatched)
+    # And at rest nothing is listed
+    for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
+        page = await get(here, path)
+        assert (page[rows], page["total"], page["cursor"]) == ([], 0, None)
+
+
+async def test_events_tell_state_and_decisions_and_end_with_the_replica(fleet: Any) -> None:
+    # Given a fleet, and a listener at each of two replicas
+    here = fleet(*SLOW, config=CONFIG)
+    async with (
+        here.client(**PATIENT) as client,
+        listening(here, 0) as first,
+        listening(here, 1) as second,
+        asyncio.timeout(60),
+    ):
+        # When requests are served
+        assert [await ask(client, "f", workload="w") for _ in range(5)] == [200] * 5
+        # Then both are told of every decision once, in order, and of the state
+        log = await decisions(here)
+        for stream in (first, second):
+            entries: list[dict[str, Any]] = []
+            snapshots = 0
+            async for name, data in stream:
+                if name == "snapshot":
+                    snapshots += 1
+                    State.model_validate(data["state"])
+                    assert data["workloads_total"] == len(data["workloads"])
+                    assert data.keys() >= {"at", "flows", "flows_total", "endpoints", "replicas"}
+                else:
+                    assert (name, data["skipped"]) == ("decisions", 0)
+                    entries += data["entries"]
+                if snapshots and len(entries) >= len(log):
+                    break
+            assert [each["seq"] for each in entries] == list(range(1, len(entries) + 1))
+            assert [each["event"] for each in entries[: len(log)]] == [entry.event for entry in log]
+        # And when the replica is told to go, then its stream ends at once, and so does the replica
+        pid = here.state["replicas"][0]["pid"]
+        here.terminate_replica(0)
+        async for _ in first:
+            pass
+
+        async def gone() -> bool:
+            return pid not in {child.pid for child in here.children()}
+
+        await here.eventually(gone, within_s=10, what="the replica's end")

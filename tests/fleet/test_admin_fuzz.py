@@ -1,0 +1,100 @@
+"""The admin API asked at random, by its own description, while requests wait and run."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fleet_load import PATIENT, shared
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"ordering": "workload-aware"}}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 15  # for each call
+
+
+@pytest.fixture
+async def busy(fleet: Any) -> AsyncIterator[Any]:
+    """A fleet with 2 requests running and 30 waiting, of 3 flows and 2 workloads."""
+    here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "60000", config=CONFIG)
+    async with here.client(**PATIENT) as client:
+        asked = [asyncio.create_task(_ask(client, each)) for each in range(32)]
+
+        async def waiting() -> bool:
+            return bool((await shared(here))["queued"] == 30)
+
+        await here.eventually(waiting, what="30 queued")
+        yield here
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _ask(client: httpx.AsyncClient, number: int) -> None:
+    headers = {
+        "x-gateway-inference-fairness-id": f"flow/{number % 3}",
+        "x-workload-context": json.dumps({"workload_id": f"w {number % 2}", "criticality": 1 + number % 5}),
+    }
+    body = {"model": "llama", "prompt": f"{number}", "max_tokens": 2}
+    await client.post("/v1/completions", json=body, headers=headers)
+
+
+async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:
+    # Given a fleet at work, and its own description of its API
+    base = busy.state["replicas"][0]["admin"]
+    described = (await busy.admin("/openapi.json")).json()
+    ids = [each["id"] for each in (await busy.admin("/api/v1/queue")).json()["requests"]]
+    # When each call is made many times over, well and badly; the event stream, which never ends, apart
+    del described["paths"]["/api/v1/events"]
+    tried = await asyncio.to_thread(_fuzz, described, base)
+    # Then nothing failed on our side, each answer was as described, and all calls have been tried
+    assert tried.keys() == {
+        f"{method.upper()} {path}" for path, methods in described["paths"].items() for method in methods
+    }
+    assert all(count > 0 for count in tried.values())
+    # And the fleet still works
+    assert (await busy.admin("/healthz")).status_code == 200
+    assert (await busy.admin(f"/api/v1/requests/{ids[0]}")).status_code in (200, 404)
+
+
+def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
+    """How often each call was made. AssertionError, or what schemathesis raises, for a wrong answer."""
+    schema = schemathesis.openapi.from_dict(described)
+    tried: dict[str, int] = {}
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        def call(case: Any) -> None:
+            tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
+            case.call_and_validate(base_url=base, checks=CHECKS, timeout=20)
+
+        _run(operation, call)
+    return tried
+
+
+def _run(operation: Any, call: Any) -> None:
+    strategy = operation.as_strategy()
+    checked = given(case=strategy)(call)
+    settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )(checked)()
