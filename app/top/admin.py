@@ -11,6 +11,7 @@ from app.errors import PickerError
 _SILENCE_S = 5.0  # a snapshot comes each second
 _CHANGE_S = 5.0
 _MOST_LINE_BYTES = 4 << 20
+_WANTED = {"snapshot": "state", "unavailable": "detail"}  # events, and what each must have
 
 
 class AdminFault(PickerError):
@@ -38,8 +39,10 @@ class Admin:
         self._secure = parts.scheme == "https"
         self._token = token
 
-    def snapshots(self) -> Iterator[dict[str, Any]]:
-        """The fleet, each second, until the connection ends. Close the iterator to leave.
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The fleet each second, as ("snapshot", figures) or ("unavailable", {"detail"}), until it ends.
+
+        Close the iterator to leave.
 
         Raises:
             AdminFault: it refuses, says nothing for 5 s, or what it says cannot be read.
@@ -50,7 +53,7 @@ class Admin:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AdminFault(self._refusal(answer))
-            yield from _snapshots(answer)
+            yield from _events(answer)
         except (OSError, http.client.HTTPException, ValueError) as fault:
             raise AdminFault(f"{self.url}: {fault or type(fault).__name__}") from fault
         finally:
@@ -94,7 +97,7 @@ def part(text: str) -> str:
     return quote(text, safe="")
 
 
-def _snapshots(lines: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(lines: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
     event = ""
     while line := lines.readline(_MOST_LINE_BYTES):
         if not line.endswith(b"\n"):
@@ -103,10 +106,10 @@ def _snapshots(lines: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         value = value.removeprefix(b" ")
         if name == b"event":
             event = value.decode(errors="replace")
-        elif name == b"data" and event == "snapshot":
-            shot = json.loads(value)
-            if not isinstance(shot, dict) or not isinstance(shot.get("state"), dict):
-                raise ValueError("a snapshot without a state")
-            yield shot
+        elif name == b"data" and event in _WANTED:
+            data = json.loads(value)
+            if not isinstance(data, dict) or _WANTED[event] not in data:
+                raise ValueError(f"an event {event} that says nothing")
+            yield event, data
         elif not line.strip():
             event = ""

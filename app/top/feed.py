@@ -58,8 +58,11 @@ class Feed:
     def _read(self) -> None:
         while not self._leaving.is_set():
             try:
-                for shot in self._admin.snapshots():
-                    self._tell(shot, "")
+                for event, data in self._admin.events():
+                    if event == "snapshot":
+                        self._tell(data, "")
+                    else:
+                        self._tell(None, str(data["detail"]))
                     if self._leaving.is_set():
                         return
                 self._tell(None, "the replica ended the stream")

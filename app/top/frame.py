@@ -44,7 +44,9 @@ def frame(news: News, place: Place, *, url: str, width: int, height: int) -> Ren
     else:
         body += [Text(), Text(f"no {view.name}", "dim")]
     blank = height - _ABOVE - min(len(things) - first, rows) - 1
-    return Group(*body, *([Text()] * max(0, blank if things else height - _ABOVE - 2)), _foot(place, view))
+    return Group(
+        *body, *([Text()] * max(0, blank if things else height - _ABOVE - 2)), _foot(place, view, news.fault)
+    )
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
@@ -107,10 +109,12 @@ def _tabs(place: Place, shot: Mapping[str, Any]) -> Text:
     return line
 
 
-def _foot(place: Place, view: View) -> Text:
+def _foot(place: Place, view: View, fault: str = "") -> Text:
     if place.question:
         return _line((f"{place.question} y/n ", "bold yellow"))
     if place.said:
         return _line((place.said, "bold"))
+    if fault:
+        return _line((plain(fault), "bold red"))
     drain = "d drain/undrain  " if view.name == "endpoints" else ""
     return _line((f"q quit  p pause/resume  {drain}tab or 1-4 views  ↑↓ rows", "dim"))

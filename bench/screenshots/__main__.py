@@ -51,7 +51,7 @@ def main(seconds: float, folder: Path) -> None:
 
 
 def _top(admin: str, file: Path) -> None:
-    shot = next(Admin(admin).snapshots())
+    shot = next(data for event, data in Admin(admin).events() if event == "snapshot")
     console = Console(record=True, width=100, height=24, file=io.StringIO(), force_terminal=True)
     console.print(frame(News(shot, 0.1, ""), Place(), url=admin, width=100, height=24))
     file.write_text(console.export_svg(title="picker top"))

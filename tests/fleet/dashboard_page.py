@@ -66,10 +66,12 @@ class Dashboard:
     async def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression holds; of `argument`, if it takes one.
 
-        Asked from here: the browser's own waiting evaluates text in the page, which the page's policy forbids.
+        Asked from here: a browser that waits evaluates text in the page, which the page's policy forbids.
         """
         async with asyncio.timeout(PATIENCE_MS / 1000):
-            while not await self.page.evaluate(condition, argument):
+            while True:
+                if await self.page.evaluate(condition, argument):
+                    return
                 await asyncio.sleep(_POLL_S)
 
     async def text(self, selector: str) -> str:

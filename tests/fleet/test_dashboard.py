@@ -337,15 +337,30 @@ async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here:
         await page.says("#connection", "live")
 
 
-async def test_a_page_whose_stream_broke_connects_again(here: Any) -> None:
+async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(fleet: Any) -> None:
+    restarting = fleet("--endpoints", "1", "--replicas", "2")
+    async with dashboard(restarting) as page:
+        page.allowed += ["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET"]
+        # Given a page of a replica that is killed and started anew
+        before = await page.text("#replica")
+        restarting.kill_replica(0)
+        # Then the page connects by itself, and shows who speaks now
+        await page.until("(before) => document.getElementById('replica').textContent !== before", before)
+        await page.says("#connection", "live")
+
+
+async def test_a_fleet_without_redis_is_told_so_until_it_is_back(fleet: Any) -> None:
+    here = fleet("--no-restart", "--endpoints", "1", "--replicas", "1")
+    (valkey,) = [child for child in here.children() if "valkey" in " ".join(child.cmdline())]
     async with dashboard(here) as page:
-        page.allowed.append("ERR_INTERNET_DISCONNECTED")
-        # Given a connection that is lost
-        await page.page.context.set_offline(True)
-        await page.page.evaluate("window.dispatchEvent(new Event('offline'))")
-        await page.says("#connection", "stale since")
-        # When the network is there again, then so are the figures
-        await page.page.context.set_offline(False)
+        # When Redis stops answering, then what is wrong stands at the top, and the figures are called old
+        valkey.suspend()
+        try:
+            await page.until("document.getElementById('why').dataset.level === 'bad'")
+        finally:
+            valkey.resume()
+        # And all is well as soon as it answers
+        await page.until("document.getElementById('why').dataset.level === 'calm'")
         await page.says("#connection", "live")
 
 

@@ -112,7 +112,9 @@ def test_given_a_name_with_escape_sequences_when_drawn_then_the_terminal_gets_no
 def test_given_something_amiss_when_drawn_then_the_first_line_says_so(
     state: dict[str, Any], news: tuple[float, str], said: str
 ) -> None:
-    assert said in lines(News(shot(**state), *news), Place())[0]
+    drawn = lines(News(shot(**state), *news), Place())
+    assert said in drawn[0]
+    assert drawn[-1].startswith(news[1])
 
 
 def test_given_no_figures_yet_when_drawn_then_it_says_why() -> None:

@@ -6,7 +6,7 @@ import { byId, say } from "./dom.js";
 import { plural } from "./format.js";
 import { Live } from "./live.js";
 import { lookUp, startLookup } from "./lookup.js";
-import { remember, showOverview } from "./overview.js";
+import { remember, showOverview, showTrouble } from "./overview.js";
 import { startQueue } from "./queue.js";
 import { showTables } from "./tables.js";
 import { startTheme } from "./theme.js";
@@ -60,6 +60,7 @@ new Live({
     draw();
   },
   decisions: takeDecisions,
+  unavailable: ({ detail }) => showTrouble(detail),
   link(state, since) {
     const pill = byId("connection");
     if (pill.dataset.state !== state) pill.dataset.state = state;

@@ -5,7 +5,7 @@ const DEAD_MS = 12000; // a connection that says nothing for so long is given up
 const WAIT_MS = [1000, 2000, 4000, 8000];
 
 export class Live {
-  /** `on` has `snapshot(data)`, `decisions(data)` and `link(state, since)`: waiting, live or stale. */
+  /** `on` has `snapshot(data)`, `decisions(data)`, `unavailable(data)` and `link(state, since)`: waiting, live or stale. */
   constructor(on) {
     this.on = on;
     this.heard = null; // when the last snapshot came: Date for people, performance time for counting
@@ -16,10 +16,11 @@ export class Live {
 
   connect() {
     this.source?.close();
-    this.tried = performance.now();
+    this.spoke = performance.now();
     const source = (this.source = new EventSource("api/v1/events"));
     source.addEventListener("snapshot", (event) => this.take(event, this.on.snapshot));
     source.addEventListener("decisions", (event) => this.take(event, this.on.decisions));
+    source.addEventListener("unavailable", (event) => this.take(event, this.on.unavailable));
     source.addEventListener("error", () => {
       // The browser itself comes back after a broken connection, but not after a refusal.
       if (source.readyState === EventSource.CLOSED) this.again();
@@ -27,6 +28,7 @@ export class Live {
   }
 
   take(event, handler) {
+    this.spoke = performance.now();
     if (event.type === "snapshot") {
       this.heard = { ms: performance.now(), date: new Date() };
       this.failures = 0;
@@ -45,7 +47,7 @@ export class Live {
     const now = performance.now();
     const since = this.heard?.ms ?? -Infinity;
     if (now - since > SILENT_MS) this.on.link(this.heard ? "stale" : "waiting", this.heard?.date);
-    if (now - Math.max(since, this.tried) > DEAD_MS && this.source.readyState !== EventSource.CLOSED) {
+    if (now - this.spoke > DEAD_MS && this.source.readyState !== EventSource.CLOSED) {
       this.source.close();
       this.again();
     }

@@ -48,7 +48,13 @@ export function showOverview({ state, flows, endpoints, replicas }) {
   drawCharts(state);
 }
 
-export function drawCharts(state) {
+/** The replica cannot see the fleet: what is on the page stays, and is said to be old. */
+export function showTrouble(detail) {
+  say(byId("why"), `This replica cannot see the fleet now: ${plain(detail)}. What is shown is of before.`);
+  level(byId("why"), "bad");
+}
+
+function drawCharts(state) {
   for (const chart of charts) chart.draw();
   const { points } = history;
   const spread = (key) => {
