@@ -13,6 +13,7 @@ _COMMANDS = {
     "serve": ("app.replica_command", "one replica: picker, access log and discovery for Envoy, admin API"),
     "sim": ("app.sim.command", "one simulated model server"),
     "envoy-config": ("app.fleet.envoy_command", "Envoy's bootstrap on stdout"),
+    "load": ("app.load.command", "run a load scenario, judge it by the fleet's promises, write a report"),
     "audit": ("app.audit.command", "replay the decision log and check what the queue promises"),
     "check": ("app.check_command", "validate a configuration"),
 }
