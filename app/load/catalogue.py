@@ -81,14 +81,14 @@ _ALL = (
     ),
     Scenario(
         name="long-prompts",
-        summary="Prompts of 8 to 160 KB beside short ones, charged in tokens: 120 % of what can be served.",
+        summary="Prompts of 8 to 160 KB beside short ones, charged in tokens: 124 % of what can be served.",
         sources=(
-            Source("long", 0.9, "long", prompt_bytes=(8_000, 160_000), answer_tokens=24),
-            Source("short", 0.3, "short", prompt_bytes=(200, 2_000)),
+            Source("long", 1.2, "long", prompt_bytes=(8_000, 160_000), answer_tokens=24),
+            Source("short", 0.04, "short", prompt_bytes=(200, 2_000)),
         ),
         promises=("overloaded", "no-errors-but-overload", "short-share", "short-wait"),
         config={
-            "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 20_000},
+            "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 16_000},
             "scheduling": {
                 "scorers": [{"name": "kv-cache", "weight": 1}, {"name": "in-flight", "weight": 2}]
             },

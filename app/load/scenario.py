@@ -66,9 +66,10 @@ class Source:
 
     @property
     def cost_tokens(self) -> float:
-        """About what a request of it is charged under `unit: tokens`."""
+        """About what a request of it is charged under `unit: tokens`, on average."""
         low, high = self.prompt_bytes
-        return math.sqrt(low * high) / BYTES_PER_TOKEN + self.answer_tokens
+        mean_bytes = (high - low) / math.log(high / low) if high > low else low
+        return mean_bytes / BYTES_PER_TOKEN + self.answer_tokens
 
 
 class Fault(StrEnum):
