@@ -17,9 +17,9 @@ class Kind(StrEnum):
 class Answer:
     """Times are seconds; `due_s` and `sent_s` since the load began, the others since the request was sent.
 
-    `due_s` is when it was to be sent. `head_s` is the answer's head, `first_s` the first byte of its body (None:
-    it did not come). `served_by` is the endpoint's own word for who it is. `tokens` is what the answer's usage
-    tells, `asked_tokens` what was asked for. `turn` counts within a conversation, from 0.
+    `due_s` is when it was to be sent. `head_s` is the answer's head, `first_s` the first byte of its body
+    (None: it did not come). `served_by` is the endpoint's own word for who it is. `tokens` is what the
+    answer's usage tells, `asked_tokens` what was asked for. `turn` counts within a conversation, from 0.
     """
 
     source: str

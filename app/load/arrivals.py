@@ -1,7 +1,7 @@
 """When requests come: Poisson arrivals whose rate may change in steps. Pure, seeded.
 
-The load is open: a moment of arrival depends on the seed alone, never on how the fleet answers, so that a slow
-fleet cannot slow what is asked of it.
+The load is open: a moment of arrival depends on the seed alone, never on how the fleet answers, so that a
+slow fleet cannot slow what is asked of it.
 """
 
 from collections.abc import Iterator, Sequence

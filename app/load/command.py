@@ -181,7 +181,7 @@ async def _wanted(args: argparse.Namespace, plan: Plan) -> Wanted:
     if plan.scenario.own_fleet_only:
         if given or args.admin:
             raise ConfigError(
-                f"{plan.scenario.name} has to {plan.scenario.fault}, which it does to a fleet of its own only: "
+                f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
                 "leave --target, --state-file and --admin out"
             )
         return Wanted(size, None)

@@ -14,9 +14,9 @@ _SETTLING = 0.25  # of the duration: shares are counted after it, when the queue
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What was asked for. `capacity_per_s` is what `load` 1 stands for (requests of an even mix of the sources),
-    `rates_per_s` each source's arrivals. `mode`, `replicas` and `endpoints` are '' and 0 where they are unknown.
-    The objectives are None where none was given.
+    """What was asked for. `capacity_per_s` is what `load` 1 stands for (requests, mixed as the sources are),
+    `rates_per_s` each source's arrivals. `mode`, `replicas` and `endpoints` are '' and 0 where they are not
+    known. The objectives are None where none was given.
     """
 
     seed: int
@@ -77,7 +77,7 @@ class Evidence:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """Moment and length of each wait for service: of the decision log, or else the time to first token."""
+        """Moment and length of each wait for service, by the decision log, or else the time to first token."""
         if self.has_turns:
             return [(turn.at_s - self.wall_s, turn.wait_s) for turn in self.turns_of(source)]
         return [

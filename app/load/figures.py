@@ -9,7 +9,7 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest of `values` (sorted) that at least `part` of them do not exceed (nearest rank); NaN of none."""
+    """The smallest of `values` (sorted) that `part` of them do not exceed (nearest rank); NaN of none."""
     if not values:
         return math.nan
     return values[max(0, math.ceil(part * len(values)) - 1)]

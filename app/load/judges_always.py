@@ -1,4 +1,4 @@
-"""Promises that hold whatever the load is, as a client sees them and as the fleet's own log has them. Pure."""
+"""Promises that hold whatever the load is, by what clients see and what the fleet's own log has. Pure."""
 
 from collections.abc import Callable, Mapping
 
@@ -110,7 +110,10 @@ def audited(promise: str) -> Callable[[Evidence], Finding]:
 
     def judge(run: Evidence) -> Finding:
         if not any(ledger.report for ledger in run.ledgers):
-            why = next((ledger.why for ledger in run.ledgers if ledger.why), "the fleet's log is not known")
+            why = next(
+                (ledger.why for ledger in run.ledgers if ledger.why),
+                "the log of a fleet that was found is for `picker audit`",
+            )
             return not_judged(why)
         checked, broken, cases = violations(run.ledgers, promise)
         finding = unless(cases, f"{checked} checks of the decision log, {broken} broken")

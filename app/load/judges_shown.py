@@ -10,7 +10,7 @@ from app.load.promise import Finding, held_if, not_judged, unless
 from app.load.scenario import Fault, Source
 from app.request import Band
 
-_NEAR = 0.9  # of a fair share counts as it: who is in the queue at the edges of the time counted is a few per cent
+_NEAR = 0.9  # of a fair share counts as it: what is queued at the edges of the time counted blurs it
 _SHORTER = 0.25  # of the other's mean wait is at most what a client within its share waits
 _QUEUED_S = 0.1  # a mean wait below it is none
 _STAY = 0.6  # of later turns go where an earlier one went

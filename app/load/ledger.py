@@ -1,4 +1,4 @@
-"""The decision log of a run: audited, and read for when each request was served and how long it had waited."""
+"""The decision log of a run: audited, and read for when each request was served and how long it waited."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def read(url: str, pool: str = "default") -> Ledger:
 
 
 def violations(ledgers: Sequence[Ledger], promise: str) -> tuple[int, int, list[str]]:
-    """How often `promise` (G1 to G6, log) was checked and broken in `ledgers`, and the first cases in words."""
+    """How often `promise` (G1 to G6, log) was checked and broken in `ledgers`, and the first cases."""
     checked = broken = 0
     cases: list[str] = []
     for ledger in ledgers:

@@ -9,15 +9,15 @@ from app.load.scenario import Scenario, Source
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`rates_per_s` are arrivals of each source, outside its wave. `capacity_per_s` is what load 1 stands for."""
+    """`rates_per_s` are each source's arrivals outside its wave. `capacity_per_s` is what load 1 stands for."""
 
     rates_per_s: tuple[float, ...]
     capacity_per_s: float
 
 
 def pace(scenario: Scenario, lower: float, answers_s: Sequence[float]) -> Pace:
-    """For a fleet that dispatches while its stock is below `lower`, where an answer takes each source `answers_s`
-    seconds. Dispatch stops with the request that reaches the bound: one more than fit below it.
+    """For a fleet that dispatches while its stock is below `lower`, where an answer takes each source
+    `answers_s` seconds. Dispatch stops with the request that reaches the bound: one more than fit below it.
     """
     each = [_alone(scenario, source, lower) / answer_s for source, answer_s in _pairs(scenario, answers_s)]
     return _of(scenario, each)

@@ -9,14 +9,15 @@ from app.load.promise import Promise, Verdict
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --card: #f6f7f9; --ink: #1c2430; --soft: #5b6675;
   --grid: #d6dbe2; --good: #0f7b4f; --bad: #c22f2f; --open: #8a6100; }
-@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --ink: #e4e8ee; --soft: #98a3b3;
-  --grid: #333c49; --good: #4cc38a; --bad: #ff7b72; --open: #e2b340; } }
+@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --ink: #e4e8ee;
+  --soft: #98a3b3; --grid: #333c49; --good: #4cc38a; --bad: #ff7b72; --open: #e2b340; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 74rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 74rem; background: var(--page);
+  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 h1 { font-size: 1.7rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.25rem 0 .75rem; }
 p { margin: .25rem 0; } .soft { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
+  gap: .75rem; margin: 1.25rem 0; }
 .tile { background: var(--card); border-radius: .5rem; padding: .7rem .9rem; }
 .tile b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1rem; }
@@ -24,11 +25,13 @@ figure { margin: 0; background: var(--card); border-radius: .5rem; padding: .75r
 figure svg { width: 100%; height: auto; display: block; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th, td { text-align: left; padding: .35rem .7rem .35rem 0; border-bottom: 1px solid var(--grid);
+  vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .85rem; } td.n, th.n { text-align: right; }
 .held { color: var(--good); } .broken { color: var(--bad); font-weight: 600; } .open { color: var(--open); }
-td.verdict { white-space: nowrap; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .35rem 0 0; font-size: .8rem; color: var(--soft); }
+td.verdict, td.name { white-space: nowrap; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .35rem 0 0; font-size: .8rem;
+  color: var(--soft); }
 """
 _CLASS = {Verdict.HELD: "held", Verdict.BROKEN: "broken", Verdict.NOT_JUDGED: "open"}
 _MARK = {Verdict.HELD: "✓ held", Verdict.BROKEN: "✗ broken", Verdict.NOT_JUDGED: "– not judged"}
@@ -110,7 +113,7 @@ def _promises(promises: Sequence[Promise]) -> str:
         cases = f"<pre>{escape(chr(10).join(promise.cases))}</pre>" if promise.cases else ""
         rows.append(
             f'<tr><td class="verdict {_CLASS[promise.verdict]}">{_MARK[promise.verdict]}</td>'
-            f"<td>{escape(promise.name)}</td><td>{escape(promise.says)}</td>"
+            f'<td class="name">{escape(promise.name)}</td><td>{escape(promise.says)}</td>'
             f"<td>{escape(promise.evidence)}{cases}</td></tr>"
         )
     head = "<tr><th>verdict</th><th>promise</th><th>what it says</th><th>evidence</th></tr>"

@@ -12,9 +12,7 @@ from app.load.scenario import Source
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-_WORDS = (
-    "alpha bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar".split()
-)  # noqa: SIM905
+_WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,6 @@ def headers(source: Source) -> tuple[tuple[str, str], ...]:
 def _text(source: Source, chance: Random) -> str:
     low, high = source.prompt_bytes
     size = round(math.exp(chance.uniform(math.log(low), math.log(high))))
-    # One run of random words, repeated: random throughout would cost the load generator more than the sending.
+    # One run of random words, repeated: random throughout would cost more than the sending.
     run = " ".join(chance.choices(_WORDS, k=64))
     return (f"{run} " * (size // len(run) + 1))[:size]

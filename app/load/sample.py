@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class OnEndpoints:
-    """How many requests the endpoints themselves have, running and waiting there; `asked` of them answered."""
+    """How many requests the endpoints themselves have, running and waiting there, of the `answered` ones."""
 
     at_s: float
     requests: int

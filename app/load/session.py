@@ -49,7 +49,7 @@ Show = Callable[
 
 
 class Session:
-    """`fleet` is None for a fleet that was found. `show` is called a few times a second while the load runs."""
+    """`fleet` is None for one that was found. `show` is called a few times a second while the load runs."""
 
     def __init__(self, plan: Plan, target: Target, fleet: OwnFleet | None, show: Show) -> None:
         self._plan = plan
@@ -138,7 +138,8 @@ class Session:
             return fixed(plan.scenario, plan.rate_per_s, answers_s)
         if lower <= 0:
             raise StartupError(
-                "what the fleet can serve is not known without its admin API: give --admin URL, --state-file or --rate"
+                "what the fleet can serve is not known without its admin API: "
+                "give --admin URL, --state-file FILE or --rate N"
             )
         return pace(plan.scenario, lower, answers_s)
 

@@ -38,7 +38,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
     """`url` without what follows its port.
 
     Raises:
-        ConfigError: it is no http://host:port, or not on this machine's loopback and `allow_remote` is not set.
+        ConfigError: it is no http://host:port, or not on the loopback and `allow_remote` is not set.
     """
     parts = urlsplit(url)
     try:
@@ -49,7 +49,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
         raise ConfigError(f"{option}: {url!r} is no http://host:port")
     if not allow_remote and not _is_loopback(parts.hostname):
         raise ConfigError(
-            f"{option}: {parts.hostname} is not this machine's loopback. A load test can harm whoever uses that "
+            f"{option}: {parts.hostname} is not this machine's loopback. A load can harm whoever uses that "
             "fleet; if it is yours to load, say so with --allow-remote"
         )
     return f"http://{parts.netloc}"
@@ -111,9 +111,7 @@ async def check_needs(target: Target, scenario: Scenario) -> None:
         if value != wanted:
             faults.append(f"{key}: {wanted} (it has {value})")
     if faults:
-        raise ConfigError(
-            f"{scenario.name} needs a fleet with {', '.join(faults)}; without --target it starts one"
-        )
+        raise ConfigError(f"{scenario.name} needs a fleet with {', '.join(faults)}; --own starts one")
 
 
 def _is_loopback(host: str) -> bool:
