@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval load lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -50,6 +50,9 @@ bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scrapin
 
 bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.upheaval $(ARGS)
+
+load: $(VENV)/.installed ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
+	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

@@ -22,7 +22,7 @@ _ALL = (
     ),
     Scenario(
         name="burst",
-        summary="Four clients ask for 40 % of what can be served, and for 1.5 s of every 6 s four times that.",
+        summary="Four ask for 40 % of what can be served, and for 1.5 s of every 6 s four times that.",
         sources=tuple(
             Source(f"client-{n}", 0.1, f"client-{n}", wave=Wave(period_s=6, high_s=1.5, factor=4))
             for n in range(1, 5)
@@ -97,7 +97,7 @@ _ALL = (
     ),
     Scenario(
         name="replica-crash",
-        summary="Replicas are killed (SIGKILL) at random moments while 80 % of what can be served is asked for.",
+        summary="Replicas are killed (SIGKILL) at random moments; 80 % of what can be served is asked for.",
         sources=tuple(Source(f"client-{n}", 0.2, f"client-{n}") for n in range(1, 5)),
         promises=("faults-happened", "no-errors", "nothing-expires"),
         fault=Fault.KILL_REPLICAS,
@@ -112,7 +112,7 @@ _ALL = (
     ),
     Scenario(
         name="multi-turn",
-        summary="Conversations of five turns, each with all that was said before: half of what can be served.",
+        summary="Conversations of five turns, each with all said before: half of what can be served.",
         sources=(
             Source(
                 "talk", 0.5, "talk", prompt_bytes=(800, 1_600), streamed=1.0, talk=Talk(turns=5, think_s=1.0)

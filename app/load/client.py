@@ -44,13 +44,9 @@ class Client:
         try:
             async with asyncio.timeout(within_s):
                 connection = await self._connection()
-                connection.send(head.encode(), exchange)
-                try:
-                    await exchange.over
-                finally:
-                    self._give_back(connection, exchange)
         except (OSError, TimeoutError):
             return None
+        await self._exchange(connection, head.encode(), exchange, within_s)
         return None if exchange.fault else (exchange.status, exchange.tail)
 
     async def send(self, ask: Ask, *, within_s: float) -> Exchange:
@@ -67,15 +63,19 @@ class Client:
         except (OSError, TimeoutError) as fault:
             exchange.end(f"no connection: {str(fault) or f'not within {_CONNECT_S:g} s'}")
             return exchange
+        await self._exchange(connection, request, exchange, within_s)
+        return exchange
+
+    async def _exchange(
+        self, connection: Connection, request: bytes, exchange: Exchange, within_s: float
+    ) -> None:
         connection.send(request, exchange)
         try:
-            async with asyncio.timeout(within_s):
-                await exchange.over
-        except TimeoutError:
+            # Not awaited itself: a timeout would cancel it, and it would pass for an answer.
+            await asyncio.wait([exchange.over], timeout=within_s)
             exchange.end(f"no whole answer within {within_s:g} s")
         finally:
             self._give_back(connection, exchange)
-        return exchange
 
     async def _connection(self) -> Connection:
         while self._idle:

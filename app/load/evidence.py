@@ -77,7 +77,7 @@ class Evidence:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """Moment and length of each wait for service, by the decision log, or else the time to first token."""
+        """Moment and length of each wait, by the decision log, or else the time to first token."""
         if self.has_turns:
             return [(turn.at_s - self.wall_s, turn.wait_s) for turn in self.turns_of(source)]
         return [

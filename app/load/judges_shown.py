@@ -6,13 +6,13 @@ from app.load.answer import Kind
 from app.load.evidence import Evidence, latest_before
 from app.load.figures import fair, mean
 from app.load.judges_always import EXPIRED
-from app.load.promise import Finding, held_if, not_judged, unless
+from app.load.promise import Finding, Verdict, held_if, not_judged, unless
 from app.load.scenario import Fault, Source
 from app.request import Band
 
-_NEAR = 0.9  # of a fair share counts as it: what is queued at the edges of the time counted blurs it
+_NEAR = 0.9  # of a fair share counts as it,
+_EDGE = 3  # less so many requests: they may wait when the counting begins or ends
 _SHORTER = 0.25  # of the other's mean wait is at most what a client within its share waits
-_QUEUED_S = 0.1  # a mean wait below it is none
 _STAY = 0.6  # of later turns go where an earlier one went
 _AGAIN_S = 5.0  # after Redis is back, the fleet shares again (G8)
 _OVER_S = 1.0  # after Redis went: who was in the middle of a call has been told
@@ -71,7 +71,8 @@ def keeps_share(name: str) -> Callable[[Evidence], Finding]:
         if due <= 0:
             return not_judged(f"{name} asked for nothing")
         text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
-        return held_if(service[flow] >= _NEAR * due, text)
+        largest = max((run.cost(answer) for answer in run.answers_of(_source(run, name))), default=0.0)
+        return held_if(service[flow] >= _NEAR * due - _EDGE * largest, text)
 
     return judge
 
@@ -84,8 +85,9 @@ def waits_less(name: str, than: str) -> Callable[[Evidence], Finding]:
         if not mine >= 0 or not others > 0:
             return not_judged("one of the two was not served")
         text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
-        if others < _QUEUED_S:
-            return not_judged(f"{text}: nobody waited")
+        queue = overloaded(run)
+        if queue.verdict is not Verdict.HELD:
+            return not_judged(queue.evidence)
         return held_if(mine <= _SHORTER * others, text)
 
     return judge
@@ -105,6 +107,9 @@ def not_refused(name: str) -> Callable[[Evidence], Finding]:
 
 
 def waits_by_band(run: Evidence) -> Finding:
+    queue = overloaded(run)
+    if queue.verdict is not Verdict.HELD:
+        return not_judged(queue.evidence)
     waits = {
         band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
         for band in Band

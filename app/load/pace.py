@@ -9,7 +9,7 @@ from app.load.scenario import Scenario, Source
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`rates_per_s` are each source's arrivals outside its wave. `capacity_per_s` is what load 1 stands for."""
+    """`rates_per_s` are each source's arrivals outside its wave. `capacity_per_s` is load 1."""
 
     rates_per_s: tuple[float, ...]
     capacity_per_s: float
