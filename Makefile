@@ -6,6 +6,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval load lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -55,6 +56,8 @@ bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancel
 screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
 	bash .ci/packages
 	$(BIN)/python -m bench.screenshots $(ARGS)
+load: $(VENV)/.installed ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
+	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

@@ -14,6 +14,7 @@ _COMMANDS = {
     "sim": ("app.sim.command", "one simulated model server"),
     "envoy-config": ("app.fleet.envoy_command", "Envoy's bootstrap on stdout"),
     "top": ("app.top.command", "the fleet on a terminal, live"),
+    "load": ("app.load.command", "run a load scenario, judge it by the fleet's promises, write a report"),
     "audit": ("app.audit.command", "replay the decision log and check what the queue promises"),
     "check": ("app.check_command", "validate a configuration"),
 }

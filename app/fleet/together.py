@@ -18,10 +18,15 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
             for work in works:
                 group.create_task(work)
     except BaseExceptionGroup as faults:
-        told = next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
+        told = on_purpose(faults)
         if told is None:
             raise
         raise told from None
+
+
+def on_purpose(faults: BaseExceptionGroup[BaseException]) -> PickerError | None:
+    """The first fault in the group, however deep, that was raised on purpose; None if none was."""
+    return next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
 
 
 def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:

@@ -1,0 +1,139 @@
+"""`picker load` as its user runs it, and its scenarios in Locust, against real fleets."""
+
+import asyncio
+import csv
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+END_S = 90.0
+
+
+async def started(*arguments: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", *arguments), stdout=PIPE, stderr=STDOUT, cwd=ROOT, env={**os.environ}
+    )
+
+
+async def ended(process: Process) -> tuple[int, str]:
+    """Its exit status and all that it said."""
+    try:
+        async with asyncio.timeout(END_S):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, said.decode()
+
+
+async def load(*arguments: str) -> tuple[int, str]:
+    return await ended(await started("app.cli", "load", *arguments))
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    summary = json.loads((folder / "summary.json").read_text())
+    return {promise["name"]: promise["verdict"] for promise in summary["promises"]}
+
+
+async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
+    # When a scenario is run without saying where
+    size = ("--own", "--replicas", "2", "--endpoints", "2")
+    status, said = await load("noisy-neighbour", *size, "--duration", "5", "--report", str(tmp_path))
+    # Then it starts a fleet, and the promises are held: those of the log too
+    found = verdicts(tmp_path)
+    assert status == 0, said
+    assert {found[name] for name in ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")} == {
+        "held"
+    }
+    assert "broken" not in found.values()
+    # And leaves a page, and no process
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    mine = [
+        child for child in psutil.Process().children(recursive=True) if "picker-load-" in str(child.cmdline())
+    ]
+    assert mine == []
+
+
+async def test_replicas_are_killed_and_nobody_notices(tmp_path: Path) -> None:
+    # When replicas are killed at random moments under load
+    status, said = await load("replica-crash", "--duration", "6", "--report", str(tmp_path))
+    # Then that happened, and every request was served
+    found = verdicts(tmp_path)
+    assert status == 0, said
+    assert json.loads((tmp_path / "summary.json").read_text())["faults"]["kills"]
+    assert found["no-errors"] == found["at-rest"] == found["G6"] == "held"
+
+
+async def test_a_broken_promise_is_exit_status_1(fleet: Any, tmp_path: Path) -> None:
+    # Given a running fleet
+    here = fleet("--replicas", "1", "--endpoints", "2")
+    # When it is asked for first tokens sooner than its model servers can give them
+    where = ("--state-file", str(here.state_file), "--duration", "3", "--report", str(tmp_path))
+    status, said = await load("steady", *where, "--slo-ttft", "0.005")
+    # Then that promise is broken and named, with what was measured
+    assert status == 1, said
+    assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
+    found = verdicts(tmp_path)
+    assert found["slo-ttft"] == "broken"
+    assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
+    # And without the objective the same load breaks nothing
+    status, said = await load("steady", *where)
+    assert status == 0, said
+
+
+async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(fleet: Any, tmp_path: Path) -> None:
+    here = fleet("--replicas", "1", "--endpoints", "1")
+    status, said = await load(
+        "priority-overload", "--state-file", str(here.state_file), "--report", str(tmp_path)
+    )
+    assert status == 2
+    assert "needs a fleet with an objective 'critical', an objective 'sheddable'" in said
+
+
+async def test_an_interrupt_ends_with_a_report(fleet: Any, tmp_path: Path) -> None:
+    # Given a load under way that would go on for minutes
+    here = fleet("--replicas", "1", "--endpoints", "2")
+    where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
+    process = await started("app.cli", "load", "steady", *where)
+    assert process.stdout is not None
+    async with asyncio.timeout(END_S):
+        while b"served 0" in (line := await process.stdout.readline()) or b" sent " not in line:
+            assert line, "it ended by itself"
+    # When it is interrupted
+    process.send_signal(signal.SIGINT)
+    status, said = await ended(process)
+    # Then there is a report of what there was
+    assert status == 130, said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["counts"]["served"] > 0
+    assert "broken" not in verdicts(tmp_path).values()
+
+
+async def test_the_same_scenarios_in_locust(fleet: Any, tmp_path: Path) -> None:
+    # Given a running fleet
+    here = fleet("--replicas", "1", "--endpoints", "2")
+    # When Locust plays two of the scenarios against it for some seconds, with its own page switched off
+    file = ROOT / "deploy" / "locust" / "locustfile.py"
+    process = await started(
+        *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
+        *("-u", "8", "-r", "8", "-t", "6s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
+    )
+    status, said = await ended(process)
+    # Then requests of both were served, none failed, and the first bytes were timed
+    assert status == 0, said
+    with (tmp_path / "stats_stats.csv").open() as file_of_stats:
+        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file_of_stats)}
+    total = rows["", "Aggregated"]
+    assert int(total["Failure Count"]) == 0, said
+    assert int(rows["POST", "client-1"]["Request Count"]) > 0
+    assert int(rows["POST", "talk"]["Request Count"]) > 0
+    assert float(rows["TTFT", "client-1"]["Average Response Time"]) > 0

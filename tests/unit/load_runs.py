@@ -1,0 +1,108 @@
+"""Runs made up for tests of `app.load`: whatever a test does not name is as it would be in a good run."""
+
+from dataclasses import replace
+from typing import Any
+
+from app.audit.auditor import audit
+from app.load.answer import Answer
+from app.load.catalogue import SCENARIOS
+from app.load.evidence import Evidence, Parameters
+from app.load.judges import judged
+from app.load.ledger import Ledger
+from app.load.promise import Promise
+from app.load.sample import Sample
+from app.load.scenario import Scenario
+
+PER_SOURCE = 40
+
+
+def answer(source: str, number: int = 0, **fields: Any) -> Answer:
+    """A served stream; `fields` in place of what it would be."""
+    good = Answer(
+        source=source,
+        number=number,
+        turn=0,
+        streamed=True,
+        prompt_bytes=300,
+        asked_tokens=16,
+        due_s=0.5 * number,
+        sent_s=0.5 * number,
+        head_s=0.1,
+        first_s=0.1,
+        last_s=0.3,
+        status=200,
+        reason="",
+        retry_after_s=None,
+        served_by="127.0.0.1:9000",
+        tokens=16,
+        answers=1,
+        fault="",
+    )
+    return replace(good, **fields)
+
+
+def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
+    """Refused at once because the queue is full."""
+    told = {"status": 503, "reason": "rejected-saturated", "retry_after_s": 2.0, "tokens": None}
+    return answer(source, number, **{**told, "first_s": 0.01, "last_s": 0.01, **fields})
+
+
+def sample(at_s: float, **fields: Any) -> Sample:
+    """A fleet of three replicas with a stock of 8 of 8.8 and an empty queue."""
+    good = Sample(
+        at_s=at_s,
+        stock=8,
+        lower=7.2,
+        upper=8.8,
+        queued={"Critical": 0, "Default": 0, "Sheddable": 0},
+        in_flight={"127.0.0.1:9000": 8},
+        leases=8,
+        replicas=3,
+        degraded=False,
+    )
+    return replace(good, **fields)
+
+
+def rest(at_s: float) -> Sample:
+    return sample(at_s, stock=0, leases=0, in_flight={"127.0.0.1:9000": 0})
+
+
+def run(scenario: str | Scenario = "steady", **fields: Any) -> Evidence:
+    """A good run of 20 s; `fields` in place of what it would be. `sent` follows from the answers."""
+    found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
+    answers = tuple(
+        answer(source.name, number, asked_tokens=source.answer_tokens, tokens=source.answer_tokens)
+        for source in found.sources
+        for number in range(PER_SOURCE)
+    )
+    good = Evidence(
+        scenario=found,
+        parameters=Parameters(
+            seed=1,
+            duration_s=20.0,
+            capacity_per_s=33.0,
+            rates_per_s=tuple(2.0 for _ in found.sources),
+            own=True,
+            mode="lean",
+            replicas=3,
+            endpoints=4,
+        ),
+        wall_s=1_700_000_000.0,
+        sent=len(answers),
+        answers=answers,
+        samples=tuple(sample(0.25 * number) for number in range(80)),
+        rest=rest(20.5),
+        rest_within_s=20.0,
+    )
+    given = replace(good, **fields)
+    return given if "sent" in fields else replace(given, sent=len(given.answers))
+
+
+def verdict(evidence: Evidence, name: str) -> Promise:
+    """What is said of the promise `name`."""
+    return next(promise for promise in judged(evidence) if promise.name == name)
+
+
+def audited(entries: list[dict[str, str]]) -> Ledger:
+    """A log as the audit finds it."""
+    return Ledger(audit(entries))

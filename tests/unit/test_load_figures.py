@@ -1,0 +1,61 @@
+"""Percentiles and fair shares of `picker load`."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.load.figures import fair, quantile, quantiles
+from app.load.scenario import Source
+from app.request import Band
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert quantile([7.0], 0.5) == 7
+    assert math.isnan(quantile([], 0.5))
+    assert quantiles([]) == {}
+    assert quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
+
+
+def test_who_wants_less_than_its_share_has_it_and_the_rest_is_shared() -> None:
+    # Given three flows of one band, of which one wants little and one weighs twice
+    sources = (
+        Source("small", 1, "small"),
+        Source("big", 1, "big"),
+        Source("heavy", 1, "heavy", weight=2.0),
+    )
+    # When 100 was served of 10, 200 and 200 that they asked for
+    due = fair(sources, {"small": 10, "big": 200, "heavy": 200}, 100)
+    # Then the small one was due all it wanted, the others the rest by weight
+    assert due == pytest.approx({"small": 10, "big": 30, "heavy": 60})
+
+
+def test_a_higher_band_comes_first() -> None:
+    sources = (
+        Source("critical", 1, "critical", band=Band.CRITICAL),
+        Source("default", 1, "default"),
+        Source("sheddable", 1, "sheddable", band=Band.SHEDDABLE),
+    )
+    due = fair(sources, {"critical": 60, "default": 60, "sheddable": 60}, 100)
+    assert due == pytest.approx({"critical": 60, "default": 40, "sheddable": 0})
+
+
+@given(
+    demand=st.lists(st.floats(0, 1000), min_size=1, max_size=6),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=6, max_size=6),
+    part=st.floats(0, 1),
+)
+def test_no_more_is_due_than_is_asked_for_or_served(
+    demand: list[float], weights: list[float], part: float
+) -> None:
+    # Given any demand, of which a part was served
+    sources = [Source(f"f{place}", 1, f"f{place}", weight=weights[place]) for place in range(len(demand))]
+    asked = {source.flow: amount for source, amount in zip(sources, demand, strict=True)}
+    served = part * sum(demand)
+    due = fair(sources, asked, served)
+    # Then nobody is due more than it asked for, and all that was served is due to somebody
+    assert all(due[flow] <= asked[flow] + 1e-6 for flow in due)
+    assert sum(due.values()) == pytest.approx(served, abs=1e-6)
