@@ -28,6 +28,7 @@ _REDIS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _MODEL = ("model", "target_model")
+_SCRIPTS = ("renew", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
@@ -97,6 +98,11 @@ class Metrics:
         self._scores = gauges("endpoint_score", "What a scorer gives an endpoint.", ("endpoint", "scorer"))
 
         self._pool = PoolMetrics(registry, self._endpoint)
+        # What has never happened is a rate of 0 and not a series that is missing.
+        for band in Band:
+            self._preemptions.add((band.name.capitalize(),), 0)
+        for script in _SCRIPTS:
+            self._errors.add((script,), 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """One decision was sent: `code` is `ok` or the RequestError's code."""
