@@ -161,6 +161,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(events.run(), "events")
                 if feed is not None:
                     start(feed.run(), "routes")
+                if isinstance(chooser, Chooser):
+                    start(_tell_scores(chooser, metrics, settings.leases.heartbeat), "scores")
                 start(_announce(membership, grpc_server), "readiness")
                 await stopping.wait()
                 _log.info("draining")
@@ -176,6 +178,13 @@ async def _announce(membership: Membership, server: Server) -> None:
     await server.set_ready(True)
     _log.info("ready")
     await asyncio.Event().wait()
+
+
+async def _tell_scores(chooser: Chooser, metrics: Metrics, interval_s: float) -> None:
+    """Show how the scorers see the endpoints; worked out here, so that no request pays for it."""
+    while True:
+        metrics.scores(chooser.scores())
+        await asyncio.sleep(interval_s)
 
 
 @contextlib.asynccontextmanager

@@ -115,6 +115,17 @@ class Chooser(LeastLoaded):
     def explain(self, request_id: str) -> Explanation | None:
         return self._ring.find(request_id)
 
+    def scores(self) -> Mapping[str, Mapping[str, float]]:
+        """What each scorer gives each endpoint that may be picked (`ip:port` -> scorer -> 0 to 1), for
+        a request that asks for nothing in particular; `total` is the weighted whole."""
+        self._look()
+        ranking = self._scheduler.rank(PickAsk(), self._known, most=0)
+        columns = {**ranking.parts, "total": ranking.totals}
+        return {
+            signals.address: {name: scores[at] for name, scores in columns.items()}
+            for at, signals in enumerate(ranking.kept)
+        }
+
     def _look(self) -> None:
         """Take up what is known of the endpoints, unless that was a moment ago."""
         snapshot, now_s = self._endpoints.current, self._clock()

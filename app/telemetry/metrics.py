@@ -15,7 +15,8 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 from app.request import Band, Completion
-from app.telemetry.series import Counters, Gauges, Histograms, LabelCap
+from app.telemetry.pool import PoolMetrics
+from app.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, PairCap
 
 PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of `page`
 
@@ -27,6 +28,8 @@ _REDIS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _MODEL = ("model", "target_model")
+_SCRIPTS = ("renew", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
+_STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
 class Metrics:
@@ -37,7 +40,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         known = tuple(models)
         self._model = LabelCap(known=known)
-        self._target = LabelCap(known=("", *known))
+        self._variant = PairCap(known=((model, target) for model in known for target in ("", model)))
         self._endpoint = LabelCap()
 
         def counters(name: str, about: str, labels: tuple[str, ...] = ()) -> Counters:
@@ -52,6 +55,7 @@ class Metrics:
             return Histograms(registry, f"epp_{name}", about, bounds, labels)
 
         self._requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
+        self._refused = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
         self._decision = histograms(
             "decision_latency_seconds",
             "From a request's first message to its decision.",
@@ -73,6 +77,7 @@ class Metrics:
         self._reclaimed = counters("lease_reclaims", "Requests released because nothing kept their lease.")
 
         self._completions = counters("completions", "Requests that ended, by outcome.", ("model", "outcome"))
+        self._statuses = counters("responses", "Answers by HTTP status, 0 for none.", ("model", "status"))
         self._tokens_in = counters("input_tokens", "Prompt tokens, as the model servers count.", ("model",))
         self._tokens_out = counters("output_tokens", "Completion tokens, as they count.", ("model",))
         self._duration = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
@@ -90,33 +95,28 @@ class Metrics:
         self._readings = counters("scrape_readings", "Readings told to the fleet, or not.", ("result",))
         self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
         self._ages = gauges("scrape_age_seconds", "How old what is known of an endpoint is.", ("endpoint",))
+        self._scores = gauges("endpoint_score", "What a scorer gives an endpoint.", ("endpoint", "scorer"))
 
-        self._scalars = {
-            name: gauges(name, about)
-            for name, about in (
-                ("stock_level", "What is in flight, fleet-wide, in the stock's unit."),
-                ("lower_bound", "Dispatch runs below it."),
-                ("watermark", "The stock that is aimed at."),
-                ("upper_bound", "The stock is never above it."),
-                ("active_flows", "Flows with a queued request."),
-                ("ready_backends", "Endpoints that take new requests."),
-                ("live_replicas", "Replicas that report."),
-                ("paused", "1 while dispatch is paused, fleet-wide."),
-                ("degraded", "1 while this replica works without the shared state."),
-            )
-        }
-        self._band_queue = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
-        self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
+        self._pool = PoolMetrics(registry, self._endpoint)
+        # What has never happened is a rate of 0 and not a series that is missing.
+        for band in Band:
+            self._preemptions.add((band.name.capitalize(),), 0)
+        for script in _SCRIPTS:
+            self._errors.add((script,), 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """One decision was sent: `code` is `ok` or the RequestError's code."""
-        self._requests.add((self._model(model), self._target(target_model), code, mode))
+        labels = self._variant(model, target_model)
+        self._requests.add((*labels, code, mode))
+        if code != "ok":
+            self._refused.add((*labels, code))
         self._decision.observe(seconds, (mode,))
 
     def completed(self, completion: Completion, model: str) -> None:
         """A request ended. Fields of `completion` that are None are not counted."""
         name = self._model(model)
         self._completions.add((name, completion.outcome.value))
+        self._statuses.add((name, _STATUS_TEXTS.get(completion.status, OTHER)))
         label = (name,)
         if completion.prompt_tokens:
             self._tokens_in.add(label, completion.prompt_tokens)
@@ -133,21 +133,21 @@ class Metrics:
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         """A request left the queue; `success` says that it was dispatched."""
-        labels = (self._model(model), self._target(target_model), "true" if success else "false")
+        labels = (*self._variant(model, target_model), "true" if success else "false")
         self._waits.observe(seconds, labels)
 
     def bypassed(self, model: str, target_model: str = "") -> None:
-        self._bypasses.add((self._model(model), self._target(target_model)))
+        self._bypasses.add(self._variant(model, target_model))
 
     def expired(self, model: str, target_model: str = "") -> None:
-        self._expired.add((self._model(model), self._target(target_model)))
+        self._expired.add(self._variant(model, target_model))
 
     def cancelled(self, model: str, target_model: str = "") -> None:
-        self._cancelled.add((self._model(model), self._target(target_model)))
+        self._cancelled.add(self._variant(model, target_model))
 
     def waiting(self, model: str, target_model: str, change: int) -> None:
         """`change` requests more (or fewer) of this replica wait in the queue."""
-        self._waiting.add((self._model(model), self._target(target_model)), change)
+        self._waiting.add(self._variant(model, target_model), change)
 
     def evicted(self, band: Band) -> None:
         """A queued request of this replica had to make room."""
@@ -155,7 +155,7 @@ class Metrics:
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """The queue refused a request; `error_type` is the Dropped error's code."""
-        self._push_errors.add((self._model(model), self._target(target_model), error_type))
+        self._push_errors.add((*self._variant(model, target_model), error_type))
 
     def dequeued(self, attempts: int, successes: int) -> None:
         self._attempts.add(amount=attempts)
@@ -197,35 +197,22 @@ class Metrics:
         self._ages.replace({(self._endpoint(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
-        """Set the gauges of shared state from a state of the shape of `app.admin.view.StateView.state`.
+        """Show shared state, of the shape of `app.admin.view.StateView.state`."""
+        self._pool.show(state)
 
-        Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests},
-        `active_flows`, `ready_backends`, `replicas` (a list), `paused`, `degraded` and `in_flight` {ip:port:
-        requests}. A key that is absent leaves its gauge as it was.
-        """
-        bounds = state.get("bounds", {})
-        replicas = state.get("replicas")
-        for name, value in (
-            ("stock_level", state.get("stock")),
-            ("lower_bound", bounds.get("lower")),
-            ("watermark", bounds.get("watermark")),
-            ("upper_bound", bounds.get("upper")),
-            ("active_flows", state.get("active_flows")),
-            ("ready_backends", state.get("ready_backends")),
-            ("live_replicas", None if replicas is None else len(replicas)),
-            ("paused", state.get("paused")),
-            ("degraded", state.get("degraded")),
-        ):
-            if value is not None:
-                self._scalars[name].set(float(value))
-        if "queue_length" in state:
-            self._band_queue.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
-        if "in_flight" in state:
-            loads: dict[tuple[str, ...], float] = {}
-            for address, count in state["in_flight"].items():
-                label = (self._endpoint(address),)
-                loads[label] = loads.get(label, 0.0) + count
-            self._in_flight.replace(loads)
+    def degraded(self, on: bool) -> None:
+        """This replica works without the shared state, or with it again."""
+        self._pool.degraded(on)
+
+    def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """What the scorers give each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
+        self._scores.replace(
+            {
+                (self._endpoint(address), scorer): score
+                for address, parts in scores.items()
+                for scorer, score in parts.items()
+            }
+        )
 
     def page(self) -> bytes:
         """The Prometheus text page, of type `PAGE_TYPE`."""

@@ -48,6 +48,35 @@ class LabelCap:
         return name
 
 
+class PairCap:
+    """A model and its variant as two label values, the pairs capped as well as each of the two.
+
+    Each label capped by itself would still let a client that sends both make a million pairs. Past `limit`
+    pairs a model's new variants are `other`, so there are at most `limit` + 1 pairs more than `known` ones.
+    """
+
+    def __init__(self, limit: int = 1000, known: Iterable[tuple[str, str]] = ()) -> None:
+        self._limit = limit
+        known = tuple(known)
+        self._first = LabelCap(limit, (first for first, _ in known))
+        self._second = LabelCap(limit, ("", *(second for _, second in known)))
+        self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
+        for first, second in known:
+            self._pairs[first, second] = self._first(first), self._second(second)
+
+    def __call__(self, first: str, second: str) -> tuple[str, str]:
+        pair = self._pairs.get((first, second))
+        if pair is not None:
+            return pair
+        name = self._first(first)
+        if name == OTHER:
+            return OTHER, ""
+        if len(self._pairs) >= self._limit:
+            return name, OTHER if second else ""
+        pair = self._pairs[first, second] = name, self._second(second)
+        return pair
+
+
 class Counters(Collector):
     """A counter family. `name` goes without `_total`; label values come in the order of `labels`."""
 
@@ -61,6 +90,10 @@ class Counters(Collector):
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         values = self._values
         values[labels] = values.get(labels, 0.0) + amount
+
+    def follow(self, total: float) -> None:
+        """Show a count that is kept elsewhere, and so may begin anew at 0."""
+        self._values = {(): total}
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)

@@ -182,3 +182,13 @@ async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three
     probes.scrape_ages(1, {})
     assert meter.told.count("scraped") == 6
     assert meter.told[-3:] == ["published", "unpublished", "ages"]
+
+
+def test_given_scorers_when_their_scores_are_asked_for_then_each_endpoint_has_parts_and_a_whole() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B, down=True), Endpoint(C), queue_depth=3)
+    known.scraped(A, waiting=5.0)
+    known.scraped(C, waiting=1.0)
+    found = known.chooser.scores()
+    assert found.keys() == {A, C}
+    assert found[C]["queue-depth"] == 1
+    assert found[C]["total"] == pytest.approx(0.75 * found[C]["queue-depth"] + 0.25 * found[C]["in-flight"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from metrics_page import samples
+from metrics_table import documented, families
 
 from app.request import Band, Completion, Outcome
 from app.telemetry import logs
@@ -23,6 +24,11 @@ STATE = {
     "in_flight": {"10.0.0.1:8000": 2},
     "degraded": True,
     "paused": True,
+    "overdue": 1,
+    "leases": 7,
+    "dispatched_total": 50,
+    "guard_dispatches_total": 5,
+    "ended_total": 43,
 }
 
 
@@ -47,6 +53,8 @@ def test_given_a_decision_when_counted_then_code_mode_and_latency_are_on_the_pag
     page = samples(metrics)
     assert page["epp_requests_total", "code=ok", "mode=lean", "model=llama"] == 1
     assert page["epp_requests_total", "code=expired_ttl", "mode=lean", "model=llama"] == 1
+    assert page["epp_request_errors_total", "code=expired_ttl", "model=llama"] == 1
+    assert ("epp_request_errors_total", "code=ok", "model=llama") not in page
     assert page["epp_decision_latency_seconds_bucket", "le=0.0025", "mode=lean"] == 0
     assert page["epp_decision_latency_seconds_bucket", "le=0.005", "mode=lean"] == 1
     assert page["epp_decision_latency_seconds_bucket", "le=+Inf", "mode=lean"] == 2
@@ -70,6 +78,7 @@ def test_given_completions_when_counted_then_tokens_and_durations_add_up_and_unk
     assert page["epp_input_tokens_total", "model=llama"] == 7
     assert page["epp_output_tokens_total", "model=llama"] == 100
     assert page["epp_completions_total", "model=llama", "outcome=client_gone"] == 1
+    assert page["epp_responses_total", "model=llama", "status=200"] == 2
     assert page["epp_request_duration_seconds_count", "model=llama"] == 1
     assert page["epp_time_to_first_token_seconds_count", "model=llama"] == 1
 
@@ -124,6 +133,11 @@ def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoint
     assert page["epp_paused",] == 1
     assert page["epp_live_replicas",] == 2
     assert page["epp_degraded",] == 1
+    assert page["epp_overdue_requests",] == 1
+    assert page["epp_leases",] == 7
+    assert page["epp_dispatches_total",] == 50
+    assert page["epp_guard_dispatches_total",] == 5
+    assert page["epp_ended_total",] == 43
     assert page["epp_endpoint_in_flight", "endpoint=10.0.0.2:8000"] == 1
     assert ("epp_endpoint_in_flight", "endpoint=10.0.0.1:8000") not in page
 
@@ -138,6 +152,36 @@ def test_given_more_names_than_the_cap_when_counted_then_the_rest_is_other_and_k
     assert len(models) == 1001
     assert page["epp_bypass_total", f"model={OTHER}"] == 501
     assert page["epp_bypass_total", "model=llama"] == 1
+
+
+def test_given_a_client_that_makes_up_both_names_when_counted_then_the_pairs_are_capped_too() -> None:
+    metrics = Metrics(models=["llama"])
+    for number in range(3000):
+        metrics.bypassed(f"made-up-{number % 90}", f"variant-{number}")
+    metrics.bypassed("llama", "llama")
+    page = samples(metrics)
+    pairs = {key: value for key, value in page.items() if key[0] == "epp_bypass_total"}
+    assert len(pairs) <= 1000 + 90 + 1
+    assert sum(pairs.values()) == 3001
+    assert page["epp_bypass_total", "model=llama", "target_model=llama"] == 1
+    assert any(f"target_model={OTHER}" in key for key in pairs)
+
+
+def test_given_a_replica_without_the_shared_state_when_told_then_the_gauge_follows() -> None:
+    metrics = Metrics()
+    metrics.degraded(True)
+    assert samples(metrics)["epp_degraded",] == 1
+    metrics.degraded(False)
+    assert samples(metrics)["epp_degraded",] == 0
+
+
+def test_given_scores_when_shown_then_each_scorer_has_its_series_and_gone_endpoints_have_none() -> None:
+    metrics = Metrics()
+    metrics.scores({"10.0.0.1:8000": {"queue-depth": 0.5, "total": 0.7}})
+    metrics.scores({"10.0.0.2:8000": {"queue-depth": 0.25}})
+    page = samples(metrics)
+    assert page["epp_endpoint_score", "endpoint=10.0.0.2:8000", "scorer=queue-depth"] == 0.25
+    assert not any("endpoint=10.0.0.1:8000" in key for key in page)
 
 
 @pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
@@ -184,3 +228,10 @@ def test_given_values_json_does_not_know_when_logged_then_the_line_is_written_al
     line = json.loads(lines.getvalue())
     assert "ValueError" in line["exception"]
     assert lines.getvalue().count("\n") == 1
+
+
+def test_given_the_page_when_compared_with_its_documentation_then_both_name_the_same_families() -> None:
+    found = families(Metrics().page().decode())
+    assert {name: kind for name, (kind, _) in found.items()} == {
+        name: row.kind for name, row in documented().items()
+    }

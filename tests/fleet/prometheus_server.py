@@ -1,0 +1,92 @@
+"""A real Prometheus for tests: Debian's binary with the project's own configuration, on the loopback."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from app.fleet.ports import free_port
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
+_READY_S = 30.0
+
+
+def program(name: str) -> str:
+    """Where a program of Debian's package `prometheus` is."""
+    path = shutil.which(name)
+    assert path is not None, f"{name} is missing: install Debian's package prometheus (.ci/packages does)"
+    return path
+
+
+class Prometheus:
+    """Scrapes `targets` (job -> host:port) each second; everything else is as deploy/prometheus has it."""
+
+    def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
+        config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(FOLDER / each) for each in config["rule_files"]]
+        for job in config["scrape_configs"]:
+            assert job.pop("dns_sd_configs")
+            job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = folder / "prometheus.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    program("prometheus"),
+                    f"--config.file={folder / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(_READY_S):
+            while True:
+                assert self._process.poll() is None, self._log.read_text()
+                try:
+                    await self.query("vector(1)")
+                except httpx.TransportError:
+                    await asyncio.sleep(0.05)
+                else:
+                    return
+
+    async def query(self, expression: str) -> list[dict[str, Any]]:
+        """The vector that `expression` is now; an expression it does not understand is a failure."""
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+            answer = await client.get(f"{self._url}/api/v1/query", params={"query": expression})
+        told = answer.json()
+        assert told["status"] == "success", f"{expression}: {told.get('error')}"
+        found: list[dict[str, Any]] = told["data"]["result"]
+        return found
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def rules(kind: str) -> dict[str, str]:
+    """Every rule of `kind` (record, alert) by name, with its expression."""
+    pages = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("rules/*.yml"))]
+    groups = [group for page in pages for group in page["groups"]]
+    return {rule[kind]: rule["expr"] for group in groups for rule in group["rules"] if kind in rule}
+
+
+def metric_names(expression: str) -> set[str]:
+    """The series that an expression reads."""
+    return set(re.findall(r"\b(?:epp_\w+|picker:[\w:]+|process_\w+|vllm:\w+|up)\b", expression))

@@ -1,0 +1,112 @@
+"""docker-compose.yml: by Docker's own reader, and its services run as they stand there."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from compose_stack import ROOT, Stack
+
+ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    """The services as Docker Compose reads them."""
+    compose = shutil.which("docker-compose")
+    assert compose is not None, "docker-compose is missing: Debian has a package of it (.ci/packages)"
+    done = subprocess.run(
+        [compose, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return found
+
+
+def test_every_service_is_confined_limited_and_looked_after(services: dict[str, Any]) -> None:
+    # Given what Docker Compose makes of the file
+    wanted = {"redis", "picker", "simulator", "envoy", "prometheus", "grafana", "locust"}
+    assert services.keys() == wanted
+    for name, service in services.items():
+        # Then no service may write to its root, gain rights, use up the machine or fail unseen
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}, name
+        assert "privileged" not in service, name
+        assert "container_name" not in service, name
+        for needed in service.get("depends_on", {}).values():
+            assert needed == {"condition": "service_healthy"}, name
+        # And its user is none that may do anything: its own, or the images' of this project
+        assert "user" in service or service["build"]["target"] in ("picker", "edge"), name
+        assert not str(service.get("user", "")).startswith("0"), name
+    # And the replicas can be scaled
+    assert "ports" not in services["picker"]
+    assert "noeviction" in services["redis"]["command"]
+
+
+def test_every_mounted_file_is_there(services: dict[str, Any]) -> None:
+    # Given the files that services mount
+    mounts = [Path(mount.split(":")[0]) for each in services.values() for mount in each.get("volumes", [])]
+    # Then each is there; the load's are looked at where they are made
+    assert not [path for path in mounts if path.name != "locust" and not path.exists()]
+
+
+def test_the_images_end_without_root_and_without_tools_to_build() -> None:
+    # Given the stages of the Dockerfile
+    text = (ROOT / "Dockerfile").read_text()
+    stages = {match[2]: match[0] for match in re.finditer(r"FROM (\S+) AS (\S+)\n(?:(?!FROM ).*\n?)*", text)}
+    assert list(stages)[-1] == "picker"
+    for name in ("picker", "edge"):
+        # Then each image comes from the stage with a user of its own, and takes an environment only
+        assert stages[name].startswith("FROM base ")
+        assert "pip install" not in stages[name]
+        assert "apt" not in stages[name]
+        users = re.findall(r"^USER (\S+)$", stages[name], re.MULTILINE)
+        assert not users or users[-1] == "10001:10001"
+    assert re.findall(r"^USER (\S+)$", stages["base"], re.MULTILINE)[-1] == "10001:10001"
+    # And everything that is copied from here is there, and let through by .dockerignore
+    kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
+        for source in words.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert source in kept, source
+
+
+@pytest.mark.timeout(240)
+async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: Path) -> None:
+    # Given the project's services and a Redis, started with their own commands and environments
+    stack = Stack(tmp_path, {"redis": 1, "simulator": 3, "picker": 2, "envoy": 1})
+    try:
+        await asyncio.to_thread(stack.start)
+        envoy = f"http://{stack.of('envoy')[0].address}:8080"
+        async with httpx.AsyncClient(base_url=envoy, timeout=60.0, trust_env=False) as client:
+            # When requests are sent to Envoy
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(40)))
+            # Then each has its answer, from every simulator, by the word of both replicas
+            assert [answer.status_code for answer in answers] == [200] * 40
+            assert len({answer.headers["x-served-by"] for answer in answers}) == 3
+            for picker in stack.of("picker"):
+                page = (await client.get(f"http://{picker.address}:8081/metrics")).text
+                assert re.search(r'^epp_requests_total\{.*code="ok".*\} [1-9]', page, re.MULTILINE)
+                assert "epp_live_replicas 2.0" in page
+            # And it goes on when one of them is gone
+            lost = stack.of("picker")[0].process
+            assert lost is not None
+            lost.kill()
+            lost.wait()
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(20)))
+            assert [answer.status_code for answer in answers] == [200] * 20
+    finally:
+        codes = await asyncio.to_thread(stack.stop)
+    # And every one that was told to stop ended well
+    killed = stack.of("picker")[0].folder.name
+    assert {name: code for name, code in codes.items() if name != killed} == {
+        each.folder.name: 0 for each in stack.containers if each.folder.name != killed
+    }

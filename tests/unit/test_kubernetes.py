@@ -1,0 +1,198 @@
+"""Manifests and chart: valid for Kubernetes, good for the picker, and the same."""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from app import config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "kubernetes"
+CHART = FOLDER / "chart"
+# Oldest and newest that the manifests are meant for.
+VERSIONS = ["1.27", kubernetes_validate.latest_version()]
+# What the operator's own definition of a ServiceMonitor requires, and what this project uses of it.
+_ENDPOINT = {"port": str, "path": str, "interval": str, "scrapeTimeout": str}
+
+Tree = dict[str, Any]
+
+
+def plain() -> list[Tree]:
+    """The manifests that kustomization.yaml lists."""
+    names = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
+    return [tree for name in names for tree in yaml.safe_load_all((FOLDER / name).read_text())]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> str:
+    """Helm's own engine, built by the first who asks."""
+    built = subprocess.run(
+        ["bash", ROOT / ".ci" / "helm-render" / "build"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert built.returncode == 0, f"the chart cannot be rendered: {built.stderr}"
+    return built.stdout.strip()
+
+
+def rendered(renderer: str, folder: Path, values: Tree | None = None) -> list[Tree]:
+    """The chart's manifests under `values`, as release `picker` in the namespace `inference`."""
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(values or {}))
+    done = subprocess.run([renderer, CHART, file], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return [tree for tree in yaml.safe_load_all(done.stdout) if tree]
+
+
+def check(trees: list[Tree]) -> None:
+    """Fail on what an API server would refuse."""
+    for tree in trees:
+        if tree["kind"] == "ServiceMonitor":
+            assert tree["apiVersion"] == "monitoring.coreos.com/v1"
+            assert tree["spec"].keys() == {"jobLabel", "selector", "endpoints"}
+            assert tree["spec"]["selector"].keys() <= {"matchLabels", "matchExpressions"}
+            for endpoint in tree["spec"]["endpoints"]:
+                assert {name: type(value) for name, value in endpoint.items()} == _ENDPOINT
+                assert re.fullmatch(r"\d+s", endpoint["interval"])
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(tree, version, strict=True)
+
+
+def of(trees: list[Tree], kind: str) -> Tree:
+    return next(tree for tree in trees if tree["kind"] == kind)
+
+
+def strings(tree: Any) -> Iterator[str]:
+    """Every string value of a tree."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from strings(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from strings(value)
+    elif isinstance(tree, str):
+        yield tree
+
+
+def test_every_manifest_is_listed_and_valid() -> None:
+    # Given the manifests
+    trees = plain()
+    # Then each file is listed, and each object is what Kubernetes takes
+    listed = set(yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"])
+    assert listed == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    check(trees)
+    kinds = Counter(tree["kind"] for tree in trees)
+    scaling = {"Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    assert kinds == {
+        "Service": 2,
+        **dict.fromkeys(scaling, 1),
+        **dict.fromkeys({"ConfigMap", "NetworkPolicy", "ServiceAccount", "ServiceMonitor"}, 1),
+    }
+
+
+def test_a_manifest_with_a_misspelt_field_is_refused() -> None:
+    # Given a manifest with a fault
+    tree = of(plain(), "Deployment")
+    tree["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    # Then the check finds it: it can fail
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check([tree])
+
+
+def test_the_parts_fit_each_other() -> None:
+    # Given the manifests, and the configuration in them
+    trees = plain()
+    settings = config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
+    pod = of(trees, "Deployment")["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    # Then the ports are those the replica listens on
+    assert settings.extproc.listen == f"0.0.0.0:{ports['grpc']}"
+    assert settings.admin.listen == f"0.0.0.0:{ports['admin']}"
+    # And whatever selects the pods does so by labels they have
+    labels = pod["metadata"]["labels"].items()
+    for tree in trees:
+        selector = tree.get("spec", {}).get("selector") or tree.get("spec", {}).get("podSelector") or {}
+        assert (selector.get("matchLabels", selector)).items() <= labels
+    # And what names a port names one of theirs
+    for service in (tree for tree in trees if tree["kind"] == "Service"):
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
+    # And a replica has the time to drain
+    needs_s = settings.extproc.drain_grace + settings.extproc.drain_timeout
+    assert pod["spec"]["terminationGracePeriodSeconds"] > needs_s
+    # And discovery and Redis are let out by the policy
+    assert settings.discovery.dns is not None
+    allowed = {
+        port["port"] for rule in of(trees, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]
+    }
+    assert {53, 6379, settings.discovery.dns.port} <= allowed
+    # And the monitor finds one Service, not the headless one beside it
+    monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
+    without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
+    found = [
+        tree["metadata"]["name"]
+        for tree in trees
+        if tree["kind"] == "Service" and not without & tree["metadata"]["labels"].keys()
+    ]
+    assert found == ["picker"]
+
+
+@pytest.mark.timeout(540)
+def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path) -> None:
+    # When the chart is rendered with its own values
+    trees = rendered(renderer, tmp_path)
+    check(trees)
+    # Then it says what the manifests say, but for what marks it as a chart's
+    for tree in trees:
+        for mark in ("app.kubernetes.io/managed-by", "helm.sh/chart"):
+            del tree["metadata"]["labels"][mark]
+    del of(trees, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+    assert by_name(trees) == by_name(plain())
+
+
+@pytest.mark.timeout(540)
+def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
+    # Given values that turn off and change what can be
+    secret = {"name": "PICKER_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
+    values = {
+        "replicas": 5,
+        "image": {"repository": "example/picker", "tag": "7"},
+        "config": {"extproc": {"listen": "0.0.0.0:9102"}, "admin": {"listen": "0.0.0.0:9181"}},
+        "env": [secret],
+        **{part: {"enabled": False} for part in ("autoscaling", "networkPolicy", "serviceMonitor")},
+    }
+    # When the chart is rendered
+    trees = rendered(renderer, tmp_path, values)
+    check(trees)
+    # Then the parts are gone, and the rest follows
+    kinds = {tree["kind"] for tree in trees}
+    assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
+    deployment = of(trees, "Deployment")["spec"]
+    container = deployment["template"]["spec"]["containers"][0]
+    assert deployment["replicas"] == 5
+    assert container["image"] == "example/picker:7"
+    assert container["env"] == [secret]
+    assert [port["containerPort"] for port in container["ports"]] == [9102, 9181]
+    assert config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"])).pool == "default"
+    # And nothing is left that was not filled in
+    assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
+
+
+def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
+    """Each object by kind and name; of a ConfigMap what the configuration in it says."""
+    found = {(tree["kind"], tree["metadata"]["name"]): tree for tree in trees}
+    for tree in trees:
+        if tree["kind"] == "ConfigMap":
+            tree["data"] = {name: yaml.safe_load(text) for name, text in tree["data"].items()}
+    assert len(found) == len(trees)
+    return found
