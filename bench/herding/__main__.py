@@ -94,7 +94,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = look([])
-    rows = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(_measured(options.rounds))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = runner.run(_measured(options.rounds))
     lines = [
         "# Herding", "",
         f"`python -m bench.herding --rounds {options.rounds}` (`make bench-herding`), {here.date},"

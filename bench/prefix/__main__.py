@@ -107,9 +107,10 @@ def main() -> int:
     met = ratio >= _BOUND
     lines = [
         "# Prefix hits of a fleet", "",
-        f"`python -m bench.prefix --chats {options.chats} --turns {options.turns}"
-        f" --seeds {options.seeds}` (`make bench-prefix`), {here.date}, {here.cores} cores, load {here.load:.2f} before.",
-        f"{options.chats} chats at once of {options.turns} turns, five openings among them, over {_ENDPOINTS}",
+        f"`python -m bench.prefix --chats {options.chats} --turns {options.turns} --seeds {options.seeds}`",
+        f"(`make bench-prefix`), {here.date}, {here.cores} cores, load {here.load:.2f} before.",
+        f"{options.chats} chats at once of {options.turns} turns, five openings among them, over"
+        f" {_ENDPOINTS}",
         f"simulated model servers with prefix caches of {_KV_BLOCKS} blocks of 16 tokens; each turn goes",
         "to the next replica. The rate is of the servers' own counters: prompt tokens that were cached by",
         "prompt tokens looked up. Scorers: queue-depth 2, kv-cache 2, prefix-affinity 3, and in-flight 1,",
