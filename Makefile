@@ -7,6 +7,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval load lock clean
+.PHONY: help up test lint format bench bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -41,11 +42,20 @@ bench: $(VENV)/.installed ## measure against the constant picker in the same run
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
 	$(BIN)/python -m bench.fairness $(ARGS)
 
+bench-herding: $(VENV)/.installed ## do replicas that pick at once pick alike? 1000 picks, 4 replicas
+	$(BIN)/python -m bench.herding $(ARGS)
+
+bench-latency: $(VENV)/.installed ## one endpoint three times slower: the latency scorer beside round robin
+	$(BIN)/python -m bench.latency $(ARGS)
+
 bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
 	$(BIN)/python -m bench.lifecycle $(ARGS)
 
 bench-picking: $(VENV)/.installed ## what a choice of an endpoint costs a replica
 	$(BIN)/python -m bench.picking $(ARGS)
+
+bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn chats over 4 endpoints
+	$(BIN)/python -m bench.prefix $(ARGS)
 
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)

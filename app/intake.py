@@ -45,6 +45,8 @@ _BYTES_A_TOKEN = 4
 _MAX_ANSWER = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _MOST_ANSWER_TOKENS = 1_000_000
 
+_ANYWHERE: Mapping[str, str] = {}
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -132,6 +134,9 @@ class Intake:
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
         self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
         self._limits = {model.name: model.max_inflight_per_endpoint or 0 for model in settings.models}
+        self._selectors = {
+            model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
+        }
         self._hashes = any(scorer.name == "prefix-affinity" for scorer in settings.scheduling.scorers)
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
@@ -181,6 +186,7 @@ class Intake:
             learn=learn,
             session=session,
             prefix=_prefix(target, ask) if self._hashes else (),
+            selector=self._selectors.get(model, _ANYWHERE),
         )
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:

@@ -98,7 +98,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         feed = RouteFeed(
             settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
         )
-    chooser = LeastLoaded()
+    chooser = LeastLoaded(endpoints)
     if names:
         chooser = Chooser(
             Scheduler(weights_of(names)),
@@ -109,6 +109,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             latencies=latencies,
             feed=feed,
             clock=asyncio.get_running_loop().time,
+            adapters=settings.scheduling.adapters,
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()

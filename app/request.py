@@ -2,7 +2,8 @@
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class Band(enum.IntEnum):
@@ -43,6 +44,7 @@ class InferenceRequest:
 
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
     `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
+    `selector` holds labels that an endpoint must have to be picked.
     `session` is what the client calls its session, '' for none; `prefix` the hashes of the prompt's blocks,
     empty where nobody asks for them. `limit` is how many requests of the flow may be in flight on one
     endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the flow's mean
@@ -64,6 +66,7 @@ class InferenceRequest:
     learn: bool = False
     session: str = ""
     prefix: tuple[bytes, ...] = ()
+    selector: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

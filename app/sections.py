@@ -107,6 +107,7 @@ class Model(Section):
     weight: Number = Field(1.0, gt=0, le=1e6)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1)  # of each of its flows
     target_models: tuple[TargetModel, ...] = ()
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
 
 
 class Objective(Section):
@@ -221,6 +222,7 @@ class Scheduling(Section):
 
     scorers: tuple[Scorer, ...] = ()
     fallbacks: Count = Field(2, ge=0, le=8)
+    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints tell of
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:

@@ -82,8 +82,8 @@ class SharedGate:
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
         self._answer_tokens = answer_tokens
-        self._chooser = chooser or LeastLoaded()
         self._service = service or ServiceMeter()
+        self._chooser = chooser or LeastLoaded(endpoints)
         self.retry_after_s = 1
         self._attempts = itertools.count(1)
         self._waiting: dict[str, _Waiter] = {}

@@ -1,7 +1,7 @@
 """The choice of an endpoint, as far as a replica can make it: candidates for the script, which has the last
 word, and what is remembered of each choice."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from app.endpoints.snapshot import SnapshotCell
@@ -31,10 +31,26 @@ class Choice:
 
 
 class LeastLoaded:
-    """Leaves the choice to the script: the least loaded of all, or of the subset."""
+    """Leaves the choice to the script: the least loaded of all, or of the subset.
+
+    Labels are not the script's business: where a request asks for some, those of `endpoints` that have them
+    are named.
+    """
+
+    def __init__(self, endpoints: SnapshotCell) -> None:
+        self._endpoints = endpoints
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidates for `request`."""
+        if request.selector:
+            wanted, subset = request.selector.items(), request.subset
+            return Choice(
+                ",".join(
+                    endpoint.address
+                    for endpoint in self._endpoints.current.endpoints
+                    if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
+                )
+            )
         return Choice(ALL if request.subset is None else ",".join(request.subset))
 
     def placed(self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...]) -> None:
@@ -57,7 +73,8 @@ class Chooser(LeastLoaded):
     """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
 
     `readings` gives what was scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed`
-    is None where no scorer needs what other replicas routed.
+    is None where no scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides
+    those that readings tell of.
     """
 
     def __init__(
@@ -71,9 +88,10 @@ class Chooser(LeastLoaded):
         latencies: LatencyBook,
         feed: RouteFeed | None,
         clock: Callable[[], float],
+        adapters: Collection[str] = (),
     ) -> None:
+        super().__init__(endpoints)
         self._scheduler = scheduler
-        self._endpoints = endpoints
         self._readings = readings
         self._in_flight = in_flight
         self._index = index
@@ -82,7 +100,8 @@ class Chooser(LeastLoaded):
         self._clock = clock
         self._ring = ExplanationRing()
         self._known: list[Signals] = []
-        self._adapters: frozenset[str] = frozenset()
+        self._named = frozenset(adapters)
+        self._adapters = self._named
         self._version = ""
         self._known_s = -_FRESH_S
 
@@ -91,6 +110,7 @@ class Chooser(LeastLoaded):
         ask = PickAsk(
             subset=None if request.subset is None else frozenset(request.subset),
             adapter=request.target_model if request.target_model in self._adapters else "",
+            selector=request.selector,
             session=request.session,
             blocks=len(request.prefix),
             matches=self._index.match(request.prefix),
@@ -138,7 +158,7 @@ class Chooser(LeastLoaded):
         self._version, self._known_s = snapshot.version, now_s
         readings, in_flight = self._readings(), self._in_flight()
         self._known = []
-        adapters: set[str] = set()
+        adapters = set(self._named)
         for endpoint in snapshot.endpoints:
             reading = readings.get(endpoint.address)
             known = reading.metrics if reading is not None and reading.known else None

@@ -1,4 +1,5 @@
-"""Who may be picked at all. A filter is a pure function of the ask and one endpoint: why not, or None.
+"""Who may be picked at all. A filter is a pure function: the ask and the endpoints in, a reason against each
+endpoint out, or None where there is none; or None altogether if it has nothing to say of this ask.
 
 Hard filters always hold. A soft one (`SOFT`) is a wish: if it would leave nobody, it is waived. They apply
 in the table's order; the first that bars an endpoint gives the reason.
@@ -10,44 +11,51 @@ from dataclasses import dataclass
 from app.scheduling.ask import PickAsk
 from app.scheduling.signals import Signals
 
-Filter = Callable[[PickAsk, Signals], str | None]
+Reasons = list[str | None]
+Filter = Callable[[PickAsk, Sequence[Signals]], Reasons | None]
 
 
-def subset(ask: PickAsk, endpoint: Signals) -> str | None:
+def subset(ask: PickAsk, endpoints: Sequence[Signals]) -> Reasons | None:
     """Only endpoints that the gateway's subset hint names."""
-    if ask.subset is None or endpoint.address in ask.subset:
+    wanted = ask.subset
+    if wanted is None:
         return None
-    return "not in the subset hint"
+    return [None if endpoint.address in wanted else "not in the subset hint" for endpoint in endpoints]
 
 
-def health(ask: PickAsk, endpoint: Signals) -> str | None:
+def health(ask: PickAsk, endpoints: Sequence[Signals]) -> Reasons | None:
     """Only endpoints that answer."""
-    return None if endpoint.healthy else "unhealthy"
+    return [None if endpoint.healthy else "unhealthy" for endpoint in endpoints]
 
 
-def drain(ask: PickAsk, endpoint: Signals) -> str | None:
+def drain(ask: PickAsk, endpoints: Sequence[Signals]) -> Reasons | None:
     """Only endpoints that take new requests."""
-    return "draining" if endpoint.draining else None
+    return ["draining" if endpoint.draining else None for endpoint in endpoints]
 
 
-def label(ask: PickAsk, endpoint: Signals) -> str | None:
+def label(ask: PickAsk, endpoints: Sequence[Signals]) -> Reasons | None:
     """Only endpoints that have every label of the selector."""
     if not ask.selector:
         return None
-    labels = endpoint.labels
-    for name, wanted in ask.selector.items():
-        if labels.get(name) != wanted:
-            return f"label {name} is not {wanted}"
-    return None
+    wanted = ask.selector.items()
+    return [
+        next((f"label {name} is not {value}" for name, value in wanted if labels.get(name) != value), None)
+        for labels in [endpoint.labels for endpoint in endpoints]
+    ]
 
 
-def adapter(ask: PickAsk, endpoint: Signals) -> str | None:
+def adapter(ask: PickAsk, endpoints: Sequence[Signals]) -> Reasons | None:
     """Only endpoints that run the adapter or have a slot for it; one whose slots are unknown may."""
-    if not ask.adapter or endpoint.max_adapters is None:
+    wanted = ask.adapter
+    if not wanted:
         return None
-    if ask.adapter in endpoint.active_adapters or endpoint.has_adapter_slot:
-        return None
-    return f"no adapter slot free for {ask.adapter}"
+    full = f"no adapter slot free for {wanted}"
+    return [
+        None
+        if endpoint.has_adapter_slot or wanted in endpoint.active_adapters or endpoint.max_adapters is None
+        else full
+        for endpoint in endpoints
+    ]
 
 
 FILTERS: Mapping[str, Filter] = {
@@ -75,8 +83,8 @@ def sift(ask: PickAsk, endpoints: Sequence[Signals]) -> Sifted:
     excluded: dict[str, str] = {}
     waived: list[str] = []
     for name, bars in FILTERS.items():
-        reasons = [bars(ask, endpoint) for endpoint in kept]
-        if not any(reasons):
+        reasons = bars(ask, kept)
+        if reasons is None or not any(reasons):
             continue
         if name in SOFT and all(reasons):
             waived.append(name)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from operator import add
+from operator import mul
 from typing import NamedTuple
 
 from app.scheduling.ask import PickAsk
@@ -66,24 +66,24 @@ class Scheduler:
             name: float(weight) / whole for name, weight in weights.items() if weight > 0.0
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
-        self._scorers = [(name, weight, SCORERS[name]) for name, weight in self.weights.items()]
+        self._scorers = [(name, SCORERS[name]) for name in self.weights]
+        self._shares = tuple(self.weights.values())
 
     def rank(self, ask: PickAsk, endpoints: Sequence[Signals], *, most: int = 8) -> Ranking:
         """The `most` best endpoints for `ask`, ties in random order; none if no endpoint may be picked."""
         sifted = sift(ask, endpoints)
         kept = sifted.kept
+        shares, chance = self._shares, ask.chance
+        parts = {name: scorer(ask, kept) for name, scorer in self._scorers}
         totals = [0.0] * len(kept)
-        parts: dict[str, list[float]] = {}
-        for name, weight, scorer in self._scorers:
-            scores = parts[name] = scorer(ask, kept)
-            totals = list(map(add, totals, map(weight.__mul__, scores)))
-        chance = ask.chance
+        if parts:
+            totals = [sum(map(mul, shares, scores)) for scores in zip(*parts.values(), strict=True)]
         drawn = [(total, chance(), at) for at, total in enumerate(totals)]
         first = nlargest(most, drawn) if len(drawn) > _FEW else sorted(drawn, reverse=True)[:most]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)
         best: list[Candidate] = []
         for total, _, at in first:
             score = total if total < 1.0 else 1.0  # rounding may carry a sum of parts just past it
-            base = score if live_scores is None else max(0.0, total - live * live_scores[at])
-            best.append(Candidate(kept[at].address, score, base))
+            base = score if live_scores is None else total - live * live_scores[at]
+            best.append(Candidate(kept[at].address, score, base if base > 0.0 else 0.0))
         return Ranking(tuple(best), kept, totals, parts, self.weights, sifted.excluded, sifted.waived)

@@ -61,11 +61,15 @@ def lora_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
 
 
 def latency(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Least alpha·mean + beta·load + gamma·std 1, most 0; no statistics cost nothing (specs/004)."""
+    """Least alpha·mean + beta·load + gamma·std 1, most 0 (specs/004).
+
+    Without statistics only the load costs: the unexplored comes first while it is idle, but does not get
+    everything until its first request ends.
+    """
     weights = ask.latency
     alpha, beta, gamma = weights.alpha, weights.beta, weights.gamma
     costs = [
-        0.0
+        beta * candidate.in_flight
         if (stats := candidate.latency) is None
         else alpha * stats.mean_s + beta * candidate.in_flight + gamma * stats.std_s
         for candidate in candidates

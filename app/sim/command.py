@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=own.always_usage,
         help="usage in every stream, asked for or not",
     )
+    add(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=own.prefix_caching,
+        help="a prompt's beginning that is in the KV cache needs no time",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +68,7 @@ def _profile(args: argparse.Namespace) -> Profile:
         failure_rate=args.failure_rate,
         seed=args.seed,
         always_usage=args.always_usage,
+        prefix_caching=args.prefix_caching,
     )
 
 

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from app.errors import PickerError
+from app.sim.prefix_cache import PrefixCache
 
 
 class NeverFits(PickerError):
@@ -35,11 +36,17 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request; only the engine changes it. `adapter` is None for the base model."""
+    """One request; only the engine changes it. `adapter` is None for the base model.
+
+    `prompt_blocks` are hashes of the prompt's blocks, empty where nothing is to be cached; `cached_tokens` of
+    them were there when it was admitted.
+    """
 
     prompt_tokens: int
     max_tokens: int
     adapter: str | None = None
+    prompt_blocks: tuple[bytes, ...] = ()
+    cached_tokens: int = 0
     generated_tokens: int = 0
     blocks: int = 0
     phase: Phase = Phase.WAITING
@@ -55,7 +62,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine at one moment. `kv_usage` is 0–1; adapters are in the order they came."""
+    """The engine at one moment. `kv_usage` is 0–1; adapters are in the order they came.
+
+    Of the prompts admitted so far, `queried_tokens` were looked up in the prefix cache, and `hit_tokens` of
+    them were there.
+    """
 
     running: int
     waiting: int
@@ -63,6 +74,8 @@ class Load:
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
     preemptions: int
+    queried_tokens: int = 0
+    hit_tokens: int = 0
 
 
 class Engine:
@@ -75,6 +88,9 @@ class Engine:
         self._adapters: Counter[str] = Counter()  # running sequences of each adapter
         self._free_blocks = limits.kv_blocks
         self._preemptions = 0
+        self._prefixes = PrefixCache(limits.kv_blocks)
+        self._queried_tokens = 0
+        self._hit_tokens = 0
 
     def submit(self, sequence: Sequence) -> None:
         """Put a new `sequence` at the end of the queue.
@@ -112,6 +128,7 @@ class Engine:
             sequence.phase = Phase.RUNNING
             if sequence.adapter is not None:
                 self._adapters[sequence.adapter] += 1
+            self._look_up(sequence)
             admitted.append(sequence)
         for sequence in admitted:
             del self._waiting[sequence]
@@ -158,7 +175,16 @@ class Engine:
             running_adapters=tuple(self._adapters),
             waiting_adapters=tuple(waiting),
             preemptions=self._preemptions,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
         )
+
+    def _look_up(self, sequence: Sequence) -> None:
+        blocks = sequence.prompt_blocks
+        sequence.cached_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
+        self._prefixes.use(blocks)
+        self._queried_tokens += sequence.prompt_tokens
+        self._hit_tokens += sequence.cached_tokens
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size_tokens)

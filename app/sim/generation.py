@@ -1,6 +1,7 @@
 """The engine in real time: turns are waited for, and tokens come when a GPU would have made them.
 
-A request's first token comes `ttft_s` after it was admitted, each further one `itl_s` later. Both may be
+A request's first token comes `ttft_s` after it was admitted, sooner by the part of its prompt that the prefix
+cache has; each further one `itl_s` later. Both may be
 0: then no timer is used at all. What a stall of the event loop or a slow client delayed comes at once
 when it is over, so that the pace is kept on average.
 """
@@ -25,13 +26,20 @@ class Simulator:
     def load(self) -> Load:
         return self.engine.load()
 
-    def begin(self, *, prompt_tokens: int, max_tokens: int, adapter: str | None) -> "Generation":
+    def begin(
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        adapter: str | None,
+        prompt_blocks: tuple[bytes, ...] = (),
+    ) -> "Generation":
         """Queue a request; leaving the returned context removes it, whatever its state.
 
         Raises:
             NeverFits: it could not run even alone.
         """
-        sequence = Sequence(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=adapter)
+        sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
         self.engine.submit(sequence)
         self.wake_admitted()
         return Generation(self, sequence)
@@ -60,7 +68,7 @@ class Generation:
         self._simulator = simulator
         self._sequence = sequence
         self._loop = asyncio.get_running_loop()
-        self._due_at_s = self._loop.time() + simulator.ttft_s  # the next token, on the loop's clock
+        self._due_at_s = self._loop.time() + self._prefill_s  # the next token, on the loop's clock
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +93,7 @@ class Generation:
         while sequence.left_tokens:
             if sequence.phase is Phase.WAITING:
                 await self._simulator.turn(sequence)
-                self._due_at_s = self._loop.time() + self._simulator.ttft_s
+                self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride_tokens, sequence.left_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
             if sequence.phase is Phase.WAITING:  # preempted meanwhile
@@ -99,6 +107,11 @@ class Generation:
                     self._release()
                 return came
         return 0
+
+    @property
+    def _prefill_s(self) -> float:
+        sequence = self._sequence
+        return self._simulator.ttft_s * (1 - sequence.cached_tokens / max(1, sequence.prompt_tokens))
 
     async def _until(self, at_s: float) -> float:
         """Sleep until `at_s` of the loop's clock; returns by how many seconds it has passed."""

@@ -49,6 +49,8 @@ class Page:
             add("lora_requests_info", "gauge", "Adapters; the value is a time.", {adapters: now_s})
         cache = f'block_size="{self.limits.block_size_tokens}",num_gpu_blocks="{self.limits.kv_blocks}"'
         add("cache_config_info", "gauge", "The KV cache.", {f"{cache},{model}": 1})
+        add("prefix_cache_queries_total", "counter", "Prompt tokens looked up.", {model: load.queried_tokens})
+        add("prefix_cache_hits_total", "counter", "Prompt tokens that were cached.", {model: load.hit_tokens})
         add("num_preemptions_total", "counter", "Requests put back to wait.", {model: load.preemptions})
         add("prompt_tokens_total", "counter", "Prompt tokens computed.", {model: tally.prompt_tokens})
         add("generation_tokens_total", "counter", "Tokens generated.", {model: tally.generation_tokens})

@@ -10,7 +10,8 @@ from app.sim.engine import Limits
 class Profile:
     """One server: its model and adapters, its speed, its size, its faults.
 
-    `ttft_ms` runs from admission to the first token, `itl_ms` from one token to the next.
+    `ttft_ms` runs from admission to the first token, less the part of the prompt that is cached (with
+    `prefix_caching`); `itl_ms` from one token to the next.
     `failure_rate` is the share of valid requests answered 500 before their first byte; which ones, and
     the generated words, follow from `seed`. `always_usage` tells usage in streams that did not ask.
     """
@@ -23,6 +24,7 @@ class Profile:
     failure_rate: float = 0.0
     seed: int = 0
     always_usage: bool = True
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         names = (self.model, *self.loras)

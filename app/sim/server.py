@@ -20,6 +20,7 @@ from app.sim.ask import Ask, parse
 from app.sim.engine import NeverFits
 from app.sim.generation import Generation, Simulator
 from app.sim.metrics import Page, Tally
+from app.sim.prefix_cache import prompt_blocks
 from app.sim.profile import Profile
 from app.sim.refusal import Refusal
 from app.sim.words import Words
@@ -110,11 +111,16 @@ class ModelServer:
                 pass
 
     def _begin(self, asked: Ask) -> Generation:
+        adapter = asked.model if asked.model in self._loras else None
+        blocks: tuple[bytes, ...] = ()
+        if self._profile.prefix_caching:
+            blocks = prompt_blocks(asked.prompt, self._profile.limits.block_size_tokens, adapter)
         try:
             return self._simulator.begin(
                 prompt_tokens=asked.prompt_tokens,
                 max_tokens=asked.max_tokens,
-                adapter=asked.model if asked.model in self._loras else None,
+                adapter=adapter,
+                prompt_blocks=blocks,
             )
         except NeverFits as fault:
             raise Refusal(str(fault), code="context_length_exceeded") from None

@@ -42,10 +42,10 @@ class PageServer:
         self.act = None
         self._released.set()
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._server = await asyncio.start_server(self._serve, host, port)
         host, bound = self._server.sockets[0].getsockname()[:2]
-        self.address = f"{host}:{bound}"
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
     def stop(self) -> None:
         """Take no new connection."""
@@ -76,10 +76,10 @@ class PageServer:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[PageServer]:
+async def serving(host: str = "127.0.0.1") -> AsyncIterator[PageServer]:
     """A page server on a free port of the loopback."""
     server = PageServer()
-    await server.start()
+    await server.start(host=host)
     try:
         yield server
     finally:

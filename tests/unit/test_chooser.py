@@ -22,7 +22,7 @@ A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 class Knowledge:
     """A chooser over endpoints and readings that the test sets; its clock stands still until `tick`."""
 
-    def __init__(self, *endpoints: Endpoint, **scorers: float) -> None:
+    def __init__(self, *endpoints: Endpoint, adapters: tuple[str, ...] = (), **scorers: float) -> None:
         self.cell = SnapshotCell()
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
@@ -40,6 +40,7 @@ class Knowledge:
             latencies=self.latencies,
             feed=self.feed,
             clock=lambda: self.now_s,
+            adapters=adapters,
         )
 
     def tick(self) -> None:
@@ -63,10 +64,29 @@ def request(**fields: object) -> InferenceRequest:
 
 
 def test_given_no_scorers_when_chosen_then_the_script_has_the_whole_choice() -> None:
-    chooser = LeastLoaded()
+    chooser = LeastLoaded(SnapshotCell())
     assert chooser.choose(request()).candidates == "*"
     assert chooser.choose(request(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(request(subset=())).candidates == ""
+
+
+def test_given_labels_asked_for_when_chosen_then_only_endpoints_that_have_them_are_candidates() -> None:
+    # Given endpoints with labels, with scorers and without
+    labelled = (
+        Endpoint(A, labels={"gpu": "h100", "zone": "a"}),
+        Endpoint(B, labels={"gpu": "a10"}),
+        Endpoint(C, labels={"gpu": "h100", "zone": "b"}),
+    )
+    cell = SnapshotCell()
+    cell.publish(Snapshot("1", labelled))
+    plain, scored = LeastLoaded(cell), Knowledge(*labelled, queue_depth=1)
+    # When labels are asked for, then the others are left out, and a subset narrows what is left
+    assert plain.choose(request(selector={"gpu": "h100"})).candidates == f"{A},{C}"
+    assert plain.choose(request(selector={"gpu": "h100", "zone": "b"})).candidates == C
+    assert plain.choose(request(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
+    assert plain.choose(request(selector={"gpu": "l4"})).candidates == ""
+    assert set(scored.choose(selector={"gpu": "h100"})) == {A, C}
+    assert scored.choose(selector={"gpu": "l4"}) == {}
 
 
 def test_given_scraped_queues_when_chosen_then_the_shortest_comes_first_and_the_unknown_as_the_most() -> None:
@@ -105,6 +125,16 @@ def test_given_an_adapter_when_its_name_is_the_model_then_who_runs_it_comes_firs
     known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
     assert next(iter(known.choose(target_model="poet"))) == B
     assert len(set(known.choose(target_model="llama").values())) == 1
+
+
+def test_given_an_adapter_named_beforehand_when_chosen_then_a_free_slot_counts_for_it() -> None:
+    # Given an endpoint whose slots are taken, and one with a free one
+    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("poet",))
+    known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
+    known.scraped(B, max_adapters=2, active_adapters=frozenset({"other"}))
+    # When the adapter is asked for, then the full one is no candidate; a name nobody knows goes anywhere
+    assert list(known.choose(target_model="poet")) == [B]
+    assert set(known.choose(target_model="prose")) == {A, B}
 
 
 async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() -> None:

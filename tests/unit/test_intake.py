@@ -67,6 +67,14 @@ def test_a_bare_request_has_the_defaults() -> None:
     )
 
 
+def test_a_model_asks_for_the_labels_it_is_configured_with() -> None:
+    # Given a model that only some endpoints may serve
+    settings = parse({"models": [{"name": "big", "endpoint_labels": {"gpu": "h100"}}]})
+    # When it is asked for, then its requests say so; those of others do not
+    assert asked(model="big", settings=settings).selector == {"gpu": "h100"}
+    assert asked(settings=settings).selector == {}
+
+
 @pytest.mark.parametrize(
     ("body", "stream"),
     [

@@ -105,15 +105,19 @@ def test_latency_weighs_mean_load_and_spread() -> None:
     assert SCORERS["latency"](ask, endpoints) == [1.0, 0.5, 0.0]
 
 
-def test_latency_explores_what_has_no_statistics_first() -> None:
+def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
+    # Given an idle endpoint without statistics, then it comes first
     endpoints = [
         Signals("a", latency=LatencyStats(9, 1.0, 0.0)),
-        Signals("b", in_flight=50),
+        Signals("b"),
         Signals("c", latency=LatencyStats(9, 2.0, 0.0)),
     ]
 
     assert SCORERS["latency"](PickAsk(), endpoints) == [0.5, 1.0, 0.0]
     assert SCORERS["latency"](PickAsk(), row("latency", None, None)) == [1.0, 1.0]
+    # When it has its share of requests and none has ended yet, then others are as good
+    endpoints[1] = Signals("b", in_flight=4)
+    assert SCORERS["latency"](PickAsk(), endpoints) == [1.0, 0.0, 0.0]
 
 
 def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.sim.engine import Engine, Limits, NeverFits, Phase, Sequence
+from app.sim.prefix_cache import PrefixCache, prompt_blocks
 
 
 def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = None) -> Sequence:
@@ -178,3 +179,45 @@ def test_no_limit_is_passed_and_every_request_ends(
     assert engine.load().waiting == 0
     assert engine.load().kv_usage == 0
     assert engine.load().running_adapters == ()
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_finds_its_blocks() -> None:
+    # Given a prompt of four blocks that has run
+    engine = Engine(Limits(block_size_tokens=4))
+    first = Sequence(17, 1, prompt_blocks=(b"1", b"2", b"3", b"4"))
+    submitted(engine, first)
+    engine.schedule()
+    assert first.cached_tokens == 0
+    engine.release(first)
+    # When another begins with three of them, then those are cached, and the counters say so
+    second = Sequence(20, 1, prompt_blocks=(b"1", b"2", b"3", b"5"))
+    submitted(engine, second)
+    engine.schedule()
+    assert second.cached_tokens == 12
+    assert (engine.load().queried_tokens, engine.load().hit_tokens) == (37, 12)
+
+
+def test_the_prefix_cache_has_as_many_blocks_as_the_server_and_drops_the_least_recently_used() -> None:
+    # Given a cache of four blocks and two prompts of two, the first of which was used again
+    cache = PrefixCache(4)
+    cache.use((b"a1", b"a2"))
+    cache.use((b"b1", b"b2"))
+    cache.use((b"a1", b"a2"))
+    # When a third comes, then the second goes, its end before its beginning
+    cache.use((b"c1",))
+    assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2")), len(cache)) == (2, 1, 4)
+    cache.use((b"c1", b"c2"))
+    assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2"))) == (2, 0)
+
+
+def test_blocks_of_a_prompt_are_chained_and_leave_its_last_token_out() -> None:
+    # Given blocks of two tokens, eight bytes
+    def blocks(text: str, adapter: str | None = None) -> tuple[bytes, ...]:
+        return prompt_blocks(text.encode(), 2, adapter)
+
+    # Then a whole block counts only if something follows it
+    assert [len(blocks("x" * size)) for size in (0, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
+    # And a block's hash stands for all before it, and for the adapter
+    assert blocks("a" * 8 + "b" * 9)[1] != blocks("c" * 8 + "b" * 9)[1]
+    assert blocks("a" * 9) != blocks("a" * 9, "poet")
+    assert blocks("a" * 17)[0] == blocks("a" * 9)[0]

@@ -316,3 +316,15 @@ def test_impossible_arguments_are_refused(arguments: list[str], capsys: pytest.C
     with pytest.raises(SystemExit):
         parser.parse_args(["--port", "0", *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+async def test_the_page_tells_how_much_of_the_prompts_was_cached() -> None:
+    async with sim(*AT_ONCE) as client, sim(*AT_ONCE, "--no-prefix-caching") as without:
+        # Given a prompt of 100 tokens, when it is sent twice
+        for each in (client, without):
+            for _ in range(2):
+                await each.post("/v1/completions", json=ask(prompt="x" * 400))
+        # Then its whole blocks were there the second time, the last token's aside, if they are kept at all
+        page, other = await metrics(client), await metrics(without)
+        assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
+        assert other["prefix_cache_hits_total"] == 0

@@ -1,0 +1,1 @@
+"""What is gained by knowing how long endpoints take? `python -m bench.latency`."""

@@ -1,0 +1,72 @@
+"""One replica as a process, as it is or as a control: `python -m bench.rig.replica VARIANT CONFIG`.
+
+Prints the ready line of `picker serve`. A control differs from the product in one part, which the replica is
+given in place of its own.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import uvloop
+
+from app import replica
+from app.config import load
+from app.endpoints.snapshot import SnapshotCell
+from app.request import InferenceRequest
+from app.scheduling.chooser import Choice, Chooser, LeastLoaded
+from app.scheduling.feed import RouteFeed
+from app.telemetry import logs
+
+
+class SnapshotOnly(Chooser):
+    """Chooses by what this replica knows, and leaves the script nothing to choose: no atomic reserve."""
+
+    def choose(self, request: InferenceRequest) -> Choice:
+        choice = super().choose(request)
+        return Choice(choice.candidates.partition(",")[0], choice.ranking)
+
+
+class OwnRoutes(RouteFeed):
+    """Knows what this replica has routed and nothing of the others."""
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class RoundRobin(LeastLoaded):
+    """Every endpoint in its turn."""
+
+    def __init__(self, endpoints: SnapshotCell) -> None:
+        super().__init__(endpoints)
+        self._turn = itertools.count()
+
+    def choose(self, request: InferenceRequest) -> Choice:
+        known = self._endpoints.current.endpoints
+        return Choice(known[next(self._turn) % len(known)].address)
+
+
+VARIANTS: Mapping[str, Callable[[], None]] = {
+    "product": lambda: None,
+    "snapshot-only": lambda: setattr(replica, "Chooser", SnapshotOnly),
+    "own-routes": lambda: setattr(replica, "RouteFeed", OwnRoutes),
+    "round-robin": lambda: setattr(replica, "LeastLoaded", RoundRobin),
+}
+
+
+def _report(bound: replica.Bound) -> None:
+    print(json.dumps({"ready": True, **asdict(bound)}), flush=True)
+
+
+if __name__ == "__main__":
+    variant, config = sys.argv[1:]
+    VARIANTS[variant]()
+    settings = load(Path(config), os.environ)
+    name = replica.new_incarnation()
+    logs.setup("WARNING", replica=name, pool=settings.pool)
+    uvloop.run(replica.serve(settings, name, _report))
