@@ -51,6 +51,7 @@ class Membership:
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
         self._born = ""
+        self._lives = 0  # of the connection to the shared state, as of the last heartbeat
         self._forgotten = False  # the shared state has yet to be told again what this replica holds
         self._poke = asyncio.Event()
         self._pulse: Pulse | None = None
@@ -140,7 +141,9 @@ class Membership:
         silence_s = self._settings.leases.replica_silence
         pulse = await self._store.heartbeat(self._about, silence_s)
         unknown = pulse.born == "0"
-        if self._born and (unknown or not pulse.was_known or pulse.born != self._born):
+        # A new connection may lead to a server that lacks the last of what the former one took.
+        anew, self._lives = self._lives != self._store.lives, self._store.lives
+        if self._born and (unknown or anew or not pulse.was_known or pulse.born != self._born):
             self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
             await self._publish()
@@ -153,7 +156,7 @@ class Membership:
         if pulse.born == "0":
             return
         if self._forgotten:
-            _log.warning("the shared state had lost this replica; registering what it holds")
+            _log.warning("the shared state may have lost this replica; registering what it holds")
             self._forgotten = not await self._gate.register_again()
         self._born = pulse.born
         self._known.set()

@@ -47,14 +47,14 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     """A pool whose connections lead to the server that holds `key`; `options` are those of redis-py's
-    connections. Without retries or timeouts of their own: deadlines are their users'.
+    connections. Without retries or a timeout for replies: deadlines are their users'.
 
     Raises:
         ValueError: the URL is not valid.
     """
     address = Address.parse(url)
-    options = {"socket_connect_timeout": _CONNECT_S, **options}
-    options |= {"protocol": 2, "retry": None, "socket_timeout": None, "db": address.db}
+    options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
+    options |= {"protocol": 2, "retry": None, "db": address.db}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
         return ConnectionPool(_Socket, path=address.path, **options)

@@ -101,6 +101,11 @@ class Store:
         """Why the shared state cannot be reached at the moment; None while it can."""
         return self._link.fault
 
+    @property
+    def lives(self) -> int:
+        """Connections made so far: after another one, what the last server took may be lost (a failover)."""
+        return self._link.lives
+
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
     ) -> Verdict:

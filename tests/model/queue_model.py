@@ -116,7 +116,7 @@ class QueueModel(PoolModel):
         self._begin(caller)
         was_known = self.replicas.get(caller, 0) > self.moment.now_ms - silence_ms
         self.replicas[caller] = self.moment.now_ms
-        live = [name for name, last in self.replicas.items() if last >= self.moment.now_ms - silence_ms]
+        live = [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
         inbox = self.inboxes.get(caller, {})
         told = [f"{what} {id}" for id, what in inbox.items()]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}

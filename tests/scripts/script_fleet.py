@@ -16,6 +16,7 @@ from app.config import parse
 from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from app.request import Band, Completion, InferenceRequest, Outcome, Workload
 from app.state.keys import Keys
+from app.state.primary import client
 from app.state.store import Pulse, Store, Sweep, Verdict
 from app.state.wakeups import listen
 from app.telemetry.metrics import Metrics
@@ -214,14 +215,14 @@ class Fleet:
         return found
 
 
-def _client(url: str) -> Redis:
-    return Redis.from_url(
+def _client(url: str, pool: str) -> Redis:
+    return client(
         url,
+        Keys.of(pool).pool,
         decode_responses=True,
         encoding_errors="surrogateescape",
         socket_timeout=DEADLINE_S,
         socket_connect_timeout=DEADLINE_S,
-        retry=None,
     )
 
 
@@ -249,7 +250,7 @@ async def running(
     """
     through = through or {}
     patience_s = dict.fromkeys(through, call_timeout_s)
-    async with _client(url) as redis, asyncio.TaskGroup() as tasks:
+    async with _client(url, pool) as redis, asyncio.TaskGroup() as tasks:
         replicas = tuple(
             Replica(through.get(name, url), pool, name, call_timeout_s=patience_s.get(name, CALL_TIMEOUT_S))
             for name in names

@@ -17,6 +17,7 @@ class ScriptedStore:
     """
 
     def __init__(self) -> None:
+        self.lives = 1
         self.admitting: list[Verdict] = []
         self.placing: list[Verdict] = []
         self.placed = asyncio.Event()  # set each time a placement has been asked for
