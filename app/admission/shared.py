@@ -271,10 +271,15 @@ class SharedGate:
             _ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
 
     def hear(self, what: str, request_id: str) -> None:
-        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing."""
+        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing.
+
+        A grant of one that neither waits nor runs here was queued by a shared state that has lost its end.
+        """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
             _tell(waiter.news, Verdict(what, ""))
+        elif what == "granted" and request_id not in self._held:
+            _ignore_loss(self._store.disclaim(request_id))
 
     async def register_again(self) -> bool:
         """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first.

@@ -61,7 +61,7 @@ async def redis_answers(host: str, port: int) -> bool:
 
 
 async def can_connect(url: str) -> bool:
-    """Whether something accepts connections at a URL of Redis, at any node it names. ValueError: it is none."""
+    """Whether something accepts connections at a URL of Redis, at any node it names (ValueError: no URL)."""
     address = Address.parse(url)
     if address.kind == "socket":
         return await _accepts(asyncio.open_unix_connection(address.path))

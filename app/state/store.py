@@ -157,6 +157,10 @@ class Store:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
         return self._link.submit("cancel", (request_id, attempt, why), lasting=True)
 
+    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+        """Give back a grant that nobody here waits for: ended | foreign | unknown. Told of again if lost."""
+        return self._link.submit("cancel", (request_id, "", "unclaimed"))
+
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
         """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it."""
         mine = "" if attempt is None else attempt

@@ -1,5 +1,7 @@
-"""Redis in the shapes it is run in: alone, with TLS or ACL, watched by Sentinels, as a Cluster. Real processes
-on the loopback, in memory only, each with a folder of its own."""
+"""Redis in the shapes it is run in: alone, with TLS or ACL, watched by Sentinels, as a Cluster.
+
+Real processes on the loopback, in memory only, each with a folder of its own.
+"""
 
 import contextlib
 import shutil
@@ -67,15 +69,24 @@ class Server:
     def url(self) -> str:
         return f"redis://{LOOPBACK}:{self.port}/0"
 
+    def client(self) -> redis.Redis:
+        return redis.Redis(LOOPBACK, self.port, protocol=2, socket_timeout=5.0, **self.options)
+
     def ask(self, *command: object) -> Any:
         """Its reply to one command."""
-        with redis.Redis(LOOPBACK, self.port, protocol=2, socket_timeout=5.0, **self.options) as client:
+        with self.client() as client:
             client.set_response_callback(str(command[0]), lambda reply, **_: reply)
             return client.execute_command(*command)
 
     def info(self, section: str) -> dict[str, str]:
         lines = self.ask("INFO", section).decode().splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    def began(self) -> str:
+        """Whether it answers, `yes`, or has ended, `no`."""
+        if self.process.poll() is not None:
+            return "no"
+        return "yes" if self.ask("PING") else ""
 
     def kill(self) -> None:
         """SIGKILL, and gone when this returns."""
@@ -112,12 +123,10 @@ def running(
             )
         server = Server(chosen, process, asking)
         try:
-            wait(lambda: server.ask("PING") or process.poll() is not None, f"an answer of {binary}")
-            if process.poll() is None:
+            if wait(server.began, f"an answer of {binary}") == "yes":
                 yield server
                 return
         finally:
-            server.thaw() if process.poll() is None else None
             server.kill()
     raise AssertionError(f"{binary} did not start: {(folder / 'log').read_text()[-2000:]}")
 

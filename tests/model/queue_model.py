@@ -69,6 +69,12 @@ class QueueModel(PoolModel):
     def cancel(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
         def cancel(item: tuple[str, str, str]) -> str:
             id, attempt, why = item
+            if why == "unclaimed":
+                r = self.requests.get(id)
+                if r is not None and r.owner == caller and r.state == "granted":
+                    self._finish(r, "withdrawn")
+                    return "ended"
+                return "unknown" if r is None else "foreign"
             r = self._owned(id, attempt)
             if r is None:
                 return "foreign" if id in self.requests else "unknown"

@@ -90,6 +90,7 @@ class Replica:
     def __init__(self, url: str, pool: str, name: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.name = name
         self.news: list[tuple[str, str]] = []
+        self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
         self.adopted = 0
         self.metrics = Metrics()
         self.cell = SnapshotCell()
@@ -105,7 +106,8 @@ class Replica:
 
     def hear(self, what: str, request_id: str) -> None:
         self.news.append((what, request_id))
-        self.gate.hear(what, request_id)
+        if request_id not in self._by_hand:
+            self.gate.hear(what, request_id)
 
     def _count_adopted(self) -> None:
         self.adopted += 1
@@ -130,6 +132,7 @@ class Replica:
         self.cell.publish(Snapshot(version, tuple(listed)))
 
     async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Verdict:
+        self._by_hand.add(request_id)
         candidates = fields.pop("candidates", None)
         request = ask(request_id, **fields)
         return await self.store.admit(request, attempt, candidates or _candidates(request.subset), age_s)

@@ -57,6 +57,10 @@ class ScriptedStore:
         self.cancelled.append((request_id, why))
         return _answered("ended")
 
+    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+        self.cancelled.append((request_id, "unclaimed"))
+        return _answered("ended")
+
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
         return _answered("renewed")
 
