@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.admission import tuning
+from app.admission.inbox import Inbox
 from app.admission.published import published
 from app.admission.shared import SharedGate
 from app.admission.tuning import Effective, Tuned
@@ -118,6 +119,7 @@ class Membership:
             tasks.create_task(self._beat_forever(leases.heartbeat))
             tasks.create_task(self._sweep_forever())
             tasks.create_task(self._renew_forever(leases.inflight / 3))
+            tasks.create_task(Inbox(self._store, self._gate).run())
 
     async def leave(self, deadline_s: float) -> None:
         """Say goodbye, so that nobody waits out this replica's silence."""

@@ -72,7 +72,7 @@ class Store:
         call_timeout_s: float,
         connect_timeout_s: float,
         metrics: CallMetrics,
-        on_news: Callable[[str, str], None],
+        on_news: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
     ) -> None:
@@ -174,6 +174,11 @@ class Store:
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
+
+    async def news(self) -> list[tuple[str, str]]:
+        """What waits in this replica's inbox, each as (what, request id). It stays there."""
+        flat = await self._link.command("HGETALL", self.keys.inbox(self._replica))
+        return [(what, request_id) for request_id, what in zip(flat[::2], flat[1::2], strict=True)]
 
     async def leave(self) -> None:
         """Take this replica off the list of live ones; the sweep looks after what it may have left."""

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 async def listen(
-    url: str, channel: str, on_news: Callable[[str, str], None], *, check_s: float = CHECK_S
+    url: str, channel: str, on_news: Callable[[str, str], object], *, check_s: float = CHECK_S
 ) -> None:
     """Pass each line `WHAT ID` of `channel` to `on_news` until cancelled, reconnecting as needed.
 
@@ -39,7 +39,7 @@ async def listen(
 class _Subscription:
     """One connection that has subscribed to `channel`."""
 
-    def __init__(self, channel: str, on_news: Callable[[str, str], None]) -> None:
+    def __init__(self, channel: str, on_news: Callable[[str, str], object]) -> None:
         self._channel = channel
         self._on_news = on_news
         self._heard = True  # anything since the last look

@@ -57,6 +57,9 @@ class ScriptedStore:
         self.cancelled.append((request_id, why))
         return _answered("ended")
 
+    async def news(self) -> list[tuple[str, str]]:
+        return []
+
     def disclaim(self, request_id: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, "unclaimed"))
         return _answered("ended")
