@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
+.PHONY: help up test redis-test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -22,6 +22,9 @@ up: $(VENV)/.installed ## run a whole fleet here until Ctrl-C (ARGS='--replicas 
 
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	$(BIN)/pytest $(ARGS)
+
+redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
+	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
 	$(BIN)/ruff check .

@@ -52,6 +52,8 @@ class LogStream:
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
             )
         except ValueError as fault:
             raise LogUnreadable(f"the URL of Redis {fault}") from None

@@ -54,7 +54,8 @@ def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     """
     address = Address.parse(url)
     options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
-    options |= {"protocol": 2, "retry": None, "db": address.db}
+    # Without a word about the library (CLIENT SETINFO): one command less to be allowed.
+    options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
         return ConnectionPool(_Socket, path=address.path, **options)
@@ -222,7 +223,7 @@ async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | N
     kind: type[Connection] = Connection if tls is None else SSLConnection
     connection = kind(
         host=node[0], port=node[1], protocol=2, socket_timeout=None, socket_connect_timeout=_ASK_S,
-        decode_responses=True, encoding_errors="replace", **(tls or {}), **options,
+        decode_responses=True, encoding_errors="replace", driver_info=None, **(tls or {}), **options,
     )  # fmt: skip
     try:
         await connection.connect()  # type: ignore[no-untyped-call]

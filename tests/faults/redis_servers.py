@@ -281,7 +281,7 @@ def certificate(folder: Path) -> Path:
     subprocess.run(
         [
             *(debian("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", f"subjectAltName=IP:{LOOPBACK}"),
+            *("-nodes", "-days", "2", "-subj", "/CN=picker-test", "-addext", f"subjectAltName=IP:{LOOPBACK}"),
             *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
         ],
         check=True,
