@@ -8,6 +8,7 @@ ARGS ?=
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval load lock clean
 .PHONY: help up test lint format bench bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval lock clean
+.PHONY: help up test redis-test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -25,6 +26,9 @@ up: $(VENV)/.installed ## run a whole fleet here until Ctrl-C (ARGS='--replicas 
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 	$(BIN)/pytest $(ARGS)
+
+redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
+	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from app.errors import ConfigError
 from app.request import Band
 from app.scheduling.scorers import scorer_name
 from app.scraping.engines import engine_of
+from app.state.address import redis_url
 from app.units import (
     BandName,
     Count,
@@ -22,15 +23,9 @@ from app.units import (
     HostPort,
     Name,
     Number,
-    starting_with,
 )
 
-RedisUrl = Annotated[
-    str,
-    AfterValidator(
-        starting_with("redis://", "rediss://", "unix://", later=("redis+sentinel://", "redis+cluster://"))
-    ),
-]
+RedisUrl = Annotated[str, AfterValidator(redis_url)]
 
 
 class Section(BaseModel):

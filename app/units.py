@@ -1,7 +1,6 @@
 """Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
 
 import re
-from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -86,21 +85,6 @@ def file_path(value: object) -> Path:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("a file's path is needed")
     return Path(value)
-
-
-def starting_with(*prefixes: str, later: tuple[str, ...] = ()) -> Callable[[str], str]:
-    """A check that a URL begins with one of `prefixes`; `later` ones are refused as not available yet."""
-    valid = ", ".join(prefixes)
-
-    def check(url: str) -> str:
-        if url.startswith(prefixes):
-            return url
-        for prefix in later:
-            if url.startswith(prefix):
-                raise ValueError(f"{prefix} is not available yet; valid: {valid}")
-        raise ValueError(f"must begin with one of {valid}")
-
-    return check
 
 
 def _countable(value: float) -> float:

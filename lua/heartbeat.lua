@@ -5,7 +5,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] JSON it gives of itself
--- args[3] silence_ms after which a replica counts as gone
+-- args[3] silence_ms: a replica that has been silent for so long is gone, as it is for dispatch and sweep
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
 --   stock, queued, upper, lower, ready, paused (0 or 1)}; numbers as strings where they may have fractions
@@ -18,7 +18,7 @@ local function heartbeat(args)
   redis.call('HSET', key.about, owner, about)
   -- A sweep may have begun on what it queued before; the next silence is walked from the start.
   if was_known == 0 then redis.call('HDEL', key.orphans, owner) end
-  local others = redis.call('ZRANGEBYSCORE', key.replicas, now_ms - silence_ms, '+inf')
+  local others = redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf')
   local leader = 1
   for _, other in ipairs(others) do
     if other < owner then leader = 0 end

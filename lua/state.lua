@@ -14,7 +14,7 @@ local function state(args)
     bands[#bands + 1] = pool[QUEUED[band]]
   end
   local replicas = {}
-  for i, id in ipairs(redis.call('ZRANGEBYSCORE', key.replicas, now_ms - tonumber(args[1]), '+inf')) do
+  for i, id in ipairs(redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - tonumber(args[1])), '+inf')) do
     if i > 256 then break end
     replicas[#replicas + 1] = id
   end

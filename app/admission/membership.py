@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.admission import tuning
+from app.admission.inbox import Inbox
 from app.admission.published import published
 from app.admission.shared import SharedGate
 from app.admission.tuning import Effective, Tuned
@@ -53,6 +54,7 @@ class Membership:
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
         self._born = ""
+        self._lives = 0  # of the connection to the shared state, as of the last heartbeat
         self._forgotten = False  # the shared state has yet to be told again what this replica holds
         self._poke = asyncio.Event()
         self._pulse: Pulse | None = None
@@ -119,6 +121,7 @@ class Membership:
             tasks.create_task(self._beat_forever(leases.heartbeat))
             tasks.create_task(self._sweep_forever())
             tasks.create_task(self._renew_forever(leases.inflight / 3))
+            tasks.create_task(Inbox(self._store, self._gate).run())
 
     async def leave(self, deadline_s: float) -> None:
         """Say goodbye, so that nobody waits out this replica's silence."""
@@ -143,7 +146,9 @@ class Membership:
         about = json.dumps(self._about(), separators=(",", ":"))
         pulse = await self._store.heartbeat(about, silence_s)
         unknown = pulse.born == "0"
-        if self._born and (unknown or not pulse.was_known or pulse.born != self._born):
+        # A new connection may lead to a server that lacks the last of what the former one took.
+        anew, self._lives = self._lives != self._store.lives, self._store.lives
+        if self._born and (unknown or anew or not pulse.was_known or pulse.born != self._born):
             self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
             await self._publish()
@@ -156,7 +161,7 @@ class Membership:
         if pulse.born == "0":
             return
         if self._forgotten:
-            _log.warning("the shared state had lost this replica; registering what it holds")
+            _log.warning("the shared state may have lost this replica; registering what it holds")
             self._forgotten = not await self._gate.register_again()
         self._born = pulse.born
         self._known.set()

@@ -274,11 +274,22 @@ class SharedGate:
         for request_id, held in self._held.items():
             _ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
 
-    def hear(self, what: str, request_id: str) -> None:
-        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing."""
+    def hear(self, what: str, request_id: str) -> bool:
+        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing.
+
+        True if somebody waited for it who had not been told. A grant of one that neither waits nor runs here was queued by a shared state that has lost its end.
+        """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
-            _tell(waiter.news, Verdict(what, ""))
+            return _tell(waiter.news, Verdict(what, ""))
+        if what == "granted" and request_id not in self._held:
+            _ignore_loss(self._store.disclaim(request_id))
+        return False
+
+    def is_placing(self, request_id: str) -> bool:
+        """Whether a waiting request has been granted and its placement is asked for."""
+        waiter = self._waiting.get(request_id)
+        return waiter is not None and waiter.placing
 
     async def register_again(self) -> bool:
         """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first.
@@ -314,9 +325,11 @@ class SharedGate:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
 
 
-def _tell(news: asyncio.Future[Verdict], verdict: Verdict) -> None:
-    if not news.done():
-        news.set_result(verdict)
+def _tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:
+    if news.done():
+        return False
+    news.set_result(verdict)
+    return True
 
 
 def _ignore_loss(answer: asyncio.Future[str]) -> None:

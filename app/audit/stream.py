@@ -1,5 +1,6 @@
 """The decision log where Redis keeps it, read in pages from its first entry to what is its last by then."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +11,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from app.errors import PickerError
+from app.state.address import Address
 from app.state.keys import Keys
+from app.state.primary import find
 
 PAGE = 1000  # entries a call
 TIMEOUT_S = 10.0  # for each call
@@ -38,16 +41,24 @@ class LogStream:
     def __init__(self, url: str, pool: str) -> None:
         self._keys = Keys.of(pool)
         try:
-            self._redis: Any = redis.Redis.from_url(
-                url,
+            address = Address.parse(url)
+            self._redis: Any = redis.Redis(
+                **_place(address, url, self._keys.log),
+                db=address.db,
+                username=address.username,
+                password=address.password,
                 decode_responses=True,
                 encoding_errors="backslashreplace",
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                driver_info=None,
             )
         except ValueError as fault:
-            raise LogUnreadable(f"{url}: {fault}") from None
+            raise LogUnreadable(f"the URL of Redis {fault}") from None
+        except redis.RedisError as fault:
+            raise LogUnreadable(f"the decision log cannot be read: {fault}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +106,14 @@ class LogStream:
             return call()
         except (redis.RedisError, OSError) as fault:
             raise LogUnreadable(f"the decision log cannot be read: {fault}") from None
+
+
+def _place(address: Address, url: str, key: str) -> dict[str, Any]:
+    """Which server to connect to, in redis-py's words."""
+    if address.kind == "socket":
+        return {"unix_socket_path": address.path}
+    host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find(url, key))
+    return {"host": host, "port": port, "ssl": address.tls is not None, **(address.tls or {})}
 
 
 def _position(entry_id: str) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from app.state.address import Address
+
 Answer = TypeVar("Answer")
 
 _CALL_S = 1.0
@@ -59,14 +61,20 @@ async def redis_answers(host: str, port: int) -> bool:
 
 
 async def can_connect(url: str) -> bool:
-    """Whether something accepts connections at a redis://, rediss:// or unix:// URL."""
-    parts = urlsplit(url)
+    """Whether something accepts connections at a URL of Redis, at any node it names (ValueError: no URL)."""
+    address = Address.parse(url)
+    if address.kind == "socket":
+        return await _accepts(asyncio.open_unix_connection(address.path))
+    for host, port in address.nodes:
+        if await _accepts(asyncio.open_connection(host, port)):
+            return True
+    return False
+
+
+async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> bool:
     try:
         async with asyncio.timeout(2 * _CALL_S):
-            if parts.scheme == "unix":
-                _, writer = await asyncio.open_unix_connection(parts.path)
-            else:
-                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 6379)
+            _, writer = await connecting
     except (OSError, TimeoutError):
         return False
     writer.close()

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from app.scheduling.latency import LatencyBook
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.records import Done, Record, Routed, bodies, pack, unpack
-from app.state import cancelling
+from app.state import cancelling, primary
 
 FLUSH_S = 0.02  # between two writes, at least
 MAX_ENTRIES = 4096
@@ -178,9 +178,7 @@ class RouteFeed:
 
     def _client(self) -> Redis:
         # Deadlines are those of the calls here: the client's own can swallow a cancellation on Python 3.11.
-        return Redis.from_url(
-            self._url, protocol=2, retry=None, socket_timeout=None, socket_connect_timeout=_CALL_S
-        )
+        return primary.client(self._url, self._stream)
 
 
 def _number(entry_id: str) -> tuple[int, int]:

@@ -19,12 +19,11 @@ from redis.asyncio import Redis
 from app.errors import StateUnavailable
 from app.scraping import message, metrics
 from app.scraping.metrics import BadReading, EndpointMetrics
-from app.state import cancelling
+from app.state import cancelling, primary
 from app.state.keys import Keys
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
-_CONNECT_S = 1.0
 
 
 class Feed:
@@ -172,4 +171,4 @@ class Feed:
             raise StateUnavailable(f"Redis took no metrics: {str(fault) or 'no answer in time'}") from None
 
     def _connection(self) -> Redis:
-        return Redis.from_url(self._url, retry=None, socket_connect_timeout=_CONNECT_S)
+        return primary.client(self._url, self._name)

@@ -43,5 +43,8 @@ class Keys:
         """A hash, and the channel of the same name (app/scraping/feed.py)."""
         return self.prefix + "metrics"
 
+    def inbox(self, replica: str) -> str:
+        return f"{self.prefix}inbox:{replica}"
+
     def wake(self, replica: str) -> str:
         return f"{self.prefix}wake:{replica}"

@@ -6,10 +6,10 @@ and load makes batches larger rather than messages more numerous. What nobody wa
 (`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is renewed before the
 same request is settled, an arrival is admitted before it is cancelled.
 
-A message has a deadline. If its connection breaks before, it is sent once more on a new one (scripts are
-idempotent by request id). Then its items fail with StateUnavailable, except the ones marked `lasting`,
-which stay until Redis has taken them. A call therefore takes at most two deadlines: its own message's, and
-that of the one ahead of it.
+A message has a deadline. If its connection breaks before, or the server is not the primary any more, it is
+sent once more on a new one (scripts are idempotent by request id). Then its items fail with
+StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them. A call therefore
+takes at most two deadlines: its own message's, and that of the one ahead of it.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import hiredis
-from redis.asyncio.connection import ConnectionPool
 
 from app.errors import StateUnavailable
 from app.state import cancelling
 from app.state.calls import Call, Item, Reply
+from app.state.primary import NOT_PRIMARY, connections
 from app.state.scripts import NAMES, load_library
 from app.state.wire import DOWN, Wire
 
@@ -62,14 +62,7 @@ class Link:
         metrics: CallMetrics,
         on_batch: Callable[[Sequence[Any]], None],
     ) -> None:
-        self._pool = ConnectionPool.from_url(
-            url,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=connect_timeout_s,
-            retry=None,
-            health_check_interval=0,
-        )
+        self._pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
         self._key = key
         self._caller = caller
         self._call_timeout_s = call_timeout_s
@@ -89,6 +82,8 @@ class Link:
         self._message: list[Call] = []  # on its way, whole
         self._flying: deque[Call] = deque()  # what of it is not answered yet, in order
         self._forgotten: list[Call] = []  # what of it met a Redis that lacks the library
+        self._astray = ""  # what a server said to it that is not the primary
+        self.lives = 0  # connections made so far
         self._loads = 0
         self._sent_s = 0.0
         self._resent = False
@@ -145,6 +140,10 @@ class Link:
     async def _reconnect(self) -> None:
         """A new connection, however long it takes; what can't wait that long fails meanwhile."""
         await self._disconnect()
+        if self._astray:
+            # Those who know the primary may still name the one that just said it is not.
+            self._astray = ""
+            await asyncio.sleep(_RETRY_PAUSE_S)
         while True:
             try:
                 async with asyncio.timeout(self._call_timeout_s):
@@ -156,6 +155,7 @@ class Link:
                 await asyncio.sleep(_RETRY_PAUSE_S)
             else:
                 break
+        self.lives += 1
         self._open = True
         rest = [call for call in self._message if not call.answered]
         if rest and not self._resent:
@@ -217,6 +217,8 @@ class Link:
             call.answer(reply, self._on_batch)
         elif str(reply).startswith(_NOT_LOADED) and self._loads < _LOADS:
             self._forgotten.append(call)
+        elif str(reply).startswith(NOT_PRIMARY):
+            self._astray = str(reply)
         else:
             self._metrics.redis_error(call.name)
             call.fail(f"the shared state refused {call.name}: {reply}")
@@ -224,6 +226,9 @@ class Link:
             self._finish_message()
 
     def _finish_message(self) -> None:
+        if self._astray:
+            self._note_lost(self._astray)
+            return
         if self._forgotten:
             self._load_library()
             return

@@ -74,7 +74,7 @@ class Store:
         call_timeout_s: float,
         connect_timeout_s: float,
         metrics: CallMetrics,
-        on_news: Callable[[str, str], None],
+        on_news: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
     ) -> None:
@@ -103,6 +103,11 @@ class Store:
     def fault(self) -> str | None:
         """Why the shared state cannot be reached at the moment; None while it can."""
         return self._link.fault
+
+    @property
+    def lives(self) -> int:
+        """Connections made so far: after another one, what the last server took may be lost (a failover)."""
+        return self._link.lives
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
@@ -155,6 +160,10 @@ class Store:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
         return self._link.submit("cancel", (request_id, attempt, why), lasting=True)
 
+    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+        """Give back a grant that nobody here waits for: ended | foreign | unknown. Told of again if lost."""
+        return self._link.submit("cancel", (request_id, "", "unclaimed"))
+
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
         """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it."""
         mine = "" if attempt is None else attempt
@@ -168,6 +177,11 @@ class Store:
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
+
+    async def news(self) -> list[tuple[str, str]]:
+        """What waits in this replica's inbox, each as (what, request id). It stays there."""
+        flat = await self._link.command("HGETALL", self.keys.inbox(self._replica))
+        return [(what, request_id) for request_id, what in zip(flat[::2], flat[1::2], strict=True)]
 
     async def leave(self) -> None:
         """Take this replica off the list of live ones; the sweep looks after what it may have left."""

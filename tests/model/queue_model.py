@@ -69,6 +69,12 @@ class QueueModel(PoolModel):
     def cancel(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
         def cancel(item: tuple[str, str, str]) -> str:
             id, attempt, why = item
+            if why == "unclaimed":
+                r = self.requests.get(id)
+                if r is not None and r.owner == caller and r.state == "granted":
+                    self._finish(r, "withdrawn")
+                    return "ended"
+                return "unknown" if r is None else "foreign"
             r = self._owned(id, attempt)
             if r is None:
                 return "foreign" if id in self.requests else "unknown"
@@ -116,7 +122,7 @@ class QueueModel(PoolModel):
         self._begin(caller)
         was_known = self.replicas.get(caller, 0) > self.moment.now_ms - silence_ms
         self.replicas[caller] = self.moment.now_ms
-        live = [name for name, last in self.replicas.items() if last >= self.moment.now_ms - silence_ms]
+        live = [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
         inbox = self.inboxes.get(caller, {})
         told = [f"{what} {id}" for id, what in inbox.items()]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}

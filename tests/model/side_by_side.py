@@ -84,7 +84,7 @@ class SideBySide:
             "paused": model.moment.settings.get("paused", 0),
             "tuned": model.tuned or "",
             "replicas": sorted(
-                name for name, last in model.replicas.items() if last >= model.moment.now_ms - SILENCE_MS
+                name for name, last in model.replicas.items() if last > model.moment.now_ms - SILENCE_MS
             ),
         }
         for number in BANDS:

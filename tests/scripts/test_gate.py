@@ -215,3 +215,39 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
             with pytest.raises(NoEndpoints):
                 await a.gate.route(subset)
         assert (await it.counts())[0] == 1
+
+
+async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet) -> None:
+    # Given a queue that holds a request of b's that b knows nothing of, and one behind it
+    async with fleet("a", "b", upper_per=1, listening=True) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        await b.store.admit(ask("unknown"), 1, "*")
+        waiter = asked(b, "q")
+        await queued(it, "q")
+        # When its turn comes, then b gives its grant back, and the next is served
+        await a.settle("runs")
+        assert (await waiter).endpoints == (E1,)
+        assert events_of(await it.log(), "unknown") == ["queued", "granted", "withdrawn"]
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)
+        await it.ledger()
+
+
+async def test_late_news_of_a_grant_harms_nobody_who_runs(fleet: OpenFleet) -> None:
+    # Given a request that was granted and placed, and is not waited for any more
+    async with fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await a.admit("runs")
+        waiter = asked(b, "q")
+        await queued(it, "q")
+        await a.settle("runs")
+        await b.beat()
+        await waiter
+        # When the wake-up of its grant comes late
+        b.gate.hear("granted", "q")
+        assert await b.store.disclaim("q") == "foreign"
+        # Then it runs on
+        assert (await it.counts())[0] == 1
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)

@@ -17,6 +17,7 @@ class ScriptedStore:
     """
 
     def __init__(self) -> None:
+        self.lives = 1
         self.admitting: list[Verdict] = []
         self.placing: list[Verdict] = []
         self.placed = asyncio.Event()  # set each time a placement has been asked for
@@ -54,6 +55,13 @@ class ScriptedStore:
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))
+        return _answered("ended")
+
+    async def news(self) -> list[tuple[str, str]]:
+        return []
+
+    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+        self.cancelled.append((request_id, "unclaimed"))
         return _answered("ended")
 
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:

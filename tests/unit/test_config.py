@@ -75,19 +75,10 @@ def test_given_an_engine_of_ones_own_when_its_series_are_named_then_it_is_valid(
     assert parse({"scraping": scraping}).scraping.series == scraping["series"]
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "valid"),
-    [
-        ("redis", "url", "redis+sentinel://h:1/m", "redis://"),
-        ("redis", "url", "redis+cluster://h:1", "redis://"),
-    ],
-)
-def test_given_a_planned_value_when_parsed_then_the_fault_says_not_available_yet(
-    section: str, key: str, value: str, valid: str
-) -> None:
-    message = fault({section: {key: value}})
-    assert message.startswith(f"{section}.{key}: ")
-    assert "not available yet; valid: " + valid in message
+def test_given_a_redis_url_without_a_service_when_parsed_then_the_fault_says_what_is_missing() -> None:
+    message = fault({"redis": {"url": "redis+sentinel://:hunter2@h:1"}})
+    assert message.startswith("redis.url: the path must name the service")
+    assert "hunter2" not in message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""One replica's whole life with Redis: every function and command, under every policy."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from script_fleet import Fleet, ask, until
+
+from app.request import Band, Outcome
+from app.state.store import Store
+
+POLICIES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"band_policy": "weighted", "fairness": "round-robin", "ordering": "edf"},
+    {"ordering": "workload-aware", "fairness": "none", "wait_signal": "workload_average"},
+    {"ordering": "workload-aware", "starvation_ms": 1, "total_capacity": 4, "flow_capacity": 4},
+)
+_NUMBERS = itertools.count(1)
+
+
+async def use_everything(fleet: Fleet, store: Store) -> None:
+    """Bring `store`, of one of the fleet's two replicas, through all it can do; then all is at rest."""
+    me, other = fleet.replicas
+    assert store is me.store
+    for policy in POLICIES:
+        await me.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=1, **policy)
+        await _requests(fleet)
+    assert await store.mark("10.0.0.1:8000", "down", True) == "marked"
+    assert await store.mark("10.0.0.1:8000", "down", False) == "marked"
+    assert await store.tune({"paused": 1}, {"paused": True})
+    await store.tune({"paused": None}, {"paused": None})
+    await store.tuned()
+    await store.endpoints()
+    await store.news()
+    await store.state(60)
+    await store.evict("nobody")
+    await until(fleet.at_rest)
+    await store.leave()
+    await other.sweep(idle_s=0)
+
+
+async def _requests(fleet: Fleet) -> None:
+    """Requests of all kinds and ends, on two endpoints that take one each."""
+    me, other = fleet.replicas
+    names = [f"r{next(_NUMBERS)}" for _ in range(9)]
+    kinds: tuple[dict[str, Any], ...] = (
+        {"workload": "w1", "limit": 1}, {"limit": 1}, {"workload": "w2", "flow": "two"}, {"learn": True},
+        {"band": Band.SHEDDABLE, "flow": "low"}, {"band": Band.CRITICAL, "flow": "high"}, {"limit": 1},
+        {"band": Band.CRITICAL, "workload": "w1"}, {"band": Band.SHEDDABLE, "flow": "low"},
+    )  # fmt: skip
+    for name, kind in zip(names, kinds, strict=True):
+        await me.admit(name, **kind)
+    theirs = f"r{next(_NUMBERS)}"
+    await other.admit(theirs, band=Band.CRITICAL, flow="theirs")
+    await me.store.renew(names[0], 1, "10.0.0.2:8000", "")
+    await me.store.renew("lost", None, "", "f\t1\t1\t1\tw1\t3\tllama\t10.0.0.1:8000\t0")
+    await me.store.settle("lost", Outcome.COMPLETED)
+    await me.store.disclaim(names[5])
+    await me.store.cancel(names[4], 1, "cancelled")
+    for name in names:
+        await me.beat()
+        await me.store.settle(name, Outcome.COMPLETED, 2.0, 7)
+        for _, granted in await me.store.news():
+            await me.place(granted)
+        await me.sweep()
+        await other.beat()
+    await other.settle(theirs)
+    await me.store.admit(ask(names[0], ttl_s=0.0), 1, "*")

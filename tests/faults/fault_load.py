@@ -1,0 +1,111 @@
+"""Load on a fleet while something fails, and what it went through."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+from script_fleet import Fleet, Replica, ask, ended, until
+
+from app.errors import StateUnavailable
+
+LEASE_S = 3.0
+HEARTBEAT_S = 0.5
+JOINED = {
+    "leases": {
+        "inflight": f"{LEASE_S:g}s", "access_log_interval": "1s", "replica_silence": "2s",
+        "heartbeat": f"{HEARTBEAT_S:g}s",
+    },
+    "request_queue_controller": {
+        "upper_bound_per_backend": 4, "watermark_per_backend": 4, "lower_bound_per_backend": 4,
+        "expiry_cleanup_interval": "500ms"
+    },
+    "fair_request_queue": {"flow_capacity": 1000},
+    "decision_log": {"enabled": True},
+}  # fmt: skip
+UPPER = 4  # of one endpoint
+REAP_S = 3.0  # a sweep finds what has run out within its interval, and the machine may be busy
+HANGS_S = 30.0  # no request takes so long unless it hangs
+_SERVICE_S = 0.02
+_PAUSE_S = 0.05
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Load:
+    """`running` requests are between their placement and their settlement, by their clients' own count."""
+
+    running: int = 0
+    highest: int = 0
+    served: int = 0
+    refused: int = 0
+    placed: list[str] = field(default_factory=list)
+
+    async def request(self, replica: Replica, request_id: str, service_s: float) -> None:
+        """One request; TimeoutError if it hangs."""
+        try:
+            async with asyncio.timeout(HANGS_S):
+                await replica.gate.admit(ask(request_id), held=True)
+        except StateUnavailable:
+            self.refused += 1
+            await asyncio.sleep(_PAUSE_S)
+            return
+        self.placed.append(request_id)
+        self.running += 1
+        self.highest = max(self.highest, self.running)
+        await asyncio.sleep(service_s)
+        self.running -= 1
+        self.served += 1
+        replica.gate.settle(ended(request_id))
+
+    async def served_more(self, count: int) -> None:
+        """Wait until `count` more have been served than now."""
+        goal = self.served + count
+        await until(lambda: self.served >= goal)
+
+
+@asynccontextmanager
+async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE_S) -> AsyncIterator[Load]:
+    """Clients who ask again and again, spread over the replicas, until the block ends; then each finishes."""
+    load, stopping = Load(), asyncio.Event()
+
+    async def client(replica: Replica) -> None:
+        while not stopping.is_set():
+            await load.request(replica, f"r{next(_NUMBERS)}", service_s)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(clients):
+            tasks.create_task(client(fleet.replicas[number % len(fleet.replicas)]))
+        try:
+            yield load
+        finally:
+            stopping.set()
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Each of `works` runs as long as the block."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def rests_within_a_lease(fleet: Fleet) -> None:
+    """Wait until every count is exactly 0. TimeoutError past a lease and what it takes to look."""
+    async with asyncio.timeout(LEASE_S + REAP_S):
+        await until(lambda: _rests(fleet))
+
+
+async def _rests(fleet: Fleet) -> bool:
+    """`Fleet.at_rest`; no while the shared state cannot be asked."""
+    try:
+        return await fleet.at_rest()
+    except (StateUnavailable, RedisError):
+        return False

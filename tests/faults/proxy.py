@@ -1,0 +1,261 @@
+"""A TCP proxy that can fail: between a replica and Redis, an endpoint, or anything else on the loopback.
+
+In a test it is an object whose attributes and methods take effect at once, on connections old and new:
+
+    async with proxy(port) as between:      # between.port is where clients go
+        between.delay_s = 0.05              # what the server says comes this much later
+        between.stalled = True              # both directions stand still; all of it comes later
+        between.vanished = True             # half-open: both directions are swallowed, nothing is closed
+        between.refusing = True             # new connections are closed at once
+        between.lose_replies = 3            # each of the next replies is swallowed and its connection cut,
+                                            # after the server has acted
+        between.drop_messages = True        # published messages are swallowed, and nothing else
+        between.cut()                       # every connection is reset
+
+In a process of its own, `python proxy.py HOST:PORT` prints a line of JSON with its `port` and its `control`
+port; the latter takes lines `NAME VALUE` (VALUE as JSON) or `cut`, and answers each with all values.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+_CHUNK = 65536
+_SUBSCRIBE = b"SUBSCRIBE"
+_MESSAGES = (b"\r\n$7\r\nmessage\r\n", b"\r\n$8\r\npmessage\r\n", b"\r\n$8\r\nsmessage\r\n")
+_SETTINGS = ("delay_s", "stalled", "vanished", "refusing", "lose_replies", "drop_messages")
+_COUNTS = ("connections", "lost", "dropped")
+
+
+class Proxy:
+    """See the module. `lost` counts replies, `dropped` messages, `connections` all that were ever made."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._target = port
+        self.port = 0
+        self.delay_s = 0.0
+        self.vanished = False
+        self.refusing = False
+        self.lose_replies = 0
+        self.drop_messages = False
+        self.connections = 0
+        self.lost = 0
+        self.dropped = 0
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._links: set[_Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def stalled(self) -> bool:
+        return not self._flowing.is_set()
+
+    @stalled.setter
+    def stalled(self, on: bool) -> None:
+        if on:
+            self._flowing.clear()
+        else:
+            self._flowing.set()
+
+    @property
+    def open(self) -> int:
+        """Connections that there are now."""
+        return len(self._links)
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for link in list(self._links):
+            link.cut()
+
+    def values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_SETTINGS, *_COUNTS, "open")}
+
+    async def flow(self) -> None:
+        await self._flowing.wait()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        link: _Link | None = None
+        try:
+            with contextlib.suppress(OSError):
+                if self.refusing:
+                    return
+                self.connections += 1
+                inner_reader, inner_writer = await asyncio.open_connection(self._host, self._target)
+                link = _Link(self, (reader, writer), (inner_reader, inner_writer))
+                self._links.add(link)
+                await link.carry()
+        except asyncio.CancelledError:
+            pass  # the proxy is being closed, and nobody waits for this task
+        finally:
+            self._tasks.discard(task)
+            if link is not None:
+                self._links.discard(link)
+                link.cut()
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Link:
+    """One connection: the client's end and the server's."""
+
+    def __init__(self, proxy: Proxy, client: Ends, server: Ends) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = server
+        self._subscribed = False
+
+    def cut(self) -> None:
+        self._client[1].transport.abort()
+        self._server[1].transport.abort()
+
+    async def carry(self) -> None:
+        """Until either end closes; then the other is closed too."""
+        ways = {asyncio.ensure_future(self._requests()), asyncio.ensure_future(self._replies())}
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _requests(self) -> None:
+        reader, writer = self._client[0], self._server[1]
+        while data := await reader.read(_CHUNK):
+            await self._proxy.flow()
+            if not self._proxy.vanished:
+                self._subscribed = self._subscribed or _SUBSCRIBE in data.upper()
+                writer.write(data)
+        await self._stay_if_vanished()
+
+    async def _replies(self) -> None:
+        """Late data keeps its order and its distances: a delay adds to the time, not to the work."""
+        reader, loop = self._server[0], asyncio.get_running_loop()
+        late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        passing = asyncio.ensure_future(self._pass(late))
+        try:
+            buffer = b""
+            while data := await reader.read(_CHUNK):
+                if self._proxy.lose_replies > 0 and not self._proxy.vanished:
+                    self._proxy.lose_replies -= 1
+                    self._proxy.lost += 1
+                    self.cut()
+                    return
+                if self._subscribed:
+                    data, buffer = self._without_messages(buffer + data)
+                if data:
+                    late.put_nowait((loop.time() + self._proxy.delay_s, data))
+            await late.join()
+            await self._stay_if_vanished()
+        finally:
+            passing.cancel()
+            await asyncio.gather(passing, return_exceptions=True)
+
+    async def _pass(self, late: asyncio.Queue[tuple[float, bytes]]) -> None:
+        writer, loop = self._client[1], asyncio.get_running_loop()
+        while True:
+            due, data = await late.get()
+            if due > loop.time():
+                await asyncio.sleep(due - loop.time())
+            await self._proxy.flow()
+            if not self._proxy.vanished:
+                writer.write(data)
+            late.task_done()
+
+    async def _stay_if_vanished(self) -> None:
+        """A peer that has vanished does not say goodbye either."""
+        if self._proxy.vanished:
+            await asyncio.Event().wait()
+
+    def _without_messages(self, data: bytes) -> tuple[bytes, bytes]:
+        """What to pass on of a subscriber's replies, and the beginning of one that is not whole yet."""
+        passed: deque[bytes] = deque()
+        at = 0
+        while (end := frame_end(data, at)) > 0:
+            if self._proxy.drop_messages and data[at:end].startswith(b"*") and _is_message(data, at):
+                self._proxy.dropped += 1
+            else:
+                passed.append(data[at:end])
+            at = end
+        return b"".join(passed), data[at:]
+
+
+def _is_message(data: bytes, at: int) -> bool:
+    head = data.index(b"\r\n", at)
+    return data.startswith(_MESSAGES, head)
+
+
+def frame_end(data: bytes, at: int) -> int:
+    """Where the RESP2 value that begins at `at` ends; -1 if it is not whole."""
+    line_end = data.find(b"\r\n", at)
+    if line_end < 0:
+        return -1
+    kind, after = data[at : at + 1], line_end + 2
+    if kind == b"$":
+        length = int(data[at + 1 : line_end])
+        end = after + length + 2 if length >= 0 else after
+        return end if end <= len(data) else -1
+    if kind == b"*":
+        for _ in range(int(data[at + 1 : line_end])):
+            after = frame_end(data, after)
+            if after < 0:
+                return -1
+    return after
+
+
+@contextlib.asynccontextmanager
+async def proxy(port: int, host: str = LOOPBACK) -> AsyncIterator[Proxy]:
+    """A `Proxy` to `host`:`port` in this event loop."""
+    between = Proxy(host, port)
+    listener = await asyncio.start_server(between.accept, LOOPBACK, 0)
+    between.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield between
+    finally:
+        listener.close()
+        await between.close()
+        await listener.wait_closed()
+
+
+async def _control(between: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while line := (await reader.readline()).decode().strip():
+            name, _, value = line.partition(" ")
+            if name == "cut":
+                between.cut()
+            elif name in _SETTINGS:
+                setattr(between, name, json.loads(value))
+            writer.write(json.dumps(between.values()).encode() + b"\n")
+    finally:
+        writer.close()
+
+
+async def _serve(target: str) -> None:
+    host, _, port = target.rpartition(":")
+    async with proxy(int(port), host) as between:
+        controls = await asyncio.start_server(lambda *ends: _control(between, *ends), LOOPBACK, 0)
+        async with controls:
+            ports = {"port": between.port, "control": controls.sockets[0].getsockname()[1]}
+            print(json.dumps(ports), flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""The users of docs/redis.md: they may do all that is needed, and nothing else."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from every_function import use_everything
+from fault_load import JOINED, UPPER, beside, loaded, rests_within_a_lease
+from redis.exceptions import NoPermissionError
+from redis_servers import LOOPBACK, Server
+from script_fleet import running, until
+
+import app
+from app.audit.stream import LogStream
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scraping.feed import Feed
+from app.state.keys import Keys
+from app.state.wakeups import listen
+
+PROJECT = Path(app.__file__).parent.parent
+LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)
+PICKER, AUDITOR, SENTINEL = LINES
+SECRET = "p@ss"
+
+
+@pytest.fixture
+def restricted(redis7: Server) -> str:
+    """URL of a user who may do what the page says; what was denied before is forgotten."""
+    for name, rules in (PICKER, AUDITOR):
+        redis7.ask("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *rules.split())
+    redis7.ask("ACL", "LOG", "RESET")
+    return f"redis://{PICKER[0]}:p%40ss@{LOOPBACK}:{redis7.port}/0"
+
+
+def of_the_scripts() -> set[str]:
+    """Commands that the Lua calls."""
+    source = "".join(file.read_text() for file in PROJECT.glob("lua/**/*.lua"))
+    return {name.lower() for name in re.findall(r"(?:redis\.call|later)\('([A-Z]+)'", source)}
+
+
+def denied(server: Server) -> list[Any]:
+    return [entry[entry.index(b"object") + 1] for entry in server.ask("ACL", "LOG")]
+
+
+def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
+    allowed = {word[1:] for word in PICKER[1].split() if word.startswith("+")}
+    besides = {
+        *("fcall", "function|load", "ping", "select", "cluster|slots", "subscribe", "xread", "xrevrange"),
+        *("hset", "hdel", "hgetall", "time", "publish", "xadd"),
+    }
+    assert of_the_scripts() | besides == allowed
+
+
+async def test_every_function_runs_as_that_user(redis7: Server, restricted: str, pool: str) -> None:
+    # Given two replicas, of which one is that user
+    redis7.ask("CONFIG", "RESETSTAT")
+    async with running(redis7.url, pool, "a", "b", through={"a": restricted}, call_timeout_s=5.0) as it:
+        # When it does everything there is to do, then nothing is denied
+        await use_everything(it, it.replicas[0].store)
+        assert denied(redis7) == []
+    # And each command of the scripts was among it
+    ran = {line.removeprefix("cmdstat_") for line in redis7.info("commandstats")}
+    assert of_the_scripts() <= ran
+
+
+async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
+    redis7: Server, restricted: str, pool: str
+) -> None:
+    through = dict.fromkeys("ab", restricted)
+    async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, call_timeout_s=5.0) as it:
+        # Given replicas that listen, scrape and route as that user too
+        feed = RouteFeed(
+            restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
+        )
+        readings = Feed(restricted, pool, "a", now_ms=lambda: 0)
+        links: list[int] = []
+        background = [listen(restricted, it.keys.wake(each.name), each.hear) for each in it.replicas]
+        following = readings.follow(lambda *_: None, on_link=lambda: links.append(1), quiet_s=9)
+        async with beside(*background, feed.run(), following):
+            # When they serve, then nothing is denied
+            async with loaded(it) as load:
+                await load.served_more(100)
+            feed.completed("e", 1.0)
+            await feed.caught_up()
+            await until(lambda: redis7.ask("EXISTS", it.keys.routes))
+            await until(lambda: links)
+            await readings.publish({})
+            await readings.remove(["e"])
+        await readings.close()
+        assert load.refused == 0
+        assert load.highest == UPPER
+        await rests_within_a_lease(it)
+        # And the auditor may read what was decided
+        with LogStream(restricted.replace(PICKER[0], AUDITOR[0], 1), pool) as log:
+            assert sum(len(page.entries) for page in log.pages()) >= 100
+            assert log.settings_throughout() is None
+    assert denied(redis7) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("FUNCTION", "FLUSH"),
+        ("EVAL", "return 1", "0"), ("SHUTDOWN",), ("ACL", "LIST"), ("INFO",), ("SAVE",),
+        ("CLIENT", "KILL", "TYPE", "normal"), ("SCRIPT", "FLUSH"), ("CLUSTER", "RESET"), ("MONITOR",),
+        ("HGETALL", "another:key"), ("PUBLISH", "another", "text"), ("DEL", "session:1"),
+    ],
+)  # fmt: skip
+def test_that_user_may_do_nothing_else(redis7: Server, restricted: str, command: tuple[str, ...]) -> None:
+    with redis.Redis.from_url(restricted, protocol=2) as client, pytest.raises(NoPermissionError):
+        client.execute_command(*command)
+
+
+def test_the_auditor_may_not_write(redis7: Server, restricted: str) -> None:
+    url = restricted.replace(PICKER[0], AUDITOR[0], 1)
+    with redis.Redis.from_url(url, protocol=2) as client:
+        for command in (("XADD", Keys.of("p").log, "*", "a", "b"), ("HSET", Keys.of("p").pool, "a", "b")):
+            with pytest.raises(NoPermissionError):
+                client.execute_command(*command)

@@ -1,0 +1,86 @@
+"""A Cluster: pools spread over its slots, and an owner of a slot that dies or hands it on."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
+from redis_servers import Cluster, Server, clustered
+from script_fleet import running, until
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with clustered(tmp_path) as it:
+        yield it
+
+
+async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
+    # Given a pool for each primary, with a fleet of its own, told of one node only
+    pools = await asyncio.to_thread(cluster.pools)
+    url = f"redis+cluster://127.0.0.1:{cluster.servers[4].port}"
+    async with AsyncExitStack() as stack:
+        fleets = [
+            await stack.enter_async_context(running(url, pool, "a", "b", joined=JOINED, listening=True))
+            for pool in pools
+        ]
+        # When all are under load
+        for fleet in fleets:
+            async with loaded(fleet) as load:
+                await load.served_more(50)
+            assert load.refused == 0
+            assert load.highest == UPPER
+            await rests_within_a_lease(fleet)
+        # Then each pool is on its owner and nowhere else, and each owner has the library
+        for pool, fleet in zip(pools, fleets, strict=True):
+            owner = await asyncio.to_thread(cluster.owner, pool)
+            assert owner is not None
+            assert owner.ask("EXISTS", fleet.keys.pool) == 1
+            assert len(owner.ask("FUNCTION", "LIST")) == 1
+
+
+async def test_a_killed_owner_is_followed_by_its_replica(cluster: Cluster, pool: str) -> None:
+    # Given a fleet under load
+    async with running(cluster.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
+        async with loaded(it) as load:
+            await load.served_more(100)
+            owner = cluster.owner(pool)
+            assert owner is not None
+            # When the owner of the pool's slot dies
+            await asyncio.to_thread(owner.kill)
+            await until(lambda: _moved_from(cluster, pool, owner))
+            # Then the load goes on through its replica
+            await load.served_more(200)
+        # And every request had its answer, with no more over-admission than what ran when it died
+        assert load.highest <= 2 * UPPER
+        await rests_within_a_lease(it)
+
+
+async def test_an_owner_that_hands_over_costs_no_client_an_error(cluster: Cluster, pool: str) -> None:
+    # Given a fleet under load
+    async with running(cluster.url, pool, "a", "b", joined=JOINED, listening=True) as it:
+        async with loaded(it) as load:
+            await load.served_more(100)
+            owner = cluster.owner(pool)
+            assert owner is not None
+            heir = next(server for server in cluster.servers if _follows(server, owner))
+            # When its replica takes over in order (CLUSTER FAILOVER), so that the owner answers MOVED
+            await asyncio.to_thread(heir.ask, "CLUSTER", "FAILOVER")
+            await until(lambda: _moved_from(cluster, pool, None, owner))
+            await load.served_more(200)
+        # Then nothing was lost, and nobody noticed
+        assert load.refused == 0
+        assert load.highest == UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
+
+
+async def _moved_from(cluster: Cluster, pool: str, dead: Server | None, former: Server | None = None) -> bool:
+    owner = await asyncio.to_thread(cluster.owner, pool, but=[dead] if dead is not None else [])
+    return owner is not None and owner is not former
+
+
+def _follows(server: Server, owner: Server) -> bool:
+    return server.info("replication").get("master_port") == str(owner.port)

@@ -1,0 +1,199 @@
+"""What a network does to the connections to Redis: late, lost, standing still, and gone without a word."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
+from proxy import LOOPBACK, Proxy, proxy
+from redis_servers import Server
+from script_fleet import Fleet, ask, ended, running, until
+
+from app.errors import StateUnavailable
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scraping.feed import Feed
+from app.state.keys import Keys
+from app.state.wakeups import listen
+
+SHORT_S = 0.3
+
+
+@pytest.fixture
+async def between(redis7: Server) -> AsyncIterator[Proxy]:
+    async with proxy(redis7.port) as it:
+        yield it
+
+
+def url_of(between: Proxy) -> str:
+    return f"redis://{LOOPBACK}:{between.port}/0"
+
+
+async def test_replies_lost_after_the_script_ran_change_no_count(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
+    # Given a fleet of which one replica loses replies, again and again, after Redis has acted
+    through = {"a": url_of(between)}
+    async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through) as it:
+        async with loaded(it) as load:
+            for _ in range(25):
+                await load.served_more(8)
+                between.lose_replies += 1
+        # Then no bound was passed, every decision is told once, and all counts are exactly 0
+        assert between.lost >= 20
+        assert load.highest == UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
+        assert len(load.placed) == len(set(load.placed))
+
+
+async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
+    # Given a fleet whose every reply takes 50 ms more
+    between.delay_s = 0.05
+    async with running(url_of(between), pool, "a", "b", joined=JOINED, listening=True) as it:
+        # When it is under load, then nobody is refused and no bound is passed
+        async with loaded(it) as load:
+            await load.served_more(100)
+        assert load.refused == 0
+        assert load.highest <= UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
+
+
+async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: Proxy, pool: str) -> None:
+    # Given a replica whose connections stand still, longer than a call may take
+    through = {"a": url_of(between)}
+    async with running(
+        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, call_timeout_s=SHORT_S
+    ) as it:
+        async with loaded(it) as load:
+            for _ in range(3):
+                await load.served_more(20)
+                refused = load.refused
+                between.stalled = True
+                await asyncio.sleep(1.0)
+                await until(lambda refused=refused: load.refused > refused)
+                between.stalled = False
+            await load.served_more(20)
+        # Then who waited was told in time; what came late has taken no more than its lease
+        assert load.highest <= UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
+
+
+async def test_lost_wake_ups_cost_nobody_its_turn(between: Proxy, pool: str) -> None:
+    # Given replicas that never hear a wake-up
+    between.drop_messages = True
+    async with running(url_of(between), pool, "a", "b", "c", joined=JOINED, listening=True) as it:
+        async with loaded(it) as load:
+            await load.served_more(200)
+        # Then each request had its turn, by reply or by heartbeat
+        assert between.dropped > 0
+        assert load.refused == 0
+        assert load.highest == UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
+
+
+async def test_a_grant_whose_wake_up_was_lost_comes_with_the_heartbeat(between: Proxy, pool: str) -> None:
+    # Given a replica that does nothing but wait, and hears no wake-up
+    between.drop_messages = True
+    async with running(url_of(between), pool, "a", "b", joined=JOINED, listening=True) as it:
+        a, b = it.replicas
+        for number in range(UPPER):
+            await a.gate.admit(ask(f"runs{number}"), held=True)
+        waiting = asyncio.create_task(b.gate.admit(ask("waits"), held=True))
+        await until(lambda: _queued(it, 1))
+        # When room is made, then it gets its place though nobody could tell it
+        a.gate.settle(ended("runs0"))
+        async with asyncio.timeout(10):
+            await waiting
+        assert between.dropped >= 1
+        for name in ("runs1", "runs2", "runs3"):
+            a.gate.settle(ended(name))
+        b.gate.settle(ended("waits"))
+        await rests_within_a_lease(it)
+
+
+async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, between: Proxy, pool: str) -> None:
+    # Given a replica under load whose connection says nothing more and is not closed
+    through = {"a": url_of(between)}
+    async with running(
+        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, call_timeout_s=SHORT_S
+    ) as it:
+        async with loaded(it) as load:
+            await load.served_more(50)
+            made = between.connections
+            between.vanished = True
+            # When it asks, then it is told in time, and looks for another connection
+            with pytest.raises(StateUnavailable):
+                await it.replicas[0].store.tuned()
+            await until(lambda: between.connections > made + 1)
+            between.vanished = False
+            await until(lambda: it.replicas[0].store.fault is None)
+            await load.served_more(100)
+        assert load.highest <= 2 * UPPER
+        await rests_within_a_lease(it)
+
+
+async def test_a_subscriber_whose_server_vanished_subscribes_anew(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
+    # Given one who listens for wake-ups
+    heard: list[str] = []
+    channel = Keys.of(pool).wake("a")
+    listening = asyncio.create_task(
+        listen(url_of(between), channel, lambda what, request: heard.append(request), check_s=SHORT_S)
+    )
+    await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
+    await until(lambda: heard == ["one"])
+    # When its server vanishes without a word, then it connects again
+    between.vanished = True
+    made = between.connections
+    await until(lambda: between.connections > made)
+    # And hears again once there is somebody to hear
+    between.vanished = False
+    between.cut()
+    await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and heard[-1] == "two")
+    listening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listening
+
+
+async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
+    # Given a replica that follows what others route and scrape
+    url, clock = url_of(between), asyncio.get_running_loop().time
+    routes = RouteFeed(
+        url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
+    )
+    readings = Feed(url, pool, "a", now_ms=lambda: int(clock() * 1000))
+    links: list[float] = []
+    async with asyncio.TaskGroup() as tasks:
+        following = [
+            tasks.create_task(routes.run()),
+            tasks.create_task(
+                readings.follow(lambda *_: None, on_link=lambda: links.append(clock()), quiet_s=1.0)
+            ),
+        ]
+        await routes.caught_up()
+        await until(lambda: links)
+        # When their server vanishes, then each looks for it again
+        made = between.connections
+        between.vanished = True
+        await until(lambda: between.connections >= made + 2)
+        with pytest.raises(StateUnavailable):
+            await readings.publish({})
+        # And finds it
+        known = len(links)
+        between.vanished = False
+        between.cut()
+        await until(lambda: len(links) > known)
+        await readings.publish({})
+        for task in following:
+            task.cancel()
+    await readings.close()
+
+
+async def _queued(fleet: Fleet, count: int) -> bool:
+    return (await fleet.counts())[1] == count

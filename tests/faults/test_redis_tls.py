@@ -1,0 +1,84 @@
+"""TLS: the whole path over it, and what a certificate that is not good enough is told."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
+from redis_servers import LOOPBACK, Server, certificate, debian
+from redis_servers import running as serving
+from script_fleet import Replica, running, until
+
+from app.audit.stream import LogStream
+
+
+@pytest.fixture
+def vouched(tmp_path: Path) -> Path:
+    return certificate(tmp_path / "certificate")
+
+
+@pytest.fixture
+def secure(tmp_path: Path, vouched: Path) -> Iterator[Server]:
+    """A Redis that speaks TLS only, to clients whose certificate it knows."""
+    with serving(debian("redis-server"), tmp_path / "redis", tls=vouched) as server:
+        yield server
+
+
+def url_of(server: Server, folder: Path, more: str = "") -> str:
+    files = f"ssl_ca_certs={folder}/cert.pem&ssl_certfile={folder}/cert.pem&ssl_keyfile={folder}/key.pem"
+    return f"rediss://{LOOPBACK}:{server.port}/0?{files}{more}"
+
+
+async def test_a_fleet_serves_over_tls(secure: Server, vouched: Path, pool: str) -> None:
+    # Given a fleet that speaks TLS with its Redis
+    url = url_of(secure, vouched)
+    async with running(url, pool, "a", "b", joined=JOINED, listening=True) as it:
+        # When it serves, then bounds are kept and nobody is refused
+        async with loaded(it) as load:
+            await load.served_more(100)
+        assert (load.refused, load.highest) == (0, UPPER)
+        await rests_within_a_lease(it)
+        await it.ledger()
+        # And what was decided can be read
+        with LogStream(url, pool) as log:
+            assert next(log.pages()).entries
+
+
+@pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])
+async def test_what_is_wrong_with_a_certificate_is_told(
+    secure: Server, vouched: Path, pool: str, tmp_path: Path, case: str
+) -> None:
+    # Given a replica whose TLS does not fit its server's
+    other = await asyncio.to_thread(certificate, tmp_path / "other")
+    url, told = {
+        "unknown authority": (url_of(secure, other), "certificate verify failed"),
+        "no certificate": (
+            f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs={vouched}/cert.pem", "certificate required"
+        ),
+        "no such file": (f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs=/nowhere", "No such file"),
+    }[case]  # fmt: skip
+    replica = Replica(url, pool, "a", call_timeout_s=2.0)
+    running = asyncio.create_task(replica.store.run())
+    # When it tries, then it says what is wrong
+    await until(lambda: told in (replica.store.fault or ""))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_match(
+    secure: Server, vouched: Path, pool: str
+) -> None:
+    # Given a certificate for an address, and a URL that says a name
+    named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
+    replica = Replica(named, pool, "a", call_timeout_s=2.0)
+    running_task = asyncio.create_task(replica.store.run())
+    await until(lambda: "ostname mismatch" in (replica.store.fault or ""))
+    running_task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running_task
+    # When the name need not match, then it serves
+    unchecked = named + "&ssl_check_hostname=false"
+    async with running(unchecked, pool, "b") as it:
+        assert (await it.replicas[0].admit("r")).what == "placed"

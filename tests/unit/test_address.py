@@ -1,0 +1,123 @@
+"""`redis.url`: what each form means, and what a bad one is told."""
+
+import contextlib
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.state.address import Address
+
+NODES = st.lists(
+    st.tuples(st.text(string.ascii_lowercase, min_size=1, max_size=8), st.integers(1, 65535)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("redis://", Address("server", (("localhost", 6379),))),
+        ("redis://h", Address("server", (("h", 6379),))),
+        ("redis://h:7/3", Address("server", (("h", 7),), db=3)),
+        ("redis://[::1]:7", Address("server", (("::1", 7),))),
+        ("redis://u:p%40ss@h/", Address("server", (("h", 6379),), username="u", password="p@ss")),
+        ("redis://:p@h", Address("server", (("h", 6379),), password="p")),
+        ("rediss://h", Address("server", (("h", 6379),), tls={"ssl_check_hostname": True})),
+        (
+            "rediss://h?ssl_ca_certs=/a%20b&ssl_check_hostname=false",
+            Address("server", (("h", 6379),), tls={"ssl_ca_certs": "/a b", "ssl_check_hostname": False}),
+        ),
+        (
+            "rediss://h?ssl_cert_reqs=none",
+            Address("server", (("h", 6379),), tls={"ssl_cert_reqs": "none", "ssl_check_hostname": False}),
+        ),
+        ("unix:///run/redis.sock?db=2", Address("socket", path="/run/redis.sock", db=2)),
+        ("unix://u:p@/s", Address("socket", path="/s", username="u", password="p")),
+        (
+            "redis+sentinel://u:p@a,b:1/main/4?sentinel_username=su&sentinel_password=sp",
+            Address(
+                "sentinel", (("a", 26379), ("b", 1)), service="main", db=4, username="u", password="p",
+                sentinel_username="su", sentinel_password="sp",
+            ),
+        ),
+        (
+            "redis+sentinel://a/main?ssl=true&sentinel_ssl=false&ssl_certfile=c&ssl_keyfile=k",
+            Address(
+                "sentinel", (("a", 26379),), service="main",
+                tls={"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_check_hostname": True},
+            ),
+        ),
+        ("redis+cluster://a:1,b", Address("cluster", (("a", 1), ("b", 6379)))),
+        (
+            "redis+cluster://a?ssl=yes",
+            Address("cluster", (("a", 6379),), tls={"ssl_check_hostname": True}, sentinel_tls=True),
+        ),
+    ],
+)  # fmt: skip
+def test_given_a_url_when_parsed_then_it_is_what_was_meant(url: str, meant: Address) -> None:
+    found = Address.parse(url)
+    if url.startswith("rediss"):
+        assert found.tls == meant.tls
+    else:
+        assert found == meant
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("", "must begin with one of redis://"),
+        ("http://h", "must begin with one of redis://"),
+        ("redis:h", "must begin with one of"),
+        ("redis://h:port", "a host must be written"),
+        ("redis://h:0", "a host must be written"),
+        ("redis://h:", "a host must be written"),
+        ("redis://h:70000", "a host must be written"),
+        ("redis://[::1", "is not a URL"),
+        ("redis://a,b", "several hosts need"),
+        ("redis://h/first", "the database must be a number"),
+        ("redis://h/1/2", "the path has too many parts"),
+        ("redis://h#1", "a # must be written %23"),
+        ("redis://h?timeout=3", "unknown option 'timeout'; valid here: none"),
+        ("redis://h?ssl_ca_certs=/a", "needs TLS: rediss://"),
+        ("rediss://h?ssl_keyfile=/a", "ssl_keyfile needs ssl_certfile"),
+        ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname must be true or false"),
+        ("rediss://h?ssl_cert_reqs=some", "must be one of none, optional, required"),
+        ("rediss://h?ssl_cert_reqs=none&ssl_check_hostname=1", "cannot be true where ssl_cert_reqs is none"),
+        ("rediss://h?ssl_ca_certs=a&ssl_ca_certs=b", "given twice"),
+        ("unix://", "a socket is written unix:///path"),
+        ("unix://host/s", "a socket is written unix:///path"),
+        ("redis+sentinel://h:1", "the path must name the service"),
+        ("redis+sentinel://h:1/", "the path must name the service"),
+        ("redis+sentinel:///main", "a host must be written"),
+        ("redis+sentinel://a,,b/main", "a host must be written"),
+        ("redis+sentinel://a/main/x", "the database must be a number"),
+        ("redis+sentinel://a/main?ssl_ca_certs=c", "need ssl=true"),
+        ("redis+cluster://a/1", "a Cluster has database 0 only"),
+        ("redis+cluster://a?sentinel_password=x", "unknown option 'sentinel_password'"),
+    ],
+)
+def test_given_a_bad_url_when_parsed_then_the_fault_is_named(url: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as told:
+        Address.parse(url.replace("://", "://user:hunter2@", 1) if "//" in url else url)
+    assert fault in str(told.value)
+
+
+@given(NODES)
+def test_given_any_nodes_when_parsed_then_each_is_kept_in_order(nodes: list[tuple[str, int]]) -> None:
+    hosts = ",".join(f"{host}:{port}" for host, port in nodes)
+    assert Address.parse(f"redis+cluster://{hosts}").nodes == tuple(nodes)
+    assert Address.parse(f"redis+sentinel://x@{hosts}/s").nodes == tuple(nodes)
+
+
+@given(st.text())
+def test_given_anything_when_parsed_then_nothing_but_a_value_error_comes(text: str) -> None:
+    for url in (text, f"redis://{text}", f"redis+sentinel://{text}"):
+        with contextlib.suppress(ValueError):
+            Address.parse(url)
+
+
+def test_given_a_password_when_an_address_is_shown_then_it_is_left_out() -> None:
+    assert "hunter2" not in repr(Address.parse("redis+sentinel://:hunter2@a/s?sentinel_password=hunter2"))
