@@ -5,27 +5,31 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval load lock clean
-.PHONY: help up test lint format bench bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval lock clean
-.PHONY: help up test redis-test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean load bench-herding bench-latency bench-prefix redis-test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
-$(VENV)/.installed: pyproject.toml requirements.lock
+$(VENV)/.local: pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local]'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.local
 	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local,dev]'
 	@touch $@
 
-up: $(VENV)/.installed ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
+up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
 	@exec $(BIN)/picker up $(ARGS)
+
+load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
+	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
@@ -70,8 +74,6 @@ bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancel
 screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
 	bash .ci/packages
 	$(BIN)/python -m bench.screenshots $(ARGS)
-load: $(VENV)/.installed ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
-	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock
