@@ -6,7 +6,7 @@
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
     redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
 
-What follows a `?` is an option: `ssl=true` for TLS with Sentinels or a Cluster; with TLS `ssl_ca_certs`,
+What follows a `?` is an option: `username` and `password`; `ssl=true` for TLS with Sentinels or a Cluster; with TLS `ssl_ca_certs`,
 `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`; for Sentinels `sentinel_username`,
 `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
 """
@@ -24,6 +24,7 @@ _KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 _PORTS: Mapping[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
+_LOGIN = ("username", "password")
 _OWN: Mapping[Kind, tuple[str, ...]] = {
     "server": (),
     "socket": ("db",),
@@ -75,8 +76,8 @@ class Address:
             path=path,
             service=service,
             db=db,
-            username=unquote(username) or None,
-            password=unquote(password) or None,
+            username=unquote(username) or options.get("username"),
+            password=unquote(password) or options.get("password"),
             tls=_tls(options) if encrypted else None,
             sentinel_username=options.get("sentinel_username"),
             sentinel_password=options.get("sentinel_password"),
@@ -95,7 +96,7 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     can_encrypt = encrypted or "ssl" in _OWN[kind]
-    valid = (*_OWN[kind], *(_TLS if can_encrypt else ()))
+    valid = (*_OWN[kind], *_LOGIN, *(_TLS if can_encrypt else ()))
     for name in options:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
