@@ -174,7 +174,8 @@ class FleetLists:
     async def _flows(self, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
         standing = await self._lookout.standing()
         even = self._membership.effective.settings.fair_request_queue.fairness == "round-robin"
-        return [shown.flow(lane, standing, even=even) for lane in lanes]
+        weights = {band: standing.weights(band, even=even) for band in Band}
+        return [shown.flow(lane, standing, weights[Band(lane.band)], even=even) for lane in lanes]
 
     async def _queued(self, turns: Sequence[Turn], ahead: int) -> list[dict[str, Any]]:
         """The requests of `turns`, of which `ahead` others come before the first."""
