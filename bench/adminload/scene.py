@@ -21,7 +21,7 @@ ENDPOINTS = 10
 SLOTS = 8  # of the stock, for the decisions that are measured
 _PER_ENDPOINT = 20
 _FILLER = "zz-filler"  # never the least of the ids, so that the real replica publishes
-_KEY = "epp:{bench}:pool"
+KEY = "epp:{bench}:pool"
 _BATCH = 64
 _TTL_MS = 3_600_000
 _READY_S = 30.0
@@ -36,6 +36,7 @@ class Bound:
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port
+    pid: int
 
 
 @contextlib.asynccontextmanager
@@ -90,7 +91,7 @@ async def replica(redis_port: int, addresses: list[str]) -> AsyncIterator[Bound]
                 said = json.loads(await process.stdout.readline() or b"{}")
             if "admin" not in said:
                 raise RuntimeError("the replica did not start")
-            yield Bound(said["id"], said["grpc"], said["admin"])
+            yield Bound(said["id"], said["grpc"], said["admin"], process.pid)
         finally:
             if process.returncode is None:
                 process.terminate()
@@ -156,5 +157,5 @@ class Filler:
 
     def _call(self, name: str, *args: Any) -> Any:
         return self._server.client.execute_command(
-            "FCALL", self._server.library.function(name), 1, _KEY, *args
+            "FCALL", self._server.library.function(name), 1, KEY, *args
         )
