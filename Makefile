@@ -6,6 +6,8 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean load bench-herding bench-latency bench-prefix redis-test
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
+.PHONY: help up test lint format bench bench-admin bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -46,6 +48,9 @@ format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 
 bench: $(VENV)/.installed ## measure against the constant picker in the same run; writes bench/results/
 	$(BIN)/python -m bench.overhead $(ARGS)
+
+bench-admin: $(VENV)/.installed ## what the admin API costs beside 100 000 queued requests
+	$(BIN)/python -m bench.adminload $(ARGS)
 
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
 	$(BIN)/python -m bench.fairness $(ARGS)

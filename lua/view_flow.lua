@@ -8,7 +8,7 @@ local function view_flow(args)
   local reply = {full(now_us)}
   for group = 0, 5 do
     local tag = redis.call('ZSCORE', view.lanes(group), args[1])
-    if tag then reply[#reply + 1] = view.lane(group, args[1], tag) end
+    if tag then view.add_lanes(reply, group, {args[1], tag}) end
   end
   return reply
 end

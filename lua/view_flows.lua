@@ -20,7 +20,7 @@ local function view_flows(args)
     if group >= first and wanted > 0 and totals[group + 1] > 0 and (only == '' or tonumber(only) == group % 3) then
       local from = group == first and view.behind(sorted, score, member) or 0
       local lanes = redis.call('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
-      for i = 1, #lanes, 2 do reply[#reply + 1] = view.lane(group, lanes[i], lanes[i + 1]) end
+      view.add_lanes(reply, group, lanes)
       wanted = wanted - #lanes / 2
     end
   end

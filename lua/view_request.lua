@@ -10,7 +10,7 @@ local function view_request(args)
   local r = record.read(id)
   if not r then return {full(now_us)} end
   local overdue = redis.call('ZRANK', key.overdue, id) or ''
-  local rank, lane_row = '', ''
+  local rank, lane_rows = '', {}
   if r.state == 'queued' then
     for _, lane in ipairs({queue.lane(r), queue.lane(r) == '' and r.flow or ''}) do
       local ranks = settings.ordering == 'edf' and key.edf(r.band, lane) or key.queue(r.band, lane)
@@ -19,11 +19,11 @@ local function view_request(args)
         rank = found
         for _, group in ipairs({r.band, r.band + 3}) do
           local tag = redis.call('ZSCORE', view.lanes(group), lane)
-          if tag then lane_row = view.lane(group, lane, tag) end
+          if tag then view.add_lanes(lane_rows, group, {lane, tag}) end
         end
       end
     end
   end
-  return {full(now_us), view.request(r, overdue ~= ''), rank, lane_row, overdue,
+  return {full(now_us), view.request(r, overdue ~= ''), rank, lane_rows[1] or '', overdue,
     redis.call('ZSCORE', key.inflight, id) or ''}
 end

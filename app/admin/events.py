@@ -67,7 +67,9 @@ class Events:
         self._wanted = asyncio.Event()
         self._closed = False
 
-    def __len__(self) -> int:
+    @property
+    def listening(self) -> int:
+        """How many streams are open."""
         return len(self._listeners)
 
     def join(self) -> Listener | None:

@@ -45,11 +45,15 @@ class FleetLists:
         if cursor is not None:
             group_told, tag, name = cursors.decode(cursor, "flows", int, str, str)
             group, behind = int(group_told), (cursors.finite(tag), str(name))
-        page = await self._store.reads.lanes(limit + 1, group=group, behind=behind, band=band)
-        lanes, more = page.lanes[:limit], len(page.lanes) > limit
+        standing = await self._lookout.standing()
+        lanes, totals = standing.page(limit + 1, group, behind, band), standing.totals
+        if lanes is None:
+            page = await self._store.reads.lanes(limit + 1, group=group, behind=behind, band=band)
+            lanes, totals = page.lanes, page.totals
+        lanes, more = lanes[:limit], len(lanes) > limit
         return {
             "flows": await self._flows(lanes),
-            "total": sum(count for at, count in enumerate(page.totals) if band is None or at % 3 == band),
+            "total": sum(count for at, count in enumerate(totals) if band is None or at % 3 == band),
             "cursor": _cursor(more, "flows", lanes, lambda last: (last.group, last.tag, last.name)),
         }
 
@@ -174,7 +178,8 @@ class FleetLists:
     async def _flows(self, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
         standing = await self._lookout.standing()
         even = self._membership.effective.settings.fair_request_queue.fairness == "round-robin"
-        return [shown.flow(lane, standing, even=even) for lane in lanes]
+        weights = {band: standing.weights(band, even=even) for band in Band}
+        return [shown.flow(lane, standing, weights[Band(lane.band)], even=even) for lane in lanes]
 
     async def _queued(self, turns: Sequence[Turn], ahead: int) -> list[dict[str, Any]]:
         """The requests of `turns`, of which `ahead` others come before the first."""

@@ -24,10 +24,10 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, _DIGITS)
 
 
-def flow(lane: Lane, standing: Standing, *, even: bool) -> dict[str, Any]:
-    """`even`: the policy looks at no weights (`round-robin`)."""
+def flow(lane: Lane, standing: Standing, weights: float | None, *, even: bool) -> dict[str, Any]:
+    """`weights`: of all that wait in its band; `even`: the policy looks at none (`round-robin`)."""
     served = standing.served_per_s(lane.band, lane.name)
-    all_served, weights = standing.served_bands[lane.band], standing.weights(lane.band, even=even)
+    all_served = standing.served_bands[lane.band]
     return {
         "flow": lane.name,
         "band": BANDS[lane.band],

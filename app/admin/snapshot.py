@@ -7,7 +7,7 @@ from app.admin.view import Lists, StateView
 from app.state.reads import Reads
 
 ROWS = 50
-_SCANNED = 500  # workloads among which the busiest are looked for
+_SCANNED = 200  # workloads among which the busiest are looked for
 _MOST_DECISIONS = 100
 
 

@@ -48,6 +48,19 @@ class Standing:
         found = self.served.get((band, flow))
         return found if found is not None or self.served_cut else 0.0
 
+    def page(
+        self, limit: int, group: int, behind: tuple[str, str] | None, band: int | None
+    ) -> list[Lane] | None:
+        """What `Reads.lanes` would bring; None if not all lanes are known."""
+        if not self.whole:
+            return None
+        place = (group, float(behind[0]), behind[1].encode()) if behind else (group, -math.inf, b"")
+        return [
+            lane
+            for lane in self.lanes
+            if (band is None or lane.band == band) and (lane.group, lane.start, lane.name.encode()) > place
+        ][:limit]
+
     def weights(self, band: int, *, even: bool) -> float | None:
         """Of the band's waiting flows, summed up; `even`: each counts 1. None if not all are known."""
         mine = [lane for lane in self.lanes if lane.band == band]

@@ -95,8 +95,23 @@ def _head(state: Mapping[str, Any], shot: Mapping[str, Any], news: News) -> list
             (f"{ready} of {len(shot['endpoints'])} ready", "" if ready else "bold red"),
             "   replicas ",
             (f"{live} of {len(shot['replicas'])} live", "" if live == len(shot["replicas"]) else "yellow"),
+            f"   {_why(state, ready)}",
         ),
     ]
+
+
+def _why(state: Mapping[str, Any], ready: int) -> str:
+    """Why what waits does wait."""
+    lower = state["bounds"]["lower"]
+    if not state["queued"]:
+        return "nothing waits"
+    if state.get("paused"):
+        return "waiting: an operator has paused dispatch"
+    if not ready:
+        return "waiting: no endpoint takes requests"
+    if state["stock"] >= lower:
+        return f"waiting: dispatch goes on below {number(lower)}"
+    return "waiting: to be dispatched now"
 
 
 def _tabs(place: Place, shot: Mapping[str, Any]) -> Text:

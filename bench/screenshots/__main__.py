@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -44,7 +45,7 @@ def main(seconds: float, folder: Path) -> None:
         pages[0][0].wait_for_timeout(seconds * 1000)  # so that the charts have something to show
         for page, file in pages:
             picture = Image.open(io.BytesIO(page.screenshot()))
-            picture.convert("RGB").quantize(_COLOURS).save(file, optimize=True)
+            picture.convert("RGB").quantize(_COLOURS, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
             print(f"{file.name}: {picture.width} × {picture.height}, {file.stat().st_size // 1024} KiB")
         chromium.close()
         _top(admin, folder / "top.svg")
@@ -54,7 +55,9 @@ def _top(admin: str, file: Path) -> None:
     shot = next(data for event, data in Admin(admin).events() if event == "snapshot")
     console = Console(record=True, width=100, height=24, file=io.StringIO(), force_terminal=True)
     console.print(frame(News(shot, 0.1, ""), Place(), url=admin, width=100, height=24))
-    file.write_text(console.export_svg(title="picker top"))
+    # Its font would come from a server elsewhere; a reader has one that is as good.
+    picture = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="picker top"), flags=re.DOTALL)
+    file.write_text("\n".join(line.rstrip() for line in picture.splitlines() if line.strip()) + "\n")
     print(f"{file.name}: {file.stat().st_size // 1024} KiB")
 
 

@@ -1,7 +1,7 @@
 -- include: queue
 -- What an operator reads: rows as text, their fields parted by byte 31, which no field can hold. Nothing is
 -- written here, and no call looks at more than VIEW_LIMIT rows, however long the queue is.
-local VIEW_LIMIT = 128
+local VIEW_LIMIT = 64
 local view = {}
 function view.count(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
 local function comes_before(a, b) -- as a sorted set orders members: by their bytes
@@ -27,16 +27,23 @@ function view.behind(sorted, score, member)
   end
   return low
 end
--- A lane that has waiting requests. `group` is its band, plus 3 if it is parked; its oldest request speaks for all.
-function view.lane(group, lane, tag)
-  local band = group % 3
-  local length, requests = queue.length(band, lane)
-  local id = redis.call('ZRANGE', requests, 0, 0)[1]
-  local r = id and record.read(id)
-  if not r then return string.format('%d\31%s\31%s\31%d\31%.17g\0311\0311\31', group, lane, tag, length, now_us) end
-  local in_flight = r.limit > 0 and (redis.call('HGET', key.limits, r.flow) or '0') or ''
-  return string.format('%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%s', group, lane, tag, length, r.arrived,
-    settings.weights[r.flow] or r.weight, queue.share(r), in_flight)
+-- Lanes that have waiting requests, names and start tags in turn, each as a row at the end of `reply`. `group` is
+-- their band, plus 3 if they are parked; a lane's oldest request speaks for all.
+function view.add_lanes(reply, group, lanes)
+  local band, heads = group % 3, {}
+  for i = 1, #lanes, 2 do heads[#heads + 1] = redis.call('ZRANGE', key.queue(band, lanes[i]), 0, 0)[1] or '' end
+  record.prefetch(heads)
+  for i = 1, #lanes, 2 do
+    local lane, tag, r = lanes[i], lanes[i + 1], record.read(heads[(i + 1) / 2])
+    local length = queue.length(band, lane)
+    if r then
+      local in_flight = r.limit > 0 and (redis.call('HGET', key.limits, r.flow) or '0') or ''
+      reply[#reply + 1] = string.format('%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%s', group, lane, tag, length,
+        r.arrived, settings.weights[r.flow] or r.weight, queue.share(r), in_flight)
+    else
+      reply[#reply + 1] = string.format('%d\31%s\31%s\31%d\31%.17g\0311\0311\31', group, lane, tag, length, now_us)
+    end
+  end
 end
 function view.lanes(group) return (group < 3 and key.flows or key.parked)[group % 3] end
 local function score_parts(r)

@@ -24,7 +24,7 @@ _ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_MS = 20_000
+PATIENCE_MS = 30_000
 _POLL_S = 0.03
 
 

@@ -35,8 +35,8 @@ function line(entry) {
   const facts = [
     entry.flow && `${entry.band ?? ""} ${entry.flow}`.trim(),
     entry.endpoint && `→ ${entry.endpoint}`,
-    entry.note,
     entry.by && `by ${entry.by}`,
+    entry.note && `note ${entry.note}`,
     `in flight ${number(entry.stock)}, waiting ${number(entry.queued, 0)}`,
     entry.request,
   ];

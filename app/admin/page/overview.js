@@ -59,7 +59,8 @@ function drawCharts(state) {
   const { points } = history;
   const spread = (key) => {
     const values = points.map((point) => point[key]);
-    return `${number(Math.min(...values))} to ${number(Math.max(...values))} since ${seconds(points.at(-1).at - points[0].at)}`;
+    const [least, most] = [number(Math.min(...values)), number(Math.max(...values))];
+    return `${least === most ? `always ${least}` : `${least} to ${most}`} over ${seconds(points.at(-1).at - points[0].at)}`;
   };
   const { lower, watermark, upper } = state.bounds;
   say(byId("text-stock"), `${number(state.stock)} ${state.unit} now; ${spread("stock")}. Dispatch below ${number(lower)}, aim ${number(watermark)}, never above ${number(upper)} (red).`);

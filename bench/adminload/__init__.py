@@ -1,0 +1,1 @@
+"""What the admin API costs beside a long queue: `python -m bench.adminload`."""
