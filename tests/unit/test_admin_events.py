@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from admin_client import api, asking, problem
 from scripted_store import until
 
 from app.admin.events import BACKLOG, MOST_LISTENERS, Events, Listener, event
+from app.admin.server import serving
 from app.errors import StateUnavailable
 
 
@@ -48,6 +49,14 @@ async def events(look: Look, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[E
 async def told(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
     async with asyncio.timeout(10):
         return [await anext(stream) for _ in range(count)]
+
+
+async def met(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
 
 
 async def test_given_no_listener_then_nobody_looks(events: Events, look: Look) -> None:
@@ -154,3 +163,21 @@ async def test_given_an_open_stream_when_the_replica_ends_then_the_server_does_n
             rest = [line async for line in lines]
         assert rest[-1] == ""
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_given_a_client_that_never_reads_then_its_stream_is_given_up(
+    events: Events, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given events far larger than what a connection takes in, and a client that asks and reads nothing
+    async def large() -> list[tuple[str, Any]]:
+        return [("snapshot", "x" * 4_000_000)]
+
+    monkeypatch.setattr(events, "_look", large)
+    async with serving(api(events=events), "127.0.0.1:0") as address:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        await met(lambda: events.listening == 1)
+        # Then it is dropped, though the connection never takes the rest
+        await met(lambda: events.listening == 0)
+        writer.transport.abort()
