@@ -23,7 +23,7 @@ from app.admission.sturdy import SturdyGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
-from app.extproc import accesslog, eds
+from app.extproc import accesslog, eds, shares
 from app.extproc.door import Door
 from app.extproc.exchange import Desk
 from app.extproc.server import Server
@@ -128,8 +128,9 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         load=lambda: membership.in_flight,
         poke=lambda: membership.poke(),
         glance=lambda: membership.glance(),
+        via=shares.GrpcPeers(settings.pool),
     )
-    about = {"host": socket.gethostname()}
+    about: dict[str, object] = {"host": socket.gethostname()}
     membership = Membership(
         store, gate, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
     )
@@ -141,7 +142,11 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         Service(desk),
         door,
         settings.extproc,
-        extra=(accesslog.handler(sturdy, metrics), eds.handler(endpoints)),
+        extra=(
+            accesslog.handler(sturdy, metrics),
+            eds.handler(endpoints),
+            shares.handler(settings.pool, sturdy.lend),
+        ),
     )
     view = FleetView(store, membership, scraping.board, chooser, replica=replica, pool=settings.pool)
     controls = FleetControls(store, membership, settings)
@@ -153,6 +158,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         api_app = api.create(view, controls, metrics, settings)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
+            about["peer"] = f"{_reachable(host)}:{port}"
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:
                 start(store.run(), "redis-link")
@@ -196,6 +202,16 @@ async def _background() -> Any:
     except BaseExceptionGroup as faults:
         # One part's failure cancels the rest; its own error says what happened.
         raise faults.exceptions[0] from None
+
+
+def _reachable(host: str) -> str:
+    """What other replicas reach this one by, if it listens on `host`; all addresses: the one of its name."""
+    if host not in ("0.0.0.0", "[::]", "::", ""):
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def _on_signal() -> asyncio.Event:

@@ -1,7 +1,7 @@
 """Admission by one replica alone, within its part of the bound (G8). One event loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
 
 from app.admission.local_queue import LocalQueue, Waiting
@@ -18,18 +18,30 @@ class _Queued:
     turn: asyncio.Future[bool]  # True: paid for; False: ask the shared state
 
 
-class LocalGate:
-    """A purse and a queue; `open` before use. `needy(cost)` hears of each request that has to wait."""
+@dataclass(slots=True)
+class _Ask:
+    """Another replica's question for `least`."""
 
-    def __init__(self, metrics: Metrics, *, needy: Callable[[float], None] | None = None) -> None:
+    least: float
+    given: asyncio.Future[float]
+
+
+class LocalGate:
+    """A purse and a queue; `open` before use. `needy` is set while requests wait.
+
+    What becomes free goes round: to the own queue, then to each replica that has asked, by turns.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._needy = needy
+        self.needy = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._purse = Purse(0.0)
         self._bound = 0.0
         self._queue: LocalQueue | None = None
         self._queued: dict[str, _Queued] = {}
         self._by_place: dict[Waiting, _Queued] = {}
+        self._line: deque[_Ask | None] = deque([None])  # whose turn it is; None: the own queue's
 
     @property
     def free(self) -> float:
@@ -84,9 +96,8 @@ class LocalGate:
         queued = _Queued(place, self._loop.create_future())
         self._queued[request.id] = queued
         self._by_place[place] = queued
+        self.needy.set()
         self._dispatch()
-        if self._needy is not None and not queued.turn.done():
-            self._needy(cost)
         return queued
 
     async def _wait(self, queued: _Queued) -> bool:
@@ -113,9 +124,29 @@ class LocalGate:
         self._purse.earn(min(amount, max(self._bound - self._purse.free, 0.0)))
         self._dispatch()
 
-    def give(self, amount: float) -> bool:
-        """Part with `amount` on another replica's behalf, if it is there and nobody here waits for it."""
-        return not self._queued and self._purse.spend(amount)
+    def wanted(self) -> tuple[float, float]:
+        """What the next request lacks, and what all who wait do; 0 if nobody waits."""
+        turn = self._queue.turn(self._loop.time()) if self._queue is not None else None
+        if turn is None:
+            return 0.0, 0.0
+        every = sum(queued.waiting.cost for queued in self._queued.values())
+        return max(turn[0].cost - max(self._purse.free, 0.0), 0.0), every
+
+    async def lend(self, least: float, most: float, wait_s: float) -> float:
+        """Part with `least`, or as much of `most` as nobody needs, within `wait_s`; else with nothing."""
+        if not self._queued and len(self._line) == 1 and self._purse.free >= least:
+            given = min(most, self._purse.free)
+            return given if self._purse.spend(given) else 0.0
+        ask = _Ask(least, self._loop.create_future())
+        self._line.append(ask)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await ask.given
+        except TimeoutError:
+            return 0.0
+        finally:
+            if ask in self._line:
+                self._line.remove(ask)
 
     def release_all(self) -> None:
         """Everyone who waits asks the shared state."""
@@ -124,6 +155,27 @@ class LocalGate:
                 queued.turn.set_result(False)
 
     def _dispatch(self) -> None:
+        """Spend what there is, by turns."""
+        passed = 0  # in a row that had no use for it
+        while passed < len(self._line):
+            ask = self._line[0]
+            if ask is None:
+                served = self._serve_one()
+                if served is None:
+                    return  # it is the own queue's turn, and there is not enough yet
+                self._line.rotate(-1)
+                passed = 0 if served else passed + 1
+            elif ask.given.done():
+                self._line.popleft()
+            elif not self._purse.spend(ask.least):
+                return
+            else:
+                self._line.popleft()
+                ask.given.set_result(ask.least)
+                passed = 0
+
+    def _serve_one(self) -> bool | None:
+        """Whether one of the own queue was served; None if the next one cannot be paid for yet."""
         queue, now_s = self._queue, self._loop.time()
         while queue is not None and (turn := queue.turn(now_s)) is not None:
             place, by_guard = turn
@@ -136,8 +188,10 @@ class LocalGate:
                 queue.serve(place, by_guard)
                 queued.turn.set_result(True)
                 self._metrics.dequeued(1, 1)
+                return True
             else:
-                return
+                return None
+        return False
 
     def _tell(self, queued: _Queued, error: RequestError | None) -> None:
         """End its wait; None: its time is up."""
@@ -156,6 +210,8 @@ class LocalGate:
         self._by_place.pop(queued.waiting, None)
         if self._queued.get(queued.waiting.request.id) is queued:
             del self._queued[queued.waiting.request.id]
+        if not self._queued:
+            self.needy.clear()
 
 
 def _is_paid(turn: asyncio.Future[bool]) -> bool:

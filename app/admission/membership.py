@@ -36,7 +36,7 @@ class Watch(Protocol):
 
     def missed(self) -> None: ...
 
-    def peers(self, degraded: Mapping[str, bool]) -> None: ...
+    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
 
     def status(self) -> dict[str, Any] | None: ...
 
@@ -141,8 +141,7 @@ class Membership:
         state["degraded"] = False
         about = state.pop("about", {})
         if self._watch is not None:
-            degraded = {name: bool(about.get(name, {}).get("degraded")) for name in state["replicas"]}
-            self._watch.peers(degraded)
+            self._watch.peers(about)
         self._state, self._read_s = state, self._loop.time()
         return state
 

