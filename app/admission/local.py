@@ -134,19 +134,22 @@ class LocalGate:
 
     async def lend(self, least: float, most: float, wait_s: float) -> float:
         """Part with `least`, or as much of `most` as nobody needs, within `wait_s`; else with nothing."""
+        self._line = deque(each for each in self._line if each is None or not each.given.done())
         if not self._queued and len(self._line) == 1 and self._purse.free >= least:
             given = min(most, self._purse.free)
-            return given if self._purse.spend(given) else 0.0
+            self._purse.spend(given)
+            return given
         ask = _Ask(least, self._loop.create_future())
         self._line.append(ask)
         try:
-            async with asyncio.timeout(wait_s):
-                return await ask.given
-        except TimeoutError:
-            return 0.0
+            await asyncio.wait((ask.given,), timeout=wait_s)
+        except asyncio.CancelledError:
+            if ask.given.done():
+                self.earn(ask.least)
+            raise
         finally:
-            if ask in self._line:
-                self._line.remove(ask)
+            ask.given.cancel()  # the line passes it over, unless it has been given
+        return ask.given.result() if not ask.given.cancelled() else 0.0
 
     def release_all(self) -> None:
         """Everyone who waits asks the shared state."""

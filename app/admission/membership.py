@@ -113,7 +113,7 @@ class Membership:
     @property
     def standing(self) -> str:
         """`ok`, or that this replica works without the shared state."""
-        alone = self._watch.status() if self._watch is not None else None
+        alone = self._alone()
         return "ok" if alone is None else f"{alone['mode']}: without the shared state"
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
@@ -131,8 +131,16 @@ class Membership:
 
         While this replica works without it: as it was last known, and under `local` what it does by itself.
         """
-        alone = self._watch.status() if self._watch is not None else None
-        return await self._read() if alone is None else {**self._state, "degraded": True, "local": alone}
+        if (alone := self._alone()) is None:
+            try:
+                return await self._read()
+            except StateUnavailable:
+                if (alone := self._alone()) is None:  # it has not turned out to be away meanwhile
+                    raise
+        return {**self._state, "degraded": True, "local": alone}
+
+    def _alone(self) -> dict[str, Any] | None:
+        return self._watch.status() if self._watch is not None else None
 
     async def _read(self) -> dict[str, Any]:
         state = await self._store.state(self._settings.leases.replica_silence)
