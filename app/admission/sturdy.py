@@ -5,8 +5,8 @@
                                       └──(it opens again)──────┘
 
 LOCAL spends what its purse holds. RETURNING tells the shared state what runs, and needs both its purse and
-the shared state for each new request. Ends heard meanwhile are told at the end, when no replica can any more
-bring back what has ended.
+the shared state for each new request. Ends are told then, and again at the end of it: another replica may
+have brought back meanwhile what it had not heard the end of.
 """
 
 import asyncio
@@ -90,6 +90,7 @@ class SturdyGate:
         self._mode = Mode.SHARED
         self._outbox = Outbox()
         self._pulse: Pulse | None = None  # the last one while all was well
+        self.newcomer_s = _NEWCOMER_S
         self._live: tuple[str, ...] = ()
         self._joined_s = 0.0
         self._gained = 0.0  # what was placed through the shared state since that pulse
@@ -312,11 +313,12 @@ class SturdyGate:
         rank = self._live.index(self._replica) if self._replica in self._live else live
         whole = self._effective().settings.request_queue_controller.unit == "requests"
         part = share(pulse.upper - pulse.stock, live=live, rank=rank, whole=whole)
-        if self._left_s - self._joined_s < _NEWCOMER_S:
+        if self._left_s - self._joined_s < self.newcomer_s:
             part = 0.0  # others may count without it
         self._bound, self._share = pulse.upper, pulse.upper / live
         self._load = dict(self._fleet_load())
-        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules_of(self._effective(), live))
+        rules = rules_of(self._effective(), live)
+        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules, paused=pulse.paused)
         for request_id in self._store.unsent_ends():
             completion = self._unanswered.get(request_id)
             if completion is not None:
@@ -335,6 +337,8 @@ class SturdyGate:
             self._lose("it went again")
             return
         self._shared.renew_held()
+        for completion in self._outbox.ends():
+            self._shared.tell_end(completion)
         self._told = True
         self._poke()
         _log.info("the shared state is back; told it of %d requests in flight", len(running))
