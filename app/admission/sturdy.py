@@ -96,6 +96,7 @@ class SturdyGate:
         self._busy = False
         self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
         self._bound = self._share = 0.0
+        self._let_go = 0  # requests, since the shared state was lost
         self._left_s = self._back_s = self._probed_s = 0.0
         self._told = False
         self._peers: Mapping[str, Mapping[str, Any]] = {}  # what the live replicas say of themselves
@@ -112,7 +113,10 @@ class SturdyGate:
         return self._mode is Mode.LOCAL or (self._mode is Mode.RETURNING and not self._told)
 
     def status(self) -> dict[str, Any] | None:
-        """What it is like without the shared state; None while there is one."""
+        """What it is like without the shared state; None while there is one.
+
+        `in_flight` counts requests let go here whose end was not heard here; others may have heard it.
+        """
         if self._mode is Mode.SHARED:
             return None
         return {
@@ -121,7 +125,8 @@ class SturdyGate:
             "bound": self._bound,
             "share": self._share,
             "free": self._local.free,
-            "placed": len(self._outbox),
+            "let_go": self._let_go,
+            "in_flight": len(self._outbox),
             "queued": self._local.waiting,
             "queue_length": self._local.lengths(),
         }
@@ -167,6 +172,7 @@ class SturdyGate:
             endpoint = placement.endpoints[0]
             self._outbox.placed(request.id, Placed(placement.attempt, placement.ticket, endpoint, cost))
             self._picker.began(endpoint)
+            self._let_go += 1
         return placement
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
@@ -289,7 +295,7 @@ class SturdyGate:
     def _open_purse(self) -> None:
         pulse = self._pulse
         assert pulse is not None
-        self._left_s = self._loop.time()
+        self._left_s, self._let_go = self._loop.time(), 0
         live = max(len(self._live), pulse.live, 1)
         rank = self._live.index(self._replica) if self._replica in self._live else live
         whole = self._effective().settings.request_queue_controller.unit == "requests"

@@ -189,7 +189,7 @@ async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_place
     bench.store.away = True
     await bench.gate.admit(ask("alone"), held=False)
     assert bench.free == 0.0
-    assert bench.gate.status()["placed"] == 1  # type: ignore[index]
+    assert bench.gate.status()["let_go"] == 1  # type: ignore[index]
 
 
 async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() -> None:
