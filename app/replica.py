@@ -25,10 +25,11 @@ from app.admission.membership import Membership
 from app.admission.probes import Probes
 from app.admission.service import ServiceMeter
 from app.admission.shared import SharedGate
+from app.admission.sturdy import SturdyGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
-from app.extproc import accesslog, eds
+from app.extproc import accesslog, eds, shares
 from app.extproc.door import Door
 from app.extproc.exchange import Desk
 from app.extproc.server import Server
@@ -123,17 +124,38 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         chooser=chooser,
         service=service,
     )
+    sturdy = SturdyGate(
+        store,
+        gate,
+        replica=replica,
+        metrics=metrics,
+        endpoints=endpoints,
+        chooser=chooser,
+        budget_s=settings.redis.decision_budget,
+        report_s=settings.leases.access_log_interval,
+        effective=lambda: membership.effective,
+        load=lambda: membership.in_flight,
+        poke=lambda: membership.poke(),
+        glance=lambda: membership.glance(),
+        via=shares.GrpcPeers(settings.pool),
+    )
     about = Introduction(gate, service, asyncio.get_running_loop().time)
-    membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
-    door = Door(gate)
+    membership = Membership(
+        store, gate, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
+    )
+    door = Door(sturdy)
     intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
     clock = asyncio.get_running_loop().time
-    desk = Desk(settings=settings, intake=intake, gate=gate, door=door, metrics=metrics, clock=clock)
+    desk = Desk(settings=settings, intake=intake, gate=sturdy, door=door, metrics=metrics, clock=clock)
     grpc_server = Server(
         Service(desk),
         door,
         settings.extproc,
-        extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
+        extra=(
+            accesslog.handler(sturdy, metrics),
+            eds.handler(endpoints),
+            shares.handler(settings.pool, sturdy.lend),
+        ),
     )
     lookout = Lookout(store, settings.leases.replica_silence)
     view = FleetView(
@@ -158,6 +180,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(listen(settings.redis.url, store.keys.wake(replica), gate.hear), "wake-ups")
                 start(source.watch(membership.discovered), "discovery")
                 start(membership.run(), "membership")
+                start(sturdy.run(), "redis-watch")
                 start(scraping.run(), "scraping")
                 start(events.run(), "events")
                 if feed is not None:

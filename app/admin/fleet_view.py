@@ -62,7 +62,7 @@ class FleetView:
                 **_scraped(readings.get(endpoint.address)),
                 **_latency(self._latencies.stats(endpoint.address)),
             }
-            for endpoint in await self._store.endpoints()
+            for endpoint in await self._membership.endpoints()
         ]
 
     def ready(self) -> tuple[bool, dict[str, str]]:
@@ -71,7 +71,7 @@ class FleetView:
         endpoints = pulse.ready if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or "ok",
-            "pool": "ok" if joined else "not joined yet",
+            "pool": self._membership.standing if joined else "not joined yet",
             "endpoints": "ok" if endpoints else "none is ready",
         }
 

@@ -121,11 +121,14 @@ class Lookout:
 
 
 def _told(row: ReplicaRow) -> Told:
-    try:
-        about = orjson.loads(row.about)
-    except orjson.JSONDecodeError:
-        about = {}
-    return Told(row.id, row.heartbeat_s_ago, about if isinstance(about, dict) else {})
+    about: dict[str, Any] = {}
+    for line in row.about.split("\n"):
+        try:
+            part = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        about |= part if isinstance(part, dict) else {}
+    return Told(row.id, row.heartbeat_s_ago, about)
 
 
 def _service(about: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float], Sequence[float], bool]:

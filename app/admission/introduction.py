@@ -9,6 +9,7 @@ from app.admission.shared import SharedGate
 from app.version import version
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
+_LOOPBACK = "127.0.0.1"
 
 
 class Introduction:
@@ -23,7 +24,7 @@ class Introduction:
         self._reached: dict[str, str] = {}
 
     def reached(self, *, admin: str, grpc: str) -> None:
-        """Where it listens: a URL and a `host:port`; this host's name stands in for any address."""
+        """Where it listens: a URL and a `host:port`; this host's own stands in for any address."""
         self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
 
     def __call__(self) -> dict[str, Any]:
@@ -33,11 +34,18 @@ class Introduction:
             **self._reached,
             "up_s": round(self._clock_s() - self._started_s, 3),
             "waiting": self._gate.waiting,
-            "degraded": False,  # one that works without the shared state has no heartbeat
             "served": self._service.report(),
         }
 
     def _named(self, address: str) -> str:
         for wildcard in _ANY_ADDRESS:
-            address = address.replace(f"{wildcard}:", f"{self._host}:")
+            address = address.replace(f"{wildcard}:", f"{_own_address(self._host)}:")
         return address
+
+
+def _own_address(host: str) -> str:
+    """Where others reach this host; its name may mean nothing to them."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return _LOOPBACK

@@ -34,8 +34,10 @@ class LeastLoaded:
     """Leaves the choice to the script: the least loaded of all, or of the subset.
 
     Labels are not the script's business: where a request asks for some, those of `endpoints` that have them
-    are named.
+    are named. `live_weight` is the part of the load in flight beside the scores it gives.
     """
+
+    live_weight = 0.0
 
     def __init__(self, endpoints: SnapshotCell) -> None:
         self._endpoints = endpoints
@@ -92,6 +94,7 @@ class Chooser(LeastLoaded):
     ) -> None:
         super().__init__(endpoints)
         self._scheduler = scheduler
+        self.live_weight = scheduler.live_weight
         self._readings = readings
         self._in_flight = in_flight
         self._index = index

@@ -6,8 +6,8 @@
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
     redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
 
-What follows a `?` is an option: `username` and `password`; `ssl=true` for TLS with Sentinels or a Cluster; with TLS `ssl_ca_certs`,
-`ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`; for Sentinels `sentinel_username`,
+What follows a `?` is an option: `username`, `password`; `ssl=true` for TLS with Sentinels or a Cluster; with TLS
+`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`; for Sentinels `sentinel_username`,
 `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
 """
 

@@ -60,7 +60,7 @@ class Whereabouts:
 class ReplicaRow:
     id: str
     heartbeat_s_ago: float
-    about: str  # JSON
+    about: str  # JSON objects, one a line
 
 
 class Reads:
