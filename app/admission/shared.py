@@ -321,8 +321,8 @@ class SharedGate:
     def hear(self, what: str, request_id: str) -> bool:
         """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing.
 
-        True if somebody waited for it who had not been told. A grant of one that neither waits nor runs here
-        was queued by a shared state that has lost its end.
+        True if somebody waited for it who had not been told. A grant of a request that neither waits nor runs
+        here was given by a shared state that has lost its end: it is given back.
         """
         waiter = self._waiting.get(request_id)
         if waiter is not None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import redis
 from redis.backoff import NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from app.errors import PickerError
@@ -52,7 +53,8 @@ class LogStream:
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
-                protocol=2,
+                protocol=3,  # its greeting also takes in what TLS sends after its handshake
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
                 driver_info=None,
             )
         except ValueError as fault:

@@ -6,9 +6,9 @@
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
     redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
 
-What follows a `?` is an option: `username`, `password`; `ssl=true` for TLS with Sentinels or a Cluster; with TLS
-`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`; for Sentinels `sentinel_username`,
-`sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
+What follows a `?` is an option: `username`, `password`, `db`, where not given before; `ssl=true` for TLS with
+Sentinels or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`,
+`ssl_cert_reqs`; for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 _PORTS: Mapping[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
-_LOGIN = ("username", "password")
+_ANY = ("username", "password", "db")
 _OWN: Mapping[Kind, tuple[str, ...]] = {
-    "server": (),
-    "socket": ("db",),
-    "sentinel": ("ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
-    "cluster": ("ssl",),
+    "server": _ANY,
+    "socket": _ANY,
+    "sentinel": (*_ANY, "ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
+    "cluster": (*_ANY, "ssl"),
 }
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _DEMANDS = ("none", "optional", "required")
@@ -67,7 +67,7 @@ class Address:
             raise ValueError("a # must be written %23")
         options = _options(parts.query, kind, encrypted=scheme == "rediss")
         credentials, _, hosts = parts.netloc.rpartition("@")
-        username, _, password = credentials.partition(":")
+        username, _, password = (unquote(part) for part in credentials.partition(":"))
         path, service, db = _path(parts, kind, options)
         encrypted = scheme == "rediss" or _flag(options, "ssl", False)
         return cls(
@@ -76,8 +76,8 @@ class Address:
             path=path,
             service=service,
             db=db,
-            username=unquote(username) or options.get("username"),
-            password=unquote(password) or options.get("password"),
+            username=username or options.get("username") or None,
+            password=password or options.get("password") or None,
             tls=_tls(options) if encrypted else None,
             sentinel_username=options.get("sentinel_username"),
             sentinel_password=options.get("sentinel_password"),
@@ -96,7 +96,7 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     can_encrypt = encrypted or "ssl" in _OWN[kind]
-    valid = (*_OWN[kind], *_LOGIN, *(_TLS if can_encrypt else ()))
+    valid = (*_OWN[kind], *(_TLS if can_encrypt else ()))
     for name in options:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
@@ -159,20 +159,23 @@ def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[s
     if kind == "socket":
         if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
             raise ValueError("a socket is written unix:///path/to/it")
-        return unquote(parts.path), "", _db(options.get("db", ""))
+        return unquote(parts.path), "", _db("", options)
     steps = parts.path.strip("/").split("/")
     service = unquote(steps.pop(0)) if kind == "sentinel" else ""
     if kind == "sentinel" and not service:
         raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE/DB")
     if len(steps) > 1:
         raise ValueError("the path has too many parts")
-    db = _db(steps[0] if steps else "")
+    db = _db(steps[0] if steps else "", options)
     if kind == "cluster" and db:
         raise ValueError("a Cluster has database 0 only")
     return "", service, db
 
 
-def _db(text: str) -> int:
+def _db(text: str, options: Mapping[str, str]) -> int:
+    if text and "db" in options:
+        raise ValueError("the database is given twice")
+    text = text or options.get("db", "")
     if text and not (text.isascii() and text.isdigit() and len(text) < 6):
         raise ValueError("the database must be a number")
     return int(text or 0)

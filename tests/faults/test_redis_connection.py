@@ -96,10 +96,13 @@ async def test_lost_wake_ups_cost_nobody_its_turn(between: Proxy, pool: str) -> 
         await it.ledger()
 
 
-async def test_a_grant_whose_wake_up_was_lost_comes_with_the_heartbeat(between: Proxy, pool: str) -> None:
-    # Given a replica that does nothing but wait, and hears no wake-up
+async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
+    between: Proxy, pool: str
+) -> None:
+    # Given a replica that does nothing but wait, hears no wake-up, and beats twice a minute
     between.drop_messages = True
-    async with running(url_of(between), pool, "a", "b", joined=JOINED, listening=True) as it:
+    slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
+    async with running(url_of(between), pool, "a", "b", joined=slow, listening=True) as it:
         a, b = it.replicas
         for number in range(UPPER):
             await a.gate.admit(ask(f"runs{number}"), held=True)
@@ -107,13 +110,30 @@ async def test_a_grant_whose_wake_up_was_lost_comes_with_the_heartbeat(between: 
         await until(lambda: _queued(it, 1))
         # When room is made, then it gets its place though nobody could tell it
         a.gate.settle(ended("runs0"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(15):
             await waiting
         assert between.dropped >= 1
         for name in ("runs1", "runs2", "runs3"):
             a.gate.settle(ended(name))
         b.gate.settle(ended("waits"))
         await rests_within_a_lease(it)
+
+
+async def test_a_primary_that_takes_no_writes_is_asked_again_until_it_does(redis7: Server, pool: str) -> None:
+    async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
+        async with loaded(it) as load:
+            await load.served_more(20)
+            # Given a server that becomes the replica of one that is not there
+            await asyncio.to_thread(redis7.ask, "REPLICAOF", LOOPBACK, "1")
+            # When it is asked, then callers are told in time
+            await until(lambda: load.refused > 0)
+            assert any("READONLY" in (each.store.fault or "") for each in it.replicas)
+            # And when it takes writes again, then all goes on
+            await asyncio.to_thread(redis7.ask, "REPLICAOF", "NO", "ONE")
+            await load.served_more(50)
+        assert load.highest == UPPER
+        await rests_within_a_lease(it)
+        await it.ledger()
 
 
 async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, between: Proxy, pool: str) -> None:

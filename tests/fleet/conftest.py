@@ -23,6 +23,9 @@ import pytest
 import redis.asyncio
 import yaml
 
+from app.state import primary
+from app.state.keys import Keys
+
 DRAIN_GRACE = "PICKER_EXTPROC__DRAIN_GRACE"
 READY_S = 90.0
 STOP_S = 30.0
@@ -95,8 +98,7 @@ class Fleet:
 
     def redis(self) -> redis.asyncio.Redis:
         """A client of the fleet's Redis; to be closed by its user (`async with`)."""
-        client: redis.asyncio.Redis = redis.asyncio.from_url(self.state["redis"], decode_responses=True)
-        return client
+        return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
     async def admin(self, path: str, replica: int = 0) -> httpx.Response:
         """Answer of one replica's admin API."""

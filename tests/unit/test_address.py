@@ -24,6 +24,10 @@ NODES = st.lists(
         ("redis://h:7/3", Address("server", (("h", 7),), db=3)),
         ("redis://[::1]:7", Address("server", (("::1", 7),))),
         ("redis://u:p%40ss@h/", Address("server", (("h", 6379),), username="u", password="p@ss")),
+        (
+            "redis://h?username=u&password=p%40&db=2",
+            Address("server", (("h", 6379),), db=2, username="u", password="p@"),
+        ),
         ("redis://:p@h", Address("server", (("h", 6379),), password="p")),
         ("rediss://h", Address("server", (("h", 6379),), tls={"ssl_check_hostname": True})),
         (
@@ -79,8 +83,9 @@ def test_given_a_url_when_parsed_then_it_is_what_was_meant(url: str, meant: Addr
         ("redis://a,b", "several hosts need"),
         ("redis://h/first", "the database must be a number"),
         ("redis://h/1/2", "the path has too many parts"),
+        ("redis://h/1?db=2", "the database is given twice"),
         ("redis://h#1", "a # must be written %23"),
-        ("redis://h?timeout=3", "unknown option 'timeout'; valid here: none"),
+        ("redis://h?timeout=3", "unknown option 'timeout'; valid here: username, password, db"),
         ("redis://h?ssl_ca_certs=/a", "needs TLS: rediss://"),
         ("rediss://h?ssl_keyfile=/a", "ssl_keyfile needs ssl_certfile"),
         ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname must be true or false"),

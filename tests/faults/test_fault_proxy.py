@@ -1,0 +1,122 @@
+"""The fault proxy itself: what it does to bytes, and its control port."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import proxy as fault_proxy
+from proxy import LOOPBACK, frame_end, proxy
+from script_fleet import until
+
+VALUES = (
+    b"+OK\r\n", b"-ERR no\r\n", b":-12\r\n", b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$0\r\n\r\n",
+    b"$4\r\n\r\n*1\r\n", b"*3\r\n$7\r\nmessage\r\n*2\r\n:1\r\n*0\r\n$2\r\nab\r\n",
+)  # fmt: skip
+
+
+def test_values_are_told_apart_wherever_they_are_cut() -> None:
+    whole = b"".join(VALUES)
+    bounds = [sum(map(len, VALUES[: number + 1])) for number in range(len(VALUES))]
+    for cut in range(len(whole) + 1):
+        ends, at = [], 0
+        while (end := frame_end(whole[:cut], at)) > 0:
+            ends.append(end)
+            at = end
+        assert ends == [bound for bound in bounds if bound <= cut]
+
+
+@asynccontextmanager
+async def echoing() -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server that says what it hears; its port, and what it has heard."""
+    heard: list[bytes] = []
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1000):
+            heard.append(data)
+            writer.write(data)
+        writer.close()
+
+    async with await asyncio.start_server(echo, LOOPBACK, 0) as server:
+        yield server.sockets[0].getsockname()[1], heard
+
+
+async def test_each_fault_does_what_it_says() -> None:
+    async with echoing() as (port, heard), proxy(port) as between:
+        reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
+
+        async def says(text: bytes) -> bytes:
+            writer.write(text)
+            return await reader.readexactly(len(text))
+
+        # As long as nothing is set, everything passes
+        assert await says(b"one") == b"one"
+        # Stalled: it comes, but later
+        between.stalled = True
+        late = asyncio.create_task(says(b"two"))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        between.stalled = False
+        assert await late == b"two"
+        # Delayed: never before its time
+        between.delay_s = 0.05
+        began = asyncio.get_running_loop().time()
+        assert await says(b"three") == b"three"
+        assert asyncio.get_running_loop().time() - began >= 0.05
+        between.delay_s = 0.0
+        # A reply is lost: the server has heard, the client has not, and its connection is cut
+        between.lose_replies = 1
+        writer.write(b"four")
+        with suppress(ConnectionResetError):
+            assert await reader.read(10) == b""
+        writer.close()
+        assert heard[-1] == b"four"
+        assert (between.lost, between.lose_replies) == (1, 0)
+        await until(lambda: between.open == 0)
+        # Vanished: nothing arrives, and nothing is closed
+        reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
+        assert await says(b"five") == b"five"
+        between.vanished = True
+        silent = asyncio.create_task(says(b"six"))
+        await asyncio.sleep(0.05)
+        assert not silent.done()
+        assert (heard[-1], between.open) == (b"five", 1)
+        between.cut()
+        await until(silent.done)
+        assert silent.exception() is not None
+        writer.close()
+
+
+async def test_a_proxy_of_its_own_process_is_told_what_to_do() -> None:
+    async with echoing() as (port, _):
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(fault_proxy.__file__)),
+            f"{LOOPBACK}:{port}",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert child.stdout is not None
+            ports: dict[str, int] = json.loads(await child.stdout.readline())
+            told, control = await asyncio.open_connection(LOOPBACK, ports["control"])
+
+            async def tell(line: bytes) -> dict[str, Any]:
+                control.write(line + b"\n")
+                values: dict[str, Any] = json.loads(await told.readline())
+                return values
+
+            # When it is told, then it says what holds, and does it
+            assert (await tell(b"delay_s 0.01"))["delay_s"] == 0.01
+            reader, writer = await asyncio.open_connection(LOOPBACK, ports["port"])
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            assert (await tell(b"lose_replies 1"))["open"] == 1
+            assert (await tell(b"cut"))["connections"] == 1
+            writer.close()
+            control.close()
+        finally:
+            child.terminate()
+            await child.wait()
