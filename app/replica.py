@@ -19,10 +19,11 @@ from app.admin.fleet_view import FleetView
 from app.admission.membership import Membership
 from app.admission.probes import Probes
 from app.admission.shared import SharedGate
+from app.admission.sturdy import SturdyGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
-from app.extproc import accesslog, eds
+from app.extproc import accesslog, eds, shares
 from app.extproc.door import Door
 from app.extproc.exchange import Desk
 from app.extproc.server import Server
@@ -114,17 +115,38 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
     )
-    about = {"host": socket.gethostname()}
-    membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
-    door = Door(gate)
+    sturdy = SturdyGate(
+        store,
+        gate,
+        replica=replica,
+        metrics=metrics,
+        endpoints=endpoints,
+        chooser=chooser,
+        budget_s=settings.redis.decision_budget,
+        report_s=settings.leases.access_log_interval,
+        effective=lambda: membership.effective,
+        load=lambda: membership.in_flight,
+        poke=lambda: membership.poke(),
+        glance=lambda: membership.glance(),
+        via=shares.GrpcPeers(settings.pool),
+    )
+    about: dict[str, object] = {"host": socket.gethostname()}
+    membership = Membership(
+        store, gate, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
+    )
+    door = Door(sturdy)
     intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
     clock = asyncio.get_running_loop().time
-    desk = Desk(settings=settings, intake=intake, gate=gate, door=door, metrics=metrics, clock=clock)
+    desk = Desk(settings=settings, intake=intake, gate=sturdy, door=door, metrics=metrics, clock=clock)
     grpc_server = Server(
         Service(desk),
         door,
         settings.extproc,
-        extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
+        extra=(
+            accesslog.handler(sturdy, metrics),
+            eds.handler(endpoints),
+            shares.handler(settings.pool, sturdy.lend),
+        ),
     )
     view = FleetView(store, membership, scraping.board, chooser, replica=replica, pool=settings.pool)
     controls = FleetControls(store, membership, settings)
@@ -136,12 +158,14 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         api_app = api.create(view, controls, metrics, settings)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
+            about["peer"] = f"{_reachable(host)}:{port}"
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:
                 start(store.run(), "redis-link")
                 start(listen(settings.redis.url, store.keys.wake(replica), gate.hear), "wake-ups")
                 start(source.watch(membership.discovered), "discovery")
                 start(membership.run(), "membership")
+                start(sturdy.run(), "redis-watch")
                 start(scraping.run(), "scraping")
                 if feed is not None:
                     start(feed.run(), "routes")
@@ -178,6 +202,16 @@ async def _background() -> Any:
     except BaseExceptionGroup as faults:
         # One part's failure cancels the rest; its own error says what happened.
         raise faults.exceptions[0] from None
+
+
+def _reachable(host: str) -> str:
+    """What other replicas reach this one by, if it listens on `host`; all addresses: the one of its name."""
+    if host not in ("0.0.0.0", "[::]", "::", ""):
+        return host
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def _on_signal() -> asyncio.Event:

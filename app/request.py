@@ -96,7 +96,8 @@ class Outcome(enum.StrEnum):
 class Completion:
     """The end of one request, from the end of its stream or from its final access-log entry.
 
-    `failed` is an endpoint that could not be connected to on the way; '' if none is known of.
+    `failed` is an endpoint that could not be connected to on the way; '' if none is known of. `ticket` is the
+    placement's, '' if Envoy did not bring it back.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Completion:
     duration_s: float | None
     first_byte_s: float | None
     failed: str = ""
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class FleetView:
                 "in_flight": in_flight.get(endpoint.address, 0),
                 **_scraped(readings.get(endpoint.address)),
             }
-            for endpoint in await self._store.endpoints()
+            for endpoint in await self._membership.endpoints()
         ]
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ class FleetView:
         endpoints = pulse.ready if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or "ok",
-            "pool": "ok" if joined else "not joined yet",
+            "pool": self._membership.standing if joined else "not joined yet",
             "endpoints": "ok" if endpoints else "none is ready",
         }
 

@@ -32,7 +32,7 @@ class Gate(Protocol):
         """Take back a placement that never reached Envoy. Returns at once."""
         ...
 
-    def settle(self, completion: Completion) -> None:
+    def settle(self, completion: Completion) -> object:
         """Account for a request's end. Returns at once; the next batch carries it. Idempotent."""
         ...
 

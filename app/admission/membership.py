@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from app.admission import tuning
 from app.admission.published import published
@@ -22,6 +22,23 @@ from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 60
+
+
+class Watch(Protocol):
+    """Who goes by the heartbeat: the gate that can do without the shared state (app/admission/sturdy.py)."""
+
+    @property
+    def degraded(self) -> bool:
+        """What the other replicas are told of this one."""
+        ...
+
+    def beat(self, pulse: Pulse, took_s: float) -> None: ...
+
+    def missed(self) -> None: ...
+
+    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
+
+    def status(self) -> dict[str, Any] | None: ...
 
 
 class Membership:
@@ -38,14 +55,20 @@ class Membership:
         *,
         endpoints: SnapshotCell,
         metrics: Metrics,
-        about: dict[str, str],
+        about: Mapping[str, object],
+        watch: Watch | None = None,
     ) -> None:
         self._store = store
         self._gate = gate
         self._settings = settings
         self._cell = endpoints
         self._metrics = metrics
-        self._about = json.dumps(about, separators=(",", ":"))
+        self._about = about
+        self._watch = watch
+        self._state: dict[str, Any] = {}
+        self._glancing = False
+        self._loop = asyncio.get_running_loop()
+        self._read_s = -math.inf  # when the whole state was last read
         self._shared = published(settings, {})
         self._config_version = _version(self._shared)
         self._discovered: tuple[Endpoint, ...] | None = None
@@ -87,16 +110,47 @@ class Membership:
         """The configuration with the live changes in it, as of the last heartbeat."""
         return self._effective
 
+    @property
+    def standing(self) -> str:
+        """`ok`, or that this replica works without the shared state."""
+        alone = self._alone()
+        return "ok" if alone is None else f"{alone['mode']}: without the shared state"
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        """The pool's endpoints; without the shared state as last known. Raises StateUnavailable."""
+        if self.standing != "ok":
+            return self._cell.current.endpoints
+        return await self._store.endpoints()
+
     async def known(self) -> None:
         """Wait until this replica has joined a pool that may admit."""
         await self._known.wait()
 
     async def state(self) -> dict[str, Any]:
-        """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable."""
+        """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable.
+
+        While this replica works without it: as it was last known, and under `local` what it does by itself.
+        """
+        if (alone := self._alone()) is None:
+            try:
+                return await self._read()
+            except StateUnavailable:
+                if (alone := self._alone()) is None:  # it has not turned out to be away meanwhile
+                    raise
+        return {**self._state, "degraded": True, "local": alone}
+
+    def _alone(self) -> dict[str, Any] | None:
+        return self._watch.status() if self._watch is not None else None
+
+    async def _read(self) -> dict[str, Any]:
         state = await self._store.state(self._settings.leases.replica_silence)
         watermark = self._effective.settings.request_queue_controller.watermark_per_backend
         state["bounds"]["watermark"] = watermark * state["ready_backends"]
         state["degraded"] = False
+        about = state.pop("about", {})
+        if self._watch is not None:
+            self._watch.peers(about)
+        self._state, self._read_s = state, self._loop.time()
         return state
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
@@ -108,6 +162,11 @@ class Membership:
 
     def poke(self) -> None:
         """Beat now rather than at the next interval."""
+        self._poke.set()
+
+    def glance(self) -> None:
+        """Beat now, but leave the rest of what a beat looks after to the next one."""
+        self._glancing = True
         self._poke.set()
 
     async def run(self) -> None:
@@ -130,21 +189,25 @@ class Membership:
             self._poke.clear()
             if self._left:
                 return
-            with contextlib.suppress(StateUnavailable):
+            try:
                 await self._beat()
+            except StateUnavailable:
+                if self._watch is not None:
+                    self._watch.missed()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._poke.wait()
 
     async def _beat(self) -> None:
         silence_s = self._settings.leases.replica_silence
-        pulse = await self._store.heartbeat(self._about, silence_s)
+        glancing, self._glancing = self._glancing, False
+        pulse = await self._heartbeat(silence_s)
         unknown = pulse.born == "0"
         if self._born and (unknown or not pulse.was_known or pulse.born != self._born):
             self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
             await self._publish()
-            pulse = await self._store.heartbeat(self._about, silence_s)
+            pulse = await self._heartbeat(silence_s)
         self._pulse = pulse
         if self._forgotten and pulse.born != self._born:
             await self._drain_again()
@@ -158,10 +221,22 @@ class Membership:
         self._born = pulse.born
         self._known.set()
         await self._follow(pulse)
-        state = await self.state()
+        if glancing and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
+            return
+        state = await self._read()
         self._live, self._in_flight = state["replicas"], state["in_flight"]
         self._metrics.pool(state)
         self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+
+    async def _heartbeat(self, silence_s: float) -> Pulse:
+        about, clock = self._about, self._loop.time
+        if self._watch is not None:
+            about = {**about, "degraded": self._watch.degraded}
+        began_s = clock()
+        pulse = await self._store.heartbeat(json.dumps(about, separators=(",", ":")), silence_s)
+        if self._watch is not None:
+            self._watch.beat(pulse, clock() - began_s)
+        return pulse
 
     async def _drain_again(self) -> None:
         """What an operator drained was lost with the shared state; whoever comes first brings it back."""

@@ -44,6 +44,7 @@ class _Waiter:
     attempt: int
     arrived: float  # event-loop time
     news: asyncio.Future[Verdict]
+    patience: asyncio.Timeout
     placing: bool = False
 
 
@@ -80,6 +81,7 @@ class SharedGate:
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
         self._answer_tokens = answer_tokens
+        self.answer_tokens = answer_tokens or 0
         self._chooser = chooser or LeastLoaded()
         self.retry_after_s = 1
         self._attempts = itertools.count(1)
@@ -92,8 +94,13 @@ class SharedGate:
         """Requests of this replica that wait for their turn."""
         return len(self._waiting)
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
-        waiter = _Waiter(request, next(self._attempts), self._loop.time(), self._loop.create_future())
+    async def admit(
+        self, request: InferenceRequest, *, held: bool, arrived_s: float | None = None
+    ) -> Placement:
+        """As `Gate.admit`; `arrived_s` (event-loop time) is when the request came, None for now."""
+        arrived = self._loop.time() if arrived_s is None else arrived_s
+        patience = asyncio.timeout(None)
+        waiter = _Waiter(request, next(self._attempts), arrived, self._loop.create_future(), patience)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
             # Envoy has re-driven the request over a new stream; the old one has no client any more.
@@ -101,18 +108,38 @@ class SharedGate:
             displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
         try:
-            placed_on = await self._place(waiter)
-        except (asyncio.CancelledError, StateUnavailable):
+            async with patience:
+                placed_on = await self._place(waiter)
+        except (asyncio.CancelledError, StateUnavailable, TimeoutError) as fault:
             # What the call did, if it arrived, is undone by whoever still owns the attempt.
             self._cancel(request.id, waiter.attempt, "cancelled")
+            if isinstance(fault, TimeoutError):
+                raise StateUnavailable("the shared state is away", retry_after_s=1) from None
             raise
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        note = ticket.write(request, placed_on[0], self._answer_tokens or 0)
+        return self._placement(request, waiter.attempt, placed_on, held)
+
+    def placed_elsewhere(
+        self, request: InferenceRequest, endpoints: tuple[str, ...], *, held: bool
+    ) -> Placement:
+        """The placement of a request that was admitted without the shared state."""
+        return self._placement(request, next(self._attempts), endpoints, held)
+
+    def _placement(
+        self, request: InferenceRequest, attempt: int, endpoints: tuple[str, ...], held: bool
+    ) -> Placement:
+        note = ticket.write(request, endpoints[0], self.answer_tokens)
         if held:
-            self._held[request.id] = _Held(waiter.attempt, note, placed_on[0])
-        return Placement(placed_on, note, waiter.attempt)
+            self._held[request.id] = _Held(attempt, note, endpoints[0])
+        return Placement(endpoints, note, attempt)
+
+    def give_up(self) -> None:
+        """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
+        for waiter in self._waiting.values():
+            if not waiter.patience.expired():
+                waiter.patience.reschedule(self._loop.time())
 
     async def _place(self, waiter: _Waiter) -> tuple[str, ...]:
         """The endpoints of a request, once its turn has come."""
@@ -235,18 +262,35 @@ class SharedGate:
         self._held.pop(request_id, None)
         self._cancel(request_id, placement.attempt, "withdrawn")
 
-    def settle(self, completion: Completion) -> None:
+    def settle(self, completion: Completion) -> asyncio.Future[str]:
+        """As `Gate.settle`; the future ends when the shared state has taken it."""
+        self.ended(completion)
+        answer = self.tell_end(completion)
+        answer.add_done_callback(lambda done: self._settled(completion, done))
+        return answer
+
+    def held_ticket(self, request_id: str) -> str:
+        """The ticket of a request whose stream this replica holds; '' if it holds none."""
+        held = self._held.get(request_id)
+        return held.ticket if held is not None else ""
+
+    def ended(self, completion: Completion) -> None:
+        """Account for an end as far as this replica is concerned."""
         self._held.pop(completion.id, None)
         self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
+
+    def tell_end(self, completion: Completion) -> asyncio.Future[str]:
+        """Tell the shared state of an end; kept until it has taken it."""
         actual = answer_tokens = None
         if self._answer_tokens is not None:
             answer_tokens = completion.completion_tokens
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
         answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
-        answer.add_done_callback(lambda done: self._settled(completion, done))
+        _ignore_loss(answer)
+        return answer
 
     def _note_failed(self, address: str) -> None:
         """Nobody is to pick it any more, until a probe finds it well again."""

@@ -6,7 +6,7 @@ order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses 
 
 from app.request import InferenceRequest
 
-_ENDPOINT = 7  # which of the fields it is
+_COST, _MODEL, _ENDPOINT = 3, 6, 7  # which of the fields they are
 
 
 def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
@@ -35,3 +35,19 @@ def endpoint_of(ticket: str) -> str:
     """The endpoint that a ticket was written for; '' if it is none."""
     fields = ticket.split("\t")
     return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""
+
+
+def model_of(ticket: str) -> str:
+    """The model that a ticket's client asked for; '' if it is none."""
+    fields = ticket.split("\t")
+    return fields[_MODEL] if len(fields) > _MODEL else ""
+
+
+def cost_of(ticket: str) -> float:
+    """What the request of a ticket takes of the stock, in its unit; 0 if it is no ticket."""
+    fields = ticket.split("\t")
+    try:
+        cost = float(fields[_COST])
+    except (IndexError, ValueError):
+        return 0.0
+    return cost if 0.0 <= cost < float("inf") else 0.0

@@ -40,7 +40,7 @@ class Response:
         request_id: str,
         rename: ModelRename | None,
         *,
-        settle: Callable[[Completion], None],
+        settle: Callable[[Completion], object],
         clock: Callable[[], float],
         started_s: float,
     ) -> None:

@@ -31,7 +31,12 @@ class Choice:
 
 
 class LeastLoaded:
-    """Leaves the choice to the script: the least loaded of all, or of the subset."""
+    """Leaves the choice to the script: the least loaded of all, or of the subset.
+
+    `live_weight` is the part of the load in flight beside the scores it gives.
+    """
+
+    live_weight = 0.0
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidates for `request`."""
@@ -73,6 +78,7 @@ class Chooser(LeastLoaded):
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
+        self.live_weight = scheduler.live_weight
         self._endpoints = endpoints
         self._readings = readings
         self._in_flight = in_flight

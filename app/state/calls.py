@@ -13,11 +13,13 @@ HEAD = 4  # born, news, attempts, served: what every batched script's reply begi
 
 @dataclass(slots=True)
 class Item:
-    """One thing asked, and the future that brings its answer. A `lasting` one outlives a lost connection."""
+    """One thing asked, and the future that brings its answer. A `lasting` one outlives a lost connection;
+    `tried` says that it was on its way when one broke."""
 
     args: tuple[str | int | float, ...]
     answer: asyncio.Future[Reply]
     lasting: bool
+    tried: bool = False
 
 
 @dataclass(slots=True)

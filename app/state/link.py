@@ -99,6 +99,10 @@ class Link:
         """Why Redis cannot be reached at the moment; None while it answers."""
         return self._fault or None
 
+    def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
+        """The arguments of the items of script `name` that Redis cannot have seen yet."""
+        return [item.args for item in self._batched[name] if not item.tried]
+
     def submit(
         self, name: str, args: tuple[str | int | float, ...], *, lasting: bool = False
     ) -> asyncio.Future[Reply]:
@@ -282,6 +286,8 @@ class Link:
 
     def _drop_message(self, why: str, *, keep: bool) -> None:
         calls = [call for call in self._message if not call.answered]
+        for item in (item for call in calls for item in call.items):
+            item.tried = True
         self._close_message()
         self._set_aside(calls, why, keep=keep)
 

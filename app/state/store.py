@@ -78,6 +78,9 @@ class Store:
     ) -> None:
         self.keys = Keys.of(pool)
         self.born = "0"
+        self.asking = 0  # decisions that wait for their answer
+        self.heard_s = 0.0  # event-loop time of the last answer of a script
+        self._clock = asyncio.get_running_loop().time
         self._replica = replica
         self._on_news = on_news
         self._on_dequeued = on_dequeued
@@ -101,6 +104,17 @@ class Store:
         """Why the shared state cannot be reached at the moment; None while it can."""
         return self._link.fault
 
+    def unsent_ends(self) -> list[str]:
+        """Ids of ends that the shared state cannot have seen yet, oldest first."""
+        return [str(args[0]) for args in self._link.unsent("settle")]
+
+    async def _decide(self, name: str, args: tuple[str | int | float, ...]) -> str:
+        self.asking += 1
+        try:
+            return str(await self._link.submit(name, args))
+        finally:
+            self.asking -= 1
+
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
     ) -> Verdict:
@@ -109,7 +123,7 @@ class Store:
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
         """
         workload = request.workload
-        reply = await self._link.submit(
+        reply = await self._decide(
             "admit",
             (
                 request.id,
@@ -135,7 +149,7 @@ class Store:
 
     async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        return _verdict(await self._link.submit("place", (request_id, attempt, candidates)))
+        return _verdict(await self._decide("place", (request_id, attempt, candidates)))
 
     def settle(
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
@@ -259,6 +273,9 @@ class Store:
             "paused": paused == 1,
             "tuned_version": tuned_version,
             "replicas": replicas[::3],
+            "about": {
+                name: json.loads(text) for name, text in zip(replicas[::3], replicas[2::3], strict=True)
+            },
             "in_flight": {
                 address: int(float(score) % _UNPICKABLE)
                 for address, score in zip(load[::2], load[1::2], strict=True)
@@ -266,7 +283,7 @@ class Store:
         }
 
     def _take_head(self, head: Sequence[Any]) -> None:
-        self.born = head[0]
+        self.born, self.heard_s = head[0], self._clock()
         if head[2]:
             self._on_dequeued(head[2], head[3])
         for item in head[1]:

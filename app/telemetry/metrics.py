@@ -167,6 +167,10 @@ class Metrics:
     def reclaimed(self, n: int = 1) -> None:
         self._reclaimed.add(amount=n)
 
+    def degraded(self, on: bool) -> None:
+        """This replica works without the shared state, or again with it."""
+        self._scalars["degraded"].set(float(on))
+
     def redis_call(self, script: str, seconds: float, items: int) -> None:
         """One answered call of `script` that carried `items` items."""
         label = (script,)

@@ -1,0 +1,71 @@
+"""Places that other replicas have to spare, asked for while there is no shared state.
+
+Ends are heard by whoever Envoy's access log goes to, so places gather there. A replica whose requests wait
+asks each of the others, one question at a time; a reply that is lost is a place that nobody uses until Redis
+is back, never one that two do.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from app.admission.local import LocalGate
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.2  # after a peer has not answered
+ASK_S = 0.5  # a peer that has nothing keeps the question open for so long
+
+
+class Peers(Protocol):
+    """How other replicas are reached (app/extproc/shares.py)."""
+
+    async def ask(self, address: str, least: float, most: float) -> float | None:
+        """What the replica at `address` gives, 0 if nothing; None if it does not answer."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Borrower:
+    """`peers` gives the others' addresses by id; `active` whether there is anything to borrow for."""
+
+    def __init__(
+        self,
+        local: LocalGate,
+        via: Peers,
+        *,
+        peers: Callable[[], Mapping[str, str]],
+        active: Callable[[], bool],
+    ) -> None:
+        self._local, self._via, self._peers, self._active = local, via, peers, active
+
+    async def run(self) -> None:
+        """Borrow until cancelled."""
+        asking: dict[str, asyncio.Task[None]] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._local.needy.wait()
+                    for address in self._peers().values() if self._active() else ():
+                        if address not in asking or asking[address].done():
+                            asking[address] = tasks.create_task(self._ask(address))
+                    asking = {address: task for address, task in asking.items() if not task.done()}
+                    if asking:
+                        await asyncio.wait(
+                            asking.values(), return_when=asyncio.FIRST_COMPLETED, timeout=ASK_S
+                        )
+                    else:
+                        await asyncio.sleep(_PAUSE_S)
+        finally:
+            await self._via.close()
+
+    async def _ask(self, address: str) -> None:
+        least, most = self._local.wanted()
+        if least <= 0:
+            return
+        given = await self._via.ask(address, least, most)
+        if given is None:
+            await asyncio.sleep(_PAUSE_S)
+        elif given > 0:
+            self._local.earn(given)

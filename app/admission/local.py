@@ -1,0 +1,221 @@
+"""Admission by one replica alone, within its part of the bound (G8). One event loop."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from app.admission.local_queue import LocalQueue, Waiting
+from app.admission.local_rules import Rules
+from app.admission.purse import Purse
+from app.errors import ClientGone, Evicted, ExpiredTtl, RequestError
+from app.request import InferenceRequest
+from app.telemetry.metrics import Metrics
+
+
+@dataclass(slots=True)
+class _Queued:
+    waiting: Waiting
+    turn: asyncio.Future[bool]  # True: paid for; False: ask the shared state
+
+
+@dataclass(slots=True)
+class _Ask:
+    """Another replica's question for `least`."""
+
+    least: float
+    given: asyncio.Future[float]
+
+
+class LocalGate:
+    """A purse and a queue; `open` before use. `needy` is set while requests wait.
+
+    What becomes free goes round: to the own queue, then to each replica that has asked, by turns.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.needy = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._purse = Purse(0.0)
+        self._bound = 0.0
+        self._queue: LocalQueue | None = None
+        self._queued: dict[str, _Queued] = {}
+        self._by_place: dict[Waiting, _Queued] = {}
+        self._line: deque[_Ask | None] = deque([None])  # whose turn it is; None: the own queue's
+
+    @property
+    def free(self) -> float:
+        """What may still be spent, in the stock's unit."""
+        return self._purse.free
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queued)
+
+    def lengths(self) -> dict[str, int]:
+        """Queued requests by band."""
+        return self._queue.lengths() if self._queue is not None else {}
+
+    def open(self, free: float, bound: float, rules: Rules) -> None:
+        """Begin with `free` to spend; no request costs more than `bound`, and no more is ever kept."""
+        self._purse, self._bound = Purse(min(free, bound)), bound
+        self._queue = LocalQueue(rules)
+
+    def cost_of(self, cost: float) -> float:
+        """What a request of `cost` is charged, as the scripts do."""
+        return min(cost, self._bound)
+
+    async def admit(self, request: InferenceRequest, cost: float, arrived_s: float) -> bool:
+        """True once `cost` is paid for; False if there is a shared state again, to be asked instead.
+
+        Raises:
+            Dropped: refused, evicted or expired.
+            ClientGone: its stream has been taken over by a newer one.
+        """
+        assert self._queue is not None
+        former = self._queued.get(request.id)
+        if former is not None and not former.turn.done():
+            former.turn.set_exception(ClientGone("taken over by a newer stream"))
+        if not len(self._queue) and self._purse.spend(cost):
+            self._metrics.bypassed(request.model, request.target_model)
+            return True
+        if arrived_s + request.ttl_s <= self._loop.time():
+            raise self._late(request)
+        return await self._wait(self._enter(request, cost, arrived_s))
+
+    def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> _Queued:
+        assert self._queue is not None
+        try:
+            place, victim = self._queue.offer(request, cost, arrived_s)
+        except RequestError as error:
+            self._metrics.push_error(request.model, error.code, request.target_model)
+            raise
+        if victim is not None:
+            self._tell(self._by_place[victim], Evicted("had to make room for a higher band", retry_after_s=1))
+            self._metrics.evicted(victim.request.band)
+        queued = _Queued(place, self._loop.create_future())
+        self._queued[request.id] = queued
+        self._by_place[place] = queued
+        self.needy.set()
+        self._dispatch()
+        return queued
+
+    async def _wait(self, queued: _Queued) -> bool:
+        place, request = queued.waiting, queued.waiting.request
+        labels = request.model, request.target_model
+        self._metrics.waiting(*labels, 1)
+        timer = self._loop.call_at(place.deadline_s, self._tell, queued, None)
+        try:
+            paid = await queued.turn
+        except asyncio.CancelledError:
+            self._metrics.cancelled(*labels)
+            if _is_paid(queued.turn):
+                self.earn(place.cost)
+            raise
+        finally:
+            timer.cancel()
+            self._metrics.waiting(*labels, -1)
+            self._leave(queued)
+        self._metrics.waited(request.model, self._loop.time() - place.arrived_s, True, request.target_model)
+        return paid
+
+    def earn(self, amount: float) -> None:
+        """A place has become free. What is kept never passes the bound."""
+        self._purse.earn(min(amount, max(self._bound - self._purse.free, 0.0)))
+        self._dispatch()
+
+    def wanted(self) -> tuple[float, float]:
+        """What the next request lacks, and what all who wait do; 0 if nobody waits."""
+        turn = self._queue.turn(self._loop.time()) if self._queue is not None else None
+        if turn is None:
+            return 0.0, 0.0
+        every = sum(queued.waiting.cost for queued in self._queued.values())
+        return max(turn[0].cost - max(self._purse.free, 0.0), 0.0), every
+
+    async def lend(self, least: float, most: float, wait_s: float) -> float:
+        """Part with `least`, or as much of `most` as nobody needs, within `wait_s`; else with nothing."""
+        self._line = deque(each for each in self._line if each is None or not each.given.done())
+        if not self._queued and len(self._line) == 1 and self._purse.free >= least:
+            given = min(most, self._purse.free)
+            self._purse.spend(given)
+            return given
+        ask = _Ask(least, self._loop.create_future())
+        self._line.append(ask)
+        try:
+            await asyncio.wait((ask.given,), timeout=wait_s)
+        except asyncio.CancelledError:
+            if ask.given.done():
+                self.earn(ask.least)
+            raise
+        finally:
+            ask.given.cancel()  # the line passes it over, unless it has been given
+        return ask.given.result() if not ask.given.cancelled() else 0.0
+
+    def release_all(self) -> None:
+        """Everyone who waits asks the shared state."""
+        for queued in [self._by_place[place] for place in self._queue.all()] if self._queue else ():
+            if not queued.turn.done():
+                queued.turn.set_result(False)
+
+    def _dispatch(self) -> None:
+        """Spend what there is, by turns."""
+        passed = 0  # in a row that had no use for it
+        while passed < len(self._line):
+            ask = self._line[0]
+            if ask is None:
+                served = self._serve_one()
+                if served is None:
+                    return  # it is the own queue's turn, and there is not enough yet
+                self._line.rotate(-1)
+                passed = 0 if served else passed + 1
+            elif ask.given.done():
+                self._line.popleft()
+            elif not self._purse.spend(ask.least):
+                return
+            else:
+                self._line.popleft()
+                ask.given.set_result(ask.least)
+                passed = 0
+
+    def _serve_one(self) -> bool | None:
+        """Whether one of the own queue was served; None if the next one cannot be paid for yet."""
+        queue, now_s = self._queue, self._loop.time()
+        while queue is not None and (turn := queue.turn(now_s)) is not None:
+            place, by_guard = turn
+            queued = self._by_place[place]
+            if queued.turn.done():
+                queue.remove(place)
+            elif place.deadline_s <= now_s:
+                self._tell(queued, None)
+            elif self._purse.spend(place.cost):
+                queue.serve(place, by_guard)
+                queued.turn.set_result(True)
+                self._metrics.dequeued(1, 1)
+                return True
+            else:
+                return None
+        return False
+
+    def _tell(self, queued: _Queued, error: RequestError | None) -> None:
+        """End its wait; None: its time is up."""
+        assert self._queue is not None
+        self._queue.remove(queued.waiting)
+        if not queued.turn.done():
+            queued.turn.set_exception(error or self._late(queued.waiting.request))
+
+    def _late(self, request: InferenceRequest) -> ExpiredTtl:
+        self._metrics.expired(request.model, request.target_model)
+        return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=1)
+
+    def _leave(self, queued: _Queued) -> None:
+        assert self._queue is not None
+        self._queue.remove(queued.waiting)
+        self._by_place.pop(queued.waiting, None)
+        if self._queued.get(queued.waiting.request.id) is queued:
+            del self._queued[queued.waiting.request.id]
+        if not self._queued:
+            self.needy.clear()
+
+
+def _is_paid(turn: asyncio.Future[bool]) -> bool:
+    return turn.done() and not turn.cancelled() and turn.exception() is None and turn.result()

@@ -1,0 +1,367 @@
+"""The gate that goes on without the shared state (G8; docs/without-redis.md).
+
+    SHARED ──(the breaker opens)──> LOCAL ──(it closes)──> RETURNING ──(all replicas have told)──> SHARED
+                                      ^                        │
+                                      └──(it opens again)──────┘
+
+LOCAL spends what its purse holds. RETURNING tells the shared state what runs, and needs both its purse and
+the shared state for each new request. Ends heard meanwhile are told at the end, when no replica can any more
+bring back what has ended.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from app.admission import ticket
+from app.admission.borrowing import ASK_S, Borrower, Peers
+from app.admission.breaker import Breaker
+from app.admission.local import LocalGate
+from app.admission.local_pick import pick
+from app.admission.local_rules import rules_of
+from app.admission.outbox import Outbox, Placed
+from app.admission.purse import share
+from app.admission.shared import SharedGate
+from app.admission.tuning import Effective
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import NoEndpoints, StateUnavailable
+from app.request import Alive, Completion, InferenceRequest, Placement
+from app.scheduling.chooser import LeastLoaded
+from app.state.store import Pulse, Store
+from app.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_PROBE_S = 0.2
+_REGISTER_AT_ONCE = 512  # requests told in one go; the link sends 64 a call
+_JITTER_S = 0.1  # replicas that come back together do not all begin at once
+_LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
+_NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
+_FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for so long
+
+
+class Mode(enum.Enum):
+    SHARED = "shared"
+    LOCAL = "local"
+    RETURNING = "returning"
+
+
+class SturdyGate:
+    """`app.admission.gate.Gate`: the shared one while it can be had, else this replica's own. One event loop.
+
+    `effective` gives the configuration in force, `load` the fleet's requests by endpoint as last heard of,
+    `poke` makes the heartbeat come now, which is the probe; `glance` as well, but only for its own reply.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shared: SharedGate,
+        *,
+        replica: str,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        chooser: LeastLoaded,
+        budget_s: float,
+        report_s: float,
+        effective: Callable[[], Effective],
+        load: Callable[[], Mapping[str, int]],
+        poke: Callable[[], None],
+        glance: Callable[[], None],
+        via: Peers,
+    ) -> None:
+        self._store, self._shared, self._chooser = store, shared, chooser
+        self._replica = replica
+        self._metrics = metrics
+        self._endpoints = endpoints
+        self._budget_s = budget_s
+        self._report_s = report_s
+        self._effective, self._fleet_load, self._poke = effective, load, poke
+        self._glance = glance
+        self._loop = asyncio.get_running_loop()
+        self._breaker = Breaker(budget_s)
+        self._local = LocalGate(metrics)
+        self._borrower = Borrower(
+            self._local, via, peers=self._others, active=lambda: self._mode is not Mode.SHARED
+        )
+        self._mode = Mode.SHARED
+        self._outbox = Outbox()
+        self._pulse: Pulse | None = None  # the last one while all was well
+        self._live: tuple[str, ...] = ()
+        self._joined_s = 0.0
+        self._gained = 0.0  # what was placed through the shared state since that pulse
+        self._busy = False
+        self._unanswered: dict[str, Completion] = {}  # ends it has not confirmed
+        self._bound = self._share = 0.0
+        self._load: dict[str, int] = {}
+        self._failed: dict[str, float] = {}  # endpoint -> until when it is left alone
+        self._left_s = self._back_s = self._probed_s = 0.0
+        self._told = False
+        self._peers: Mapping[str, Mapping[str, Any]] = {}  # what the live replicas say of themselves
+        self._addresses: dict[str, str] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
+    @property
+    def degraded(self) -> bool:
+        """Whether this replica's part of the state is not all in the shared one. What others are told."""
+        return self._mode is Mode.LOCAL or (self._mode is Mode.RETURNING and not self._told)
+
+    def status(self) -> dict[str, Any] | None:
+        """What it is like without the shared state; None while there is one."""
+        if self._mode is Mode.SHARED:
+            return None
+        return {
+            "mode": self._mode.value,
+            "since_s": round(self._loop.time() - self._left_s, 3),
+            "bound": self._bound,
+            "share": self._share,
+            "free": self._local.free,
+            "placed": len(self._outbox),
+            "queued": self._local.waiting,
+            "queue_length": self._local.lengths(),
+        }
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        arrived_s = self._loop.time()
+        while True:
+            if self._mode is Mode.SHARED:
+                try:
+                    placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                except StateUnavailable:
+                    self._lose("a decision could not be had")
+                    if self._mode is Mode.SHARED:
+                        raise  # nothing is known that could be gone by
+                    continue
+                self._gained += self._cost(request)
+                self._busy = True
+                return placement
+            placed = await self._admit_alone(request, arrived_s, held)
+            if placed is not None:
+                return placed
+
+    async def _admit_alone(self, request: InferenceRequest, arrived_s: float, held: bool) -> Placement | None:
+        cost = self._local.cost_of(self._cost(request))
+        if not await self._local.admit(request, cost, arrived_s):
+            return None
+        try:
+            if self._mode is not Mode.LOCAL:
+                placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                self._gained += cost
+            else:
+                placement = self._place(request, held)
+        except StateUnavailable:
+            self._local.earn(cost)
+            self._lose("a decision could not be had")
+            return None
+        except BaseException:
+            self._local.earn(cost)
+            raise
+        endpoint = placement.endpoints[0]
+        self._outbox.placed(request.id, Placed(placement.attempt, placement.ticket, endpoint, cost))
+        self._load[endpoint] = self._load.get(endpoint, 0) + 1
+        return placement
+
+    def _place(self, request: InferenceRequest, held: bool) -> Placement:
+        now_s = self._loop.time()
+        self._failed = {address: until for address, until in self._failed.items() if until > now_s}
+        ready = {each.address for each in self._endpoints.current.endpoints if each.ready}
+        choice = self._chooser.choose(request)
+        scheduling = self._effective().settings.scheduling
+        picked = pick(
+            choice.candidates,
+            ready - self._failed.keys() or ready,
+            self._load,
+            live_weight=self._chooser.live_weight,
+            most=1 + scheduling.fallbacks,
+            chance=random.random,
+        )
+        if not picked:
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        self._chooser.placed(request, choice, picked)
+        return self._shared.placed_elsewhere(request, picked, held=held)
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        return await self._shared.route(subset)
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        if self._mode is not Mode.SHARED:
+            self._unload(self._outbox.endpoint_of(request_id))
+            self._local.earn(self._outbox.withdrawn(request_id))
+        self._shared.withdraw(request_id, placement)
+
+    def settle(self, completion: Completion) -> None:
+        note = completion.ticket or self._shared.held_ticket(completion.id)
+        if self._mode is Mode.SHARED:
+            self._busy = True
+            self._unanswered[completion.id] = completion
+            answer = self._shared.settle(completion)
+            answer.add_done_callback(lambda _: self._unanswered.pop(completion.id, None))
+            return
+        self._unload(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
+        if completion.failed:
+            self._failed[completion.failed] = self._loop.time() + _FAILED_S
+        if self._mode is Mode.RETURNING:
+            self._shared.settle(completion)
+        else:
+            self._shared.ended(completion)
+            self._metrics.completed(completion, ticket.model_of(note))
+        self._local.earn(self._local.cost_of(self._outbox.ended(completion, note)))
+
+    def renew(self, alive: Alive) -> None:
+        if self._mode is not Mode.SHARED:
+            self._outbox.alive(alive)
+        if self._mode is not Mode.LOCAL:
+            self._shared.renew(alive)
+
+    def beat(self, pulse: Pulse, took_s: float) -> None:
+        """A heartbeat has come back."""
+        now_s = self._loop.time()
+        if self._mode is not Mode.LOCAL and pulse.born != "0":
+            self._joined_s = self._joined_s or now_s
+            self._pulse, self._gained = pulse, 0.0
+        if not self._breaker.closed:
+            self._breaker.probed(now_s, took_s)
+            self._changed.set()
+
+    def missed(self) -> None:
+        """A heartbeat has not come back."""
+        self._breaker.probed(self._loop.time(), None)
+
+    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
+        """Who is live, and what each says of itself: `degraded`, and `peer`, where it is asked for places."""
+        self._peers = about
+        if self._mode is Mode.SHARED:
+            self._live = tuple(sorted(about))
+        for name, said in about.items():
+            if name != self._replica and said.get("peer"):
+                self._addresses[name] = str(said["peer"])
+
+    def _others(self) -> Mapping[str, str]:
+        return {name: self._addresses[name] for name in self._live if name in self._addresses}
+
+    async def lend(self, least: float, most: float) -> float:
+        """What another replica may have of this one's places."""
+        return 0.0 if self._mode is Mode.SHARED else await self._local.lend(least, most, ASK_S)
+
+    async def run(self) -> None:
+        """Watch, probe, borrow and return until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(), name="redis-watch")
+            tasks.create_task(self._borrower.run(), name="borrower")
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._budget_s / 2):
+                    await self._changed.wait()
+            self._changed.clear()
+            self._look()
+            if self._mode is Mode.LOCAL and self._breaker.closed:
+                await self._tell_what_runs()
+            if self._mode is Mode.RETURNING and self._all_told():
+                self._finish()
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        self._breaker.look(
+            now_s,
+            asking=self._store.asking > 0,
+            heard_s=self._store.heard_s,
+            down=self._store.fault is not None,
+        )
+        if self._mode is not Mode.LOCAL and not self._breaker.closed:
+            self._go_local(self._store.fault or "silence")
+        if now_s - self._probed_s < _PROBE_S:
+            return
+        if self._mode is not Mode.SHARED:
+            self._probed_s = now_s
+            self._poke()
+        elif self._busy:
+            # What is known of the stock is never much older than what this replica has done to it.
+            self._probed_s, self._busy = now_s, False
+            self._glance()
+
+    def _lose(self, why: str) -> None:
+        if self._mode is Mode.LOCAL or self._pulse is None:
+            return
+        self._breaker.fail(self._loop.time())
+        self._go_local(why)
+
+    def _go_local(self, why: str) -> None:
+        if self._pulse is None:
+            return  # never joined: nothing is known that could be gone by
+        fresh, self._mode, self._told = self._mode is Mode.SHARED, Mode.LOCAL, False
+        if fresh:
+            self._open_purse()
+        self._metrics.degraded(True)
+        _log.warning("the shared state is away (%s): admitting within this replica's share", why)
+        self._shared.give_up()
+
+    def _open_purse(self) -> None:
+        pulse = self._pulse
+        assert pulse is not None
+        self._left_s = self._loop.time()
+        live = max(len(self._live), pulse.live, 1)
+        rank = self._live.index(self._replica) if self._replica in self._live else live
+        whole = self._effective().settings.request_queue_controller.unit == "requests"
+        part = share(pulse.upper - pulse.stock, live=live, rank=rank, whole=whole)
+        if self._left_s - self._joined_s < _NEWCOMER_S:
+            part = 0.0  # others may count without it
+        self._bound, self._share = pulse.upper, pulse.upper / live
+        self._load = dict(self._fleet_load())
+        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules_of(self._effective(), live))
+        for request_id in self._store.unsent_ends():
+            completion = self._unanswered.get(request_id)
+            if completion is not None:
+                self._local.earn(self._local.cost_of(self._outbox.ended(completion, completion.ticket)))
+
+    async def _tell_what_runs(self) -> None:
+        """The shared state answers again: tell it what runs, in batches, before anything else."""
+        self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+        await asyncio.sleep(random.random() * _JITTER_S)
+        running = self._outbox.in_flight()
+        try:
+            for at in range(0, len(running), _REGISTER_AT_ONCE):
+                told = [self._store.renew(*each) for each in running[at : at + _REGISTER_AT_ONCE]]
+                await asyncio.gather(*told)
+        except StateUnavailable:
+            self._lose("it went again")
+            return
+        self._shared.renew_held()
+        self._told = True
+        self._poke()
+        _log.info("the shared state is back; told it of %d requests in flight", len(running))
+
+    def _all_told(self) -> bool:
+        """Whether nothing that runs can be missing in the shared state any more."""
+        now_s = self._loop.time()
+        if not self._told:
+            return False
+        if now_s - self._back_s >= _LONGEST_RETURN_S:
+            return True
+        if now_s - self._left_s < self._report_s:
+            return False  # what ran before may not have given a sign of life yet
+        return all(name in self._peers and not self._peers[name].get("degraded") for name in self._live)
+
+    def _finish(self) -> None:
+        self._mode = Mode.SHARED
+        for completion in self._outbox.take_ended():
+            self._shared.tell_end(completion)
+        self._local.release_all()
+        self._metrics.degraded(False)
+        _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
+        self._poke()
+
+    def _unload(self, endpoint: str) -> None:
+        if self._load.get(endpoint, 0) > 0:
+            self._load[endpoint] -= 1
+
+    def _cost(self, request: InferenceRequest) -> float:
+        return request.cost + self._shared.answer_tokens if request.learn else request.cost

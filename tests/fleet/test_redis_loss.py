@@ -1,0 +1,176 @@
+"""Redis goes away under load and comes back (G8). Model servers count what is in flight, exactly."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from counting_servers import CountingServers, counting_servers
+from fleet_load import PATIENT, at_rest, metric, shared
+from own_valkey import OwnValkey, own_valkey
+
+SERVERS, EACH = 4, 3
+BOUND = SERVERS * EACH
+CLIENTS = 40
+LEASE_S = 15.0
+
+
+def config(servers: CountingServers) -> dict[str, Any]:
+    return {
+        "discovery": {"static": [{"address": address} for address in servers.addresses]},
+        # less room than clients, so that some are refused, in common and by each alone
+        "fair_request_queue": {"total_capacity": 15, "flow_capacity": 15},
+        "request_queue_controller": {
+            "watermark_per_backend": EACH,
+            "upper_bound_per_backend": EACH,
+            "lower_bound_per_backend": EACH,
+        },
+    }
+
+
+class Load:
+    """Clients that ask again as soon as they are answered; `answers` are (status, headers, body)."""
+
+    def __init__(self) -> None:
+        self.answers: list[httpx.Response] = []
+        self.stop = asyncio.Event()
+
+    async def ask(self, client: httpx.AsyncClient) -> None:
+        while not self.stop.is_set():
+            body = {"model": "llama", "prompt": "hi", "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body)
+            self.answers.append(answer)
+            if answer.status_code != 200:
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def loaded(here: Any, clients: int) -> AsyncIterator[Load]:
+    load = Load()
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        for _ in range(clients):
+            tasks.create_task(load.ask(client))
+        try:
+            yield load
+        finally:
+            load.stop.set()
+
+
+async def states(here: Any) -> list[dict[str, Any]]:
+    return [await shared(here, replica) for replica in range(3)]
+
+
+async def until_degraded(here: Any, wanted: bool) -> None:
+    async def look() -> bool:
+        return all(state.get("degraded") is wanted for state in await states(here))
+
+    await here.eventually(look, within_s=20, what=f"degraded {wanted}")
+
+
+async def until_served(here: Any, servers: CountingServers, more: int) -> None:
+    goal = servers.served + more
+
+    async def look() -> bool:
+        return servers.served >= goal
+
+    await here.eventually(look, within_s=60, what=f"{more} more answers")
+
+
+@asynccontextmanager
+async def fleet_of_three(
+    fleet: Any, folder: Path, mode: str
+) -> AsyncIterator[tuple[Any, OwnValkey, CountingServers]]:
+    async with own_valkey(folder) as valkey, counting_servers(SERVERS, 0.1) as servers:
+        options = ("--mode", mode, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
+        here = await asyncio.to_thread(lambda: fleet(*options, config=config(servers)))
+        yield here, valkey, servers
+        await asyncio.to_thread(here.stop)
+
+
+LOSSES: dict[str, tuple[Callable[[OwnValkey], None], Callable[[OwnValkey], Any]]] = {
+    "killed": (OwnValkey.kill, OwnValkey.start),
+    "silent": (OwnValkey.freeze, OwnValkey.thaw),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"),
+    [("lean", "killed"), ("lean", "silent"), ("standard", "killed"), ("headers", "silent")],
+)
+async def test_without_redis_the_fleet_goes_on_within_its_last_bound(
+    fleet: Any, tmp_path: Path, mode: str, loss: str
+) -> None:
+    lose, bring_back = LOSSES[loss]
+    async with fleet_of_three(fleet, tmp_path, mode) as (here, valkey, servers):
+        # Given more clients than the fleet has room for
+        async with loaded(here, CLIENTS) as load:
+            await until_served(here, servers, 50)
+
+            # When Redis is away
+            lose(valkey)
+            await until_degraded(here, True)
+            load.answers.clear()
+
+            # Then requests are still answered, through every replica, for as long as it takes
+            placed_before = [state["local"]["placed"] for state in await states(here)]
+            await until_served(here, servers, 150)
+            placed_after = [state["local"]["placed"] for state in await states(here)]
+            if mode != "standard":  # where a replica hears the ends of its own, and forgets them
+                assert all(now > then for then, now in zip(placed_before, placed_after, strict=True))
+
+            # And the others are told when to come again
+            refused = [answer for answer in load.answers if answer.status_code != 200]
+            assert refused
+            assert {answer.status_code for answer in refused} == {503}
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+            # And it shows, without taking the replica out of service
+            for replica in range(3):
+                assert (await here.admin("/healthz", replica)).json()["status"] == "degraded"
+                assert (await here.admin("/readyz", replica)).status_code == 200
+                assert await metric(here, "epp_degraded", replica) == 1
+
+            # When it is back, empty or as it was, then operation is shared again by itself
+            back = bring_back(valkey)
+            if back is not None:
+                await back
+            await until_degraded(here, False)
+            load.answers.clear()
+            await until_served(here, servers, 50)
+            assert {answer.status_code for answer in load.answers} <= {200, 503}
+            assert await metric(here, "epp_degraded", 0) == 0
+        # And at no time was more in flight than the bound, and at rest nothing is
+        assert servers.peak <= BOUND
+        await at_rest(here, within_s=LEASE_S + 5)
+
+
+async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without_redis(
+    fleet: Any, tmp_path: Path
+) -> None:
+    async with fleet_of_three(fleet, tmp_path, "lean") as (here, valkey, servers):
+        # Given a fleet that has served and is at rest
+        async with loaded(here, 3) as load:
+            await until_served(here, servers, 10)
+        await at_rest(here)
+
+        # When Redis dies, and then a burst comes
+        valkey.kill()
+        await until_degraded(here, True)
+        servers.forget_peak()
+        async with loaded(here, CLIENTS) as load:
+            await until_served(here, servers, 100)
+
+        # Then the replicas' shares make up the bound, and not one more
+        assert servers.peak <= BOUND
+        assert {answer.status_code for answer in load.answers} <= {200, 503}
+
+        # And requests that wait when Redis comes back are served from the common queue
+        async with loaded(here, CLIENTS):
+            await valkey.start()
+            await until_degraded(here, False)
+            await until_served(here, servers, 50)
+        assert servers.peak <= BOUND
+        await at_rest(here, within_s=LEASE_S + 5)

@@ -1,0 +1,246 @@
+"""A replica's part of the bound: shared out, spent, earned and lent, it never makes more than the bound."""
+
+import asyncio
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from local_requests import ask, rules
+from scripted_store import until
+
+from app.admission import ticket
+from app.admission.local import LocalGate
+from app.admission.local_pick import pick
+from app.admission.outbox import Outbox, Placed
+from app.admission.purse import Purse, share
+from app.errors import ClientGone, Evicted, ExpiredTtl, TooManyFlows
+from app.request import Alive, Band, Completion, Outcome
+from app.telemetry.metrics import Metrics
+
+E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+
+
+def ended(request_id: str, note: str = "") -> Completion:
+    return Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, ticket=note)
+
+
+def gate_of(free: float, bound: float = 100.0, **queue: Any) -> LocalGate:
+    gate = LocalGate(Metrics())
+    gate.open(free, bound, rules(**queue))
+    return gate
+
+
+@given(st.integers(0, 200), st.floats(0, 0.99), st.integers(1, 20))
+def test_given_free_places_when_shared_out_then_the_parts_make_up_the_whole_ones(
+    places: int, fraction: float, live: int
+) -> None:
+    parts = [share(places + fraction, live=live, rank=rank, whole=True) for rank in range(live)]
+    assert sum(parts) == places
+    assert max(parts) - min(parts) <= 1
+    tokens = [share(places + fraction, live=live, rank=rank, whole=False) for rank in range(live)]
+    assert sum(tokens) == pytest.approx(places + fraction)
+
+
+def test_given_no_room_when_shared_out_then_nobody_has_any() -> None:
+    assert share(-3.0, live=3, rank=0, whole=True) == share(0.0, live=3, rank=0, whole=False) == 0.0
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["place", "end", "lend", "lose"]), *[st.integers(0, 99)] * 2))
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.integers(1, 5), EVENTS)
+def test_given_any_course_of_an_outage_when_counted_then_in_flight_and_free_never_pass_the_bound(
+    bound: int, before: int, live: int, events: list[tuple[str, int, int]]
+) -> None:
+    # Given some in flight from before, and the rest of the bound shared out
+    running = [f"before-{n}" for n in range(min(before, bound))]
+    purses = [Purse(share(bound - len(running), live=live, rank=rank, whole=True)) for rank in range(live)]
+    books = [Outbox() for _ in range(live)]
+    note = ticket.write(ask(), E1)
+    # When replicas place, hear ends (also again), lend to each other, and lose what is lent on the way
+    for n, (what, who, which) in enumerate(events):
+        one, other = who % live, which % live
+        if what == "place" and purses[one].spend(1.0):
+            running.append(str(n))
+            books[one].placed(str(n), Placed(1, note, E1, 1.0))
+        elif what == "end" and running:
+            name = running.pop(which % len(running))
+            purses[one].earn(books[one].ended(ended(name, note), note))
+            purses[one].earn(books[one].ended(ended(name, note), note))
+        elif what in ("lend", "lose") and purses[other].spend(1.0) and what == "lend":
+            purses[one].earn(1.0)
+        # Then
+        assert len(running) + sum(purse.free for purse in purses) <= bound
+        assert all(purse.free >= 0 for purse in purses)
+
+
+def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_only_once() -> None:
+    book = Outbox()
+    note = ticket.write(ask(cost=7.0), E1)
+    assert book.ended(ended("before"), note) == 7.0
+    assert book.ended(ended("before"), note) == 0.0
+    # one that was placed here needs no ticket
+    book.placed("here", Placed(3, note, E2, 5.0))
+    assert book.endpoint_of("here") == E2
+    assert book.ended(ended("here"), "") == 5.0
+    # one that never ran frees nothing
+    assert book.ended(ended("refused"), "") == 0.0
+    # one that was taken back has freed its place already
+    book.placed("back", Placed(4, note, E2, 5.0))
+    assert book.withdrawn("back") == 5.0
+    assert book.ended(ended("back"), note) == 0.0
+
+
+def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_ended_is_told() -> None:
+    book = Outbox()
+    note = ticket.write(ask(), E1)
+    for name in ("mine", "over"):
+        book.placed(name, Placed(9, note, E1, 1.0))
+    for name in ("theirs", "over-too", "mine"):
+        book.alive(Alive(name, E3, note))
+    book.alive(Alive("no-ticket", E3, ""))
+    book.ended(ended("over"), note)
+    book.ended(ended("over-too"), note)
+    book.alive(Alive("over-too", E3, note))  # a late sign of life
+    assert book.in_flight() == [("mine", 9, "", note), ("theirs", None, E3, note)]
+    assert [each.id for each in book.take_ended()] == ["over", "over-too"]
+    assert (book.in_flight(), book.take_ended()) == ([], [])
+
+
+def test_given_a_text_that_is_no_ticket_when_asked_then_it_costs_nothing() -> None:
+    note = ticket.write(ask(cost=2.5), E1)
+    assert (ticket.cost_of(note), ticket.model_of(note)) == (2.5, "m")
+    for text in ("", "a\tb", "a\tb\tc\tinf\te\tf\tg\th\ti", "a\tb\tc\t-1\te\tf\tg\th\ti", "a\tb\tc\tx"):
+        assert ticket.cost_of(text) == 0.0
+    assert ticket.model_of("a\tb") == ""
+
+
+def test_given_loads_when_picked_then_the_least_loaded_first_and_scores_count() -> None:
+    def picked(
+        candidates: str, load: dict[str, int], ready: tuple[str, ...] = (E1, E2, E3)
+    ) -> tuple[str, ...]:
+        return pick(candidates, ready, load, live_weight=0.5, most=2, chance=lambda: 0.0)
+
+    assert picked("*", {E1: 2, E2: 1, E3: 0}) == (E3, E2)
+    assert picked(f"{E1},{E2}", {E1: 2, E2: 1}) == (E2, E1)
+    assert picked(f"{E1}=0.9,{E2}=0.1", {}) == (E1, E2)
+    assert picked(f"{E1}=0.4,{E2}=0.1", {E1: 4}) == (E2, E1)
+    assert picked("*", {}, (E2,)) == (E2,)
+    assert picked(E1, {}, (E2,)) == ()
+    assert picked("", {}) == ()
+
+
+async def test_given_places_when_spent_then_the_next_waits_until_one_is_earned() -> None:
+    gate = gate_of(1.0)
+    assert await gate.admit(ask("a"), 1.0, 0.0 + asyncio.get_running_loop().time())
+    waiting = asyncio.create_task(gate.admit(ask("b"), 1.0, asyncio.get_running_loop().time()))
+    await until(lambda: gate.waiting == 1)
+    gate.earn(1.0)
+    assert await waiting
+    assert (gate.free, gate.waiting) == (0.0, 0)
+
+
+async def test_given_more_than_the_bound_when_earned_then_it_is_not_kept() -> None:
+    gate = gate_of(50.0, bound=3.0)
+    assert gate.free == 3.0
+    gate.earn(5.0)
+    assert gate.free == 3.0
+    assert gate.cost_of(10.0) == 3.0
+
+
+async def test_given_one_that_waits_when_its_client_leaves_then_its_place_is_given_back() -> None:
+    gate = gate_of(0.0)
+    now_s = asyncio.get_running_loop().time()
+    task = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    await until(lambda: gate.waiting == 1)
+    # When the place and the departure come in the same turn of the loop
+    gate.earn(1.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (gate.free, gate.waiting) == (1.0, 0)
+
+
+async def test_given_one_past_its_time_when_admitted_or_waiting_then_it_is_refused() -> None:
+    gate = gate_of(0.0)
+    now_s = asyncio.get_running_loop().time()
+    with pytest.raises(ExpiredTtl):
+        await gate.admit(ask("old"), 1.0, now_s - 31)
+    with pytest.raises(ExpiredTtl) as caught:
+        await gate.admit(ask("short", ttl_s=0.01), 1.0, now_s)
+    assert caught.value.retry_after_s == 1
+    assert gate.waiting == 0
+
+
+async def test_given_a_full_queue_when_a_higher_band_comes_then_who_makes_room_is_told() -> None:
+    gate = gate_of(0.0, total_capacity=1, flow_capacity=1)
+    now_s = asyncio.get_running_loop().time()
+    low = asyncio.create_task(gate.admit(ask("low", band=Band.SHEDDABLE), 1.0, now_s))
+    await until(lambda: gate.waiting == 1)
+    high = asyncio.create_task(gate.admit(ask("high", band=Band.CRITICAL), 1.0, now_s))
+    with pytest.raises(Evicted):
+        await low
+    with pytest.raises(TooManyFlows):
+        await gate.admit(ask("more", flow="other"), 1.0, now_s)
+    gate.earn(1.0)
+    assert await high
+
+
+async def test_given_a_newer_stream_when_it_takes_over_then_the_older_one_ends() -> None:
+    gate = gate_of(0.0)
+    now_s = asyncio.get_running_loop().time()
+    old = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    await until(lambda: gate.waiting == 1)
+    new = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    with pytest.raises(ClientGone):
+        await old
+    gate.earn(1.0)
+    assert await new
+    assert gate.waiting == 0
+
+
+async def test_given_all_released_when_they_waited_then_each_asks_the_shared_state() -> None:
+    gate = gate_of(0.0)
+    now_s = asyncio.get_running_loop().time()
+    tasks = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+    await until(lambda: gate.waiting == 3)
+    gate.release_all()
+    assert await asyncio.gather(*tasks) == [False, False, False]
+    assert gate.waiting == 0
+
+
+async def test_given_spare_places_when_asked_then_lent_and_a_hungry_one_shares_by_turns() -> None:
+    # Given a replica with places that nobody needs
+    gate = gate_of(3.0)
+    assert await gate.lend(1.0, 2.0, 0.5) == 2.0
+    assert gate.free == 1.0
+    assert await gate.lend(2.0, 5.0, 0.0) == 0.0
+    assert gate.free == 1.0
+    # When two others ask for more than it has, while its own requests wait
+    assert await gate.lend(1.0, 1.0, 0.5) == 1.0
+    now_s = asyncio.get_running_loop().time()
+    own = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+    await until(lambda: gate.waiting == 3)
+    lent = [asyncio.create_task(gate.lend(1.0, 9.0, 30.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        gate.earn(1.0)
+    # Then of three places each of them and its own queue has one
+    assert await asyncio.gather(*lent) == [1.0, 1.0]
+    await until(lambda: gate.waiting == 2)
+    gate.earn(1.0)
+    gate.earn(1.0)
+    await asyncio.gather(*own)
+    assert gate.free == 0.0
+
+
+async def test_given_a_question_that_is_given_up_when_a_place_comes_then_it_is_not_lost() -> None:
+    gate = gate_of(0.0)
+    asked = asyncio.create_task(gate.lend(1.0, 1.0, 30.0))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    gate.earn(1.0)
+    assert gate.free == 1.0

@@ -1,0 +1,174 @@
+"""One replica's own queue: who is next, who may wait, who has to make room."""
+
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from local_requests import ask, rules
+
+from app.admission.local_queue import LocalQueue, Waiting
+from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows
+from app.request import Band, Workload
+
+NO_GUARD: dict[str, Any] = {"guard_share": 0}
+
+
+def serve(queue: LocalQueue, now_s: float = 0.0) -> Waiting | None:
+    turn = queue.turn(now_s)
+    if turn is None:
+        return None
+    queue.serve(*turn)
+    return turn[0]
+
+
+def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
+    served = []
+    while (waiting := serve(queue, now_s)) is not None:
+        served.append(waiting.request.id)
+    return served
+
+
+def test_given_one_flow_when_served_then_by_arrival_whatever_the_order_of_coming() -> None:
+    # Given requests that were queued elsewhere before, some longer than others
+    queue = LocalQueue(rules())
+    for name, arrived_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
+        queue.offer(ask(name), 1.0, arrived_s)
+    assert [each.request.id for each in queue.all()] == ["a", "b", "c"]
+    assert drain(queue) == ["a", "b", "c"]
+    assert len(queue) == 0
+
+
+def test_given_strict_bands_when_served_then_the_higher_is_empty_first() -> None:
+    queue = LocalQueue(rules(**NO_GUARD))
+    for at, band in enumerate((Band.SHEDDABLE, Band.DEFAULT, Band.CRITICAL)):
+        for n in range(2):
+            queue.offer(ask(f"{band.name[0]}{n}", band=band), 1.0, float(at))
+    assert queue.lengths() == {"Critical": 2, "Default": 2, "Sheddable": 2}
+    assert drain(queue) == ["C0", "C1", "D0", "D1", "S0", "S1"]
+
+
+def test_given_weighted_bands_when_served_then_by_their_weights() -> None:
+    queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
+    for n in range(100):
+        for band in Band:
+            queue.offer(ask(f"{band.name[0]}{n}", band=band), 1.0, float(n))
+    first = [served.request.band for served in (serve(queue) for _ in range(100)) if served]
+    assert [first.count(band) for band in Band] == pytest.approx([70, 20, 10], abs=2)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=60),
+    st.tuples(*[st.integers(1, 4)] * 3),
+)
+def test_given_backlogged_flows_when_served_then_the_gap_of_g2_holds(
+    arrivals: list[tuple[str, int]], weights: tuple[int, int, int]
+) -> None:
+    # Given flows of different weights and requests of different costs
+    weight = dict(zip("abc", map(float, weights), strict=True))
+    queue = LocalQueue(rules(flow_capacity=1000, **NO_GUARD))
+    left = {name: [cost for flow, cost in arrivals if flow == name] for name in "abc"}
+    largest = {name: max(costs, default=0) for name, costs in left.items()}
+    for n, (flow, cost) in enumerate(arrivals):
+        queue.offer(ask(str(n), flow=flow, weight=weight[flow]), float(cost), float(n))
+    # When served one by one
+    work = dict.fromkeys("abc", 0.0)
+    while (waiting := serve(queue)) is not None:
+        work[waiting.request.flow] += waiting.cost
+        left[waiting.request.flow].pop(0)
+        # Then any two that wait have had the same for their weight, within one request of each
+        backlogged = [flow for flow in "abc" if left[flow]]
+        for f, g in pairwise(backlogged):
+            gap = abs(work[f] / weight[f] - work[g] / weight[g])
+            assert gap <= largest[f] / weight[f] + largest[g] / weight[g] + 1e-9
+
+
+def test_given_deadlines_when_ordered_by_them_then_the_earliest_is_first() -> None:
+    queue = LocalQueue(rules(ordering="edf", **NO_GUARD))
+    for name, ttl_s in (("late", 30.0), ("soon", 5.0), ("sooner", 2.0)):
+        queue.offer(ask(name, ttl_s=ttl_s), 1.0, 0.0)
+    assert drain(queue) == ["sooner", "soon", "late"]
+
+
+def test_given_criticalities_when_ordered_by_score_then_wait_and_criticality_count() -> None:
+    queue = LocalQueue(rules(ordering="workload-aware", **NO_GUARD))
+    for name, criticality, arrived_s in (("old", 1, 0.0), ("high", 5, 50.0), ("low", 1, 50.0)):
+        workload = Workload(name, criticality, registered=True)
+        queue.offer(ask(name, workload=workload, ttl_s=300.0), 1.0, arrived_s)
+    # 0.4 * 59/60 + 0.08 beats 0.4 * 9/60 + 0.4
+    assert drain(queue, 59.0) == ["old", "high", "low"]
+
+
+def test_given_overdue_requests_when_served_then_the_guard_takes_its_share() -> None:
+    # Given a sheddable request that has waited past half its TTL beside many critical ones
+    queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
+    for n in range(30):
+        queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
+    for n in range(100):
+        queue.offer(ask(f"c{n}", band=Band.CRITICAL), 1.0, 15.0)
+    served = [waiting.request.id for waiting in (serve(queue, 16.0) for _ in range(100)) if waiting]
+    assert served[0] == "s0"
+    assert sum(name.startswith("s") for name in served) in (10, 11)
+
+
+def test_given_a_full_queue_when_a_higher_band_comes_then_the_newest_of_the_lowest_makes_room() -> None:
+    queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
+    queue.offer(ask("old", band=Band.SHEDDABLE), 1.0, 1.0)
+    queue.offer(ask("new", band=Band.SHEDDABLE), 1.0, 2.0)
+    _, victim = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 3.0)
+    assert victim is not None
+    assert victim.request.id == "new"
+    assert drain(queue) == ["high", "old"]
+
+
+def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> None:
+    queue = LocalQueue(rules(total_capacity=2, flow_capacity=1))
+    queue.offer(ask("a", flow="a"), 1.0, 0.0)
+    with pytest.raises(InsufficientFlowCapacity):
+        queue.offer(ask("a2", flow="a"), 1.0, 0.0)
+    queue.offer(ask("b", flow="b"), 1.0, 0.0)
+    with pytest.raises(TooManyFlows) as caught:
+        queue.offer(ask("c", flow="c"), 1.0, 0.0)
+    assert caught.value.retry_after_s == 1
+    picky = LocalQueue(rules(overload="reject-noncritical"))
+    with pytest.raises(Saturated):
+        picky.offer(ask("d"), 1.0, 0.0)
+    picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
+
+
+def test_given_capacities_of_the_fleet_when_divided_then_each_replica_has_its_part() -> None:
+    parts = rules(3, total_capacity=100, flow_capacity=2)
+    assert (parts.total_capacity, parts.flow_capacity) == (33, 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "serve", "leave"]), st.integers(0, 5)), max_size=120))
+def test_given_any_coming_and_going_when_counted_then_nobody_is_lost_or_served_twice(
+    steps: list[tuple[str, int]],
+) -> None:
+    queue = LocalQueue(rules(total_capacity=20, flow_capacity=8))
+    inside: dict[str, Waiting] = {}
+    served: set[str] = set()
+    for n, (what, pick) in enumerate(steps):
+        if what == "offer":
+            try:
+                band = Band(pick % 3)
+                waiting, victim = queue.offer(
+                    ask(str(n), flow=f"f{pick}", band=band, ttl_s=20.0), 1.0, float(n)
+                )
+            except (TooManyFlows, InsufficientFlowCapacity):
+                continue
+            inside[str(n)] = waiting
+            if victim is not None:
+                del inside[victim.request.id]
+        elif what == "serve" and (turn := queue.turn(float(n))) is not None:
+            queue.serve(*turn)
+            assert turn[0].request.id not in served
+            served.add(turn[0].request.id)
+            del inside[turn[0].request.id]
+        elif what == "leave" and inside:
+            name = sorted(inside)[pick % len(inside)]
+            queue.remove(inside.pop(name))
+        assert len(queue) == len(inside) == sum(queue.lengths().values())
+        assert {each.request.id for each in queue.all()} == set(inside)
+    assert set(drain(queue, 1000.0)) == set(inside)
