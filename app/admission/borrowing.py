@@ -6,14 +6,12 @@ is back, never one that two do.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from app.admission.local import LocalGate
 
-_log = logging.getLogger(__name__)
-_PAUSE_S = 0.2  # after a peer has not answered
+_PAUSE_S = 0.2  # after a peer that had nothing, and said so at once
 ASK_S = 0.5  # a peer that has nothing keeps the question open for so long
 
 
@@ -39,6 +37,7 @@ class Borrower:
         active: Callable[[], bool],
     ) -> None:
         self._local, self._via, self._peers, self._active = local, via, peers, active
+        self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
         """Borrow until cancelled."""
@@ -64,8 +63,9 @@ class Borrower:
         least, most = self._local.wanted()
         if least <= 0:
             return
+        began_s = self._clock()
         given = await self._via.ask(address, least, most)
-        if given is None:
-            await asyncio.sleep(_PAUSE_S)
-        elif given > 0:
+        if given:
             self._local.earn(given)
+        elif self._clock() - began_s < _PAUSE_S:
+            await asyncio.sleep(_PAUSE_S)  # it is away, or has no need to keep places itself

@@ -38,6 +38,7 @@ class LocalGate:
         self._loop = asyncio.get_running_loop()
         self._purse = Purse(0.0)
         self._bound = 0.0
+        self._paused = False
         self._queue: LocalQueue | None = None
         self._queued: dict[str, _Queued] = {}
         self._by_place: dict[Waiting, _Queued] = {}
@@ -56,8 +57,12 @@ class LocalGate:
         """Queued requests by band."""
         return self._queue.lengths() if self._queue is not None else {}
 
-    def open(self, free: float, bound: float, rules: Rules) -> None:
-        """Begin with `free` to spend; no request costs more than `bound`, and no more is ever kept."""
+    def open(self, free: float, bound: float, rules: Rules, *, paused: bool = False) -> None:
+        """Begin with `free` to spend; no request costs more than `bound`, and no more is ever kept.
+
+        While `paused` nothing is let go.
+        """
+        self._paused = paused
         self._purse, self._bound = Purse(min(free, bound)), bound
         self._queue = LocalQueue(rules)
 
@@ -76,7 +81,7 @@ class LocalGate:
         former = self._queued.get(request.id)
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
-        if not len(self._queue) and self._purse.spend(cost):
+        if not self._paused and not len(self._queue) and self._purse.spend(cost):
             self._metrics.bypassed(request.model, request.target_model)
             return True
         if arrived_s + request.ttl_s <= self._loop.time():
@@ -159,6 +164,8 @@ class LocalGate:
 
     def _dispatch(self) -> None:
         """Spend what there is, by turns."""
+        if self._paused:
+            return
         passed = 0  # in a row that had no use for it
         while passed < len(self._line):
             ask = self._line[0]

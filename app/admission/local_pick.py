@@ -1,7 +1,63 @@
 """The choice of an endpoint where no script can make it: over the last snapshot and this replica's own
-count. Pure."""
+count."""
 
+import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import NoEndpoints
+from app.request import InferenceRequest
+from app.scheduling.chooser import LeastLoaded
+
+_FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for so long
+
+
+class LocalPicker:
+    """Picks, and counts what runs where as far as this replica knows; `begin` before use."""
+
+    def __init__(self, chooser: LeastLoaded, endpoints: SnapshotCell, clock: Callable[[], float]) -> None:
+        self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
+        self._load: Counter[str] = Counter()
+        self._failed: dict[str, float] = {}  # endpoint -> until when it is left alone
+
+    def begin(self, load: Mapping[str, int]) -> None:
+        """Count on from the fleet's `load` as it was last known."""
+        self._load = Counter(load)
+
+    def pick(self, request: InferenceRequest, *, most: int) -> tuple[str, ...]:
+        """Where `request` goes, best first, at most `most`.
+
+        Raises:
+            NoEndpoints: none is ready that it may go to.
+        """
+        now_s = self._clock()
+        self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
+        ready = {each.address for each in self._endpoints.current.endpoints if each.ready}
+        choice = self._chooser.choose(request)
+        picked = pick(
+            choice.candidates,
+            ready - self._failed.keys() or ready,
+            self._load,
+            live_weight=self._chooser.live_weight,
+            most=most,
+            chance=random.random,
+        )
+        if not picked:
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        self._chooser.placed(request, choice, picked)
+        return picked
+
+    def began(self, endpoint: str) -> None:
+        self._load[endpoint] += 1
+
+    def ended(self, endpoint: str) -> None:
+        if self._load[endpoint] > 0:
+            self._load[endpoint] -= 1
+
+    def failed(self, endpoint: str) -> None:
+        """It could not be connected to."""
+        self._failed[endpoint] = self._clock() + _FAILED_S
 
 
 def pick(
@@ -13,7 +69,7 @@ def pick(
     most: int,
     chance: Callable[[], float],
 ) -> tuple[str, ...]:
-    """Up to `most` of `ready`, best first; equals in random order. Empty if none may be picked.
+    """Up to `most` of `ready`, best first; equals in random order. Empty if none may be picked. Pure.
 
     `candidates` are as `lua/lib/endpoints.lua` takes them: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
     (scores, to which the load's part of `live_weight` is added). `load`: requests in flight, as far as known.

@@ -72,9 +72,13 @@ class Outbox:
         heard = (each for name, each in self._alive.items() if name not in self._placed)
         return own + [(each.id, None, each.served or "", each.ticket) for each in heard]
 
+    def ends(self) -> list[Completion]:
+        """Every end heard, oldest first."""
+        return [each for each in self._ended.values() if each is not None]
+
     def take_ended(self) -> list[Completion]:
         """Every end heard, oldest first; they are forgotten, and what ran with them."""
-        ended = [each for each in self._ended.values() if each is not None]
+        ended = self.ends()
         self._placed.clear()
         self._alive.clear()
         self._ended.clear()

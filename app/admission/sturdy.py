@@ -5,8 +5,8 @@
                                       └──(it opens again)──────┘
 
 LOCAL spends what its purse holds. RETURNING tells the shared state what runs, and needs both its purse and
-the shared state for each new request. Ends heard meanwhile are told at the end, when no replica can any more
-bring back what has ended.
+the shared state for each new request. Ends are told then, and again at the end of it: another replica may
+have brought back meanwhile what it had not heard the end of.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from app.admission import ticket
 from app.admission.borrowing import ASK_S, Borrower, Peers
 from app.admission.breaker import Breaker
 from app.admission.local import LocalGate
-from app.admission.local_pick import pick
+from app.admission.local_pick import LocalPicker
 from app.admission.local_rules import rules_of
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import share
 from app.admission.shared import SharedGate
 from app.admission.tuning import Effective
 from app.endpoints.snapshot import SnapshotCell
-from app.errors import NoEndpoints, StateUnavailable
+from app.errors import StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.scheduling.chooser import LeastLoaded
 from app.state.store import Pulse, Store
@@ -40,7 +40,6 @@ _REGISTER_AT_ONCE = 512  # requests told in one go; the link sends 64 a call
 _JITTER_S = 0.1  # replicas that come back together do not all begin at once
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
-_FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for so long
 
 
 class Mode(enum.Enum):
@@ -73,10 +72,9 @@ class SturdyGate:
         glance: Callable[[], None],
         via: Peers,
     ) -> None:
-        self._store, self._shared, self._chooser = store, shared, chooser
+        self._store, self._shared = store, shared
         self._replica = replica
         self._metrics = metrics
-        self._endpoints = endpoints
         self._budget_s = budget_s
         self._report_s = report_s
         self._effective, self._fleet_load, self._poke = effective, load, poke
@@ -89,15 +87,16 @@ class SturdyGate:
         )
         self._mode = Mode.SHARED
         self._outbox = Outbox()
+        self._picker = LocalPicker(chooser, endpoints, self._loop.time)
         self._pulse: Pulse | None = None  # the last one while all was well
+        self.newcomer_s = _NEWCOMER_S
         self._live: tuple[str, ...] = ()
         self._joined_s = 0.0
         self._gained = 0.0  # what was placed through the shared state since that pulse
         self._busy = False
-        self._unanswered: dict[str, Completion] = {}  # ends it has not confirmed
+        self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
         self._bound = self._share = 0.0
-        self._load: dict[str, int] = {}
-        self._failed: dict[str, float] = {}  # endpoint -> until when it is left alone
+        self._let_go = 0  # requests, since the shared state was lost
         self._left_s = self._back_s = self._probed_s = 0.0
         self._told = False
         self._peers: Mapping[str, Mapping[str, Any]] = {}  # what the live replicas say of themselves
@@ -114,7 +113,10 @@ class SturdyGate:
         return self._mode is Mode.LOCAL or (self._mode is Mode.RETURNING and not self._told)
 
     def status(self) -> dict[str, Any] | None:
-        """What it is like without the shared state; None while there is one."""
+        """What it is like without the shared state; None while there is one.
+
+        `in_flight` counts requests let go here whose end was not heard here; others may have heard it.
+        """
         if self._mode is Mode.SHARED:
             return None
         return {
@@ -123,7 +125,8 @@ class SturdyGate:
             "bound": self._bound,
             "share": self._share,
             "free": self._local.free,
-            "placed": len(self._outbox),
+            "let_go": self._let_go,
+            "in_flight": len(self._outbox),
             "queued": self._local.waiting,
             "queue_length": self._local.lengths(),
         }
@@ -155,7 +158,9 @@ class SturdyGate:
                 placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
                 self._gained += cost
             else:
-                placement = self._place(request, held)
+                fallbacks = self._effective().settings.scheduling.fallbacks
+                picked = self._picker.pick(request, most=1 + fallbacks)
+                placement = self._shared.placed_elsewhere(request, picked, held=held)
         except StateUnavailable:
             self._local.earn(cost)
             self._lose("a decision could not be had")
@@ -163,36 +168,19 @@ class SturdyGate:
         except BaseException:
             self._local.earn(cost)
             raise
-        endpoint = placement.endpoints[0]
-        self._outbox.placed(request.id, Placed(placement.attempt, placement.ticket, endpoint, cost))
-        self._load[endpoint] = self._load.get(endpoint, 0) + 1
+        if self._mode is not Mode.SHARED:  # it may have come back just now
+            endpoint = placement.endpoints[0]
+            self._outbox.placed(request.id, Placed(placement.attempt, placement.ticket, endpoint, cost))
+            self._picker.began(endpoint)
+            self._let_go += 1
         return placement
-
-    def _place(self, request: InferenceRequest, held: bool) -> Placement:
-        now_s = self._loop.time()
-        self._failed = {address: until for address, until in self._failed.items() if until > now_s}
-        ready = {each.address for each in self._endpoints.current.endpoints if each.ready}
-        choice = self._chooser.choose(request)
-        scheduling = self._effective().settings.scheduling
-        picked = pick(
-            choice.candidates,
-            ready - self._failed.keys() or ready,
-            self._load,
-            live_weight=self._chooser.live_weight,
-            most=1 + scheduling.fallbacks,
-            chance=random.random,
-        )
-        if not picked:
-            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
-        self._chooser.placed(request, choice, picked)
-        return self._shared.placed_elsewhere(request, picked, held=held)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._shared.route(subset)
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         if self._mode is not Mode.SHARED:
-            self._unload(self._outbox.endpoint_of(request_id))
+            self._picker.ended(self._outbox.endpoint_of(request_id))
             self._local.earn(self._outbox.withdrawn(request_id))
         self._shared.withdraw(request_id, placement)
 
@@ -200,13 +188,13 @@ class SturdyGate:
         note = completion.ticket or self._shared.held_ticket(completion.id)
         if self._mode is Mode.SHARED:
             self._busy = True
-            self._unanswered[completion.id] = completion
+            self._unanswered[completion.id] = completion, note
             answer = self._shared.settle(completion)
             answer.add_done_callback(lambda _: self._unanswered.pop(completion.id, None))
             return
-        self._unload(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
+        self._picker.ended(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
         if completion.failed:
-            self._failed[completion.failed] = self._loop.time() + _FAILED_S
+            self._picker.failed(completion.failed)
         if self._mode is Mode.RETURNING:
             self._shared.settle(completion)
         else:
@@ -307,20 +295,20 @@ class SturdyGate:
     def _open_purse(self) -> None:
         pulse = self._pulse
         assert pulse is not None
-        self._left_s = self._loop.time()
+        self._left_s, self._let_go = self._loop.time(), 0
         live = max(len(self._live), pulse.live, 1)
         rank = self._live.index(self._replica) if self._replica in self._live else live
         whole = self._effective().settings.request_queue_controller.unit == "requests"
         part = share(pulse.upper - pulse.stock, live=live, rank=rank, whole=whole)
-        if self._left_s - self._joined_s < _NEWCOMER_S:
+        if self._left_s - self._joined_s < self.newcomer_s:
             part = 0.0  # others may count without it
         self._bound, self._share = pulse.upper, pulse.upper / live
-        self._load = dict(self._fleet_load())
-        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules_of(self._effective(), live))
+        self._picker.begin(self._fleet_load())
+        rules = rules_of(self._effective(), live)
+        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules, paused=pulse.paused)
         for request_id in self._store.unsent_ends():
-            completion = self._unanswered.get(request_id)
-            if completion is not None:
-                self._local.earn(self._local.cost_of(self._outbox.ended(completion, completion.ticket)))
+            if request_id in self._unanswered:
+                self._local.earn(self._local.cost_of(self._outbox.ended(*self._unanswered[request_id])))
 
     async def _tell_what_runs(self) -> None:
         """The shared state answers again: tell it what runs, in batches, before anything else."""
@@ -335,6 +323,8 @@ class SturdyGate:
             self._lose("it went again")
             return
         self._shared.renew_held()
+        for completion in self._outbox.ends():
+            self._shared.tell_end(completion)
         self._told = True
         self._poke()
         _log.info("the shared state is back; told it of %d requests in flight", len(running))
@@ -358,10 +348,6 @@ class SturdyGate:
         self._metrics.degraded(False)
         _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
         self._poke()
-
-    def _unload(self, endpoint: str) -> None:
-        if self._load.get(endpoint, 0) > 0:
-            self._load[endpoint] -= 1
 
     def _cost(self, request: InferenceRequest) -> float:
         return request.cost + self._shared.answer_tokens if request.learn else request.cost

@@ -4,11 +4,11 @@ A question is JSON `{"pool", "least", "most"}`, amounts in the stock's unit; the
 cannot be read is answered with nothing given.
 """
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
+import orjson
 
 from app.admission.borrowing import ASK_S
 
@@ -22,11 +22,11 @@ def handler(pool: str, lend: Callable[[float, float], Awaitable[float]]) -> Any:
     """The service as a grpc.GenericRpcHandler; `lend(least, most)` gives what can be spared of `most`."""
 
     async def ask(question: bytes, _: Any) -> bytes:
-        return json.dumps({"given": await _given(question)}).encode()
+        return orjson.dumps({"given": await _given(question)})
 
     async def _given(question: bytes) -> float:
         try:
-            asked = json.loads(question[:_LONGEST_BYTES])
+            asked = orjson.loads(question[:_LONGEST_BYTES])
             least, most = float(asked["least"]), float(asked["most"])
             mine = asked["pool"] == pool
         except (ValueError, TypeError, KeyError):
@@ -47,10 +47,10 @@ class GrpcPeers:
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = grpc.aio.insecure_channel(address)
-        question = json.dumps({"pool": self._pool, "least": least, "most": most}).encode()
+        question = orjson.dumps({"pool": self._pool, "least": least, "most": most})
         try:
             answer = await channel.unary_unary(_ASK)(question, timeout=ASK_S + _MARGIN_S)
-            given = float(json.loads(answer)["given"])
+            given = float(orjson.loads(answer)["given"])
         except (grpc.aio.AioRpcError, ValueError, TypeError, KeyError):
             return None
         return given if 0 <= given <= most else 0.0

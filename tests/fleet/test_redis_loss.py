@@ -15,6 +15,7 @@ from own_valkey import OwnValkey, own_valkey
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40
+SERVICE_S = 0.4  # long enough that places are what is short, also on a busy machine
 LEASE_S = 15.0
 
 
@@ -32,7 +33,7 @@ def config(servers: CountingServers) -> dict[str, Any]:
 
 
 class Load:
-    """Clients that ask again as soon as they are answered; `answers` are (status, headers, body)."""
+    """Clients that ask again as soon as they are answered."""
 
     def __init__(self) -> None:
         self.answers: list[httpx.Response] = []
@@ -83,7 +84,7 @@ async def until_served(here: Any, servers: CountingServers, more: int) -> None:
 async def fleet_of_three(
     fleet: Any, folder: Path, mode: str
 ) -> AsyncIterator[tuple[Any, OwnValkey, CountingServers]]:
-    async with own_valkey(folder) as valkey, counting_servers(SERVERS, 0.1) as servers:
+    async with own_valkey(folder) as valkey, counting_servers(SERVERS, SERVICE_S) as servers:
         options = ("--mode", mode, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
         here = await asyncio.to_thread(lambda: fleet(*options, config=config(servers)))
         yield here, valkey, servers
@@ -114,16 +115,21 @@ async def test_without_redis_the_fleet_goes_on_within_its_last_bound(
             await until_degraded(here, True)
             load.answers.clear()
 
-            # Then requests are still answered, through every replica, for as long as it takes
-            placed_before = [state["local"]["placed"] for state in await states(here)]
-            await until_served(here, servers, 150)
-            placed_after = [state["local"]["placed"] for state in await states(here)]
-            if mode != "standard":  # where a replica hears the ends of its own, and forgets them
-                assert all(now > then for then, now in zip(placed_before, placed_after, strict=True))
+            # Then requests are still answered, through every replica
+            before = [state["local"]["let_go"] for state in await states(here)]
+            await until_served(here, servers, 60)
 
-            # And the others are told when to come again
-            refused = [answer for answer in load.answers if answer.status_code != 200]
-            assert refused
+            async def all_let_go() -> bool:
+                after = [state["local"]["let_go"] for state in await states(here)]
+                return all(now > then for then, now in zip(before, after, strict=True))
+
+            await here.eventually(all_let_go, within_s=60, what="a request let go by every replica")
+
+            # And what is past the room to wait is told when to come again
+            async def some_refused() -> list[httpx.Response]:
+                return [answer for answer in load.answers if answer.status_code != 200]
+
+            refused = await here.eventually(some_refused, within_s=60, what="a refusal")
             assert {answer.status_code for answer in refused} == {503}
             assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
 

@@ -25,6 +25,7 @@ class ScriptedStore:
         self.admitted: list[tuple[InferenceRequest, int]] = []
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
+        self.answering = True  # ends are taken
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.born, self.version = "0", ""
@@ -50,7 +51,7 @@ class ScriptedStore:
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
     ) -> asyncio.Future[str]:
         self.settled.append((request_id, actual, answer_tokens))
-        return _answered("settled m")
+        return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))

@@ -1,0 +1,125 @@
+"""Replicas ask each other for places, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from local_requests import ask, rules
+from scripted_store import until
+
+from app.admission.borrowing import Borrower
+from app.admission.local import LocalGate
+from app.extproc.shares import SERVICE, GrpcPeers, handler
+from app.telemetry.metrics import Metrics
+
+
+@asynccontextmanager
+async def lender(lend: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
+    """The address of a replica of pool `p` that answers by `lend`."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler("p", lend),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def peers(pool: str = "p") -> AsyncIterator[GrpcPeers]:
+    them = GrpcPeers(pool)
+    try:
+        yield them
+    finally:
+        await them.close()
+
+
+async def gives(least: float, most: float) -> float:
+    return min(most, 2.0)
+
+
+async def test_given_a_replica_with_places_when_asked_then_it_gives() -> None:
+    async with lender(gives) as address, peers() as them:
+        assert await them.ask(address, 1.0, 5.0) == 2.0
+        assert await them.ask(address, 1.0, 1.0) == 1.0
+
+
+async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given() -> None:
+    async with lender(gives) as address, peers("other") as strangers:
+        assert await strangers.ask(address, 1.0, 5.0) == 0.0
+        async with grpc.aio.insecure_channel(address) as channel:
+            for question in (
+                b"",
+                b"\xff",
+                b"[]",
+                b'{"pool": "p"}',
+                b'{"pool": "p", "least": -1, "most": 2}',
+                b'{"pool": "p", "least": 3, "most": 2}',
+                b'{"pool": "p", "least": "x", "most": 2}',
+                b'{"pool": "p", "least": NaN, "most": NaN}',
+                b"[" * 100_000,
+            ):
+                answer = await channel.unary_unary(f"/{SERVICE}/Ask")(question, timeout=10)
+                assert answer == b'{"given":0.0}', question
+
+
+@pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
+async def test_given_an_answer_that_cannot_be_when_asked_then_it_is_not_believed(said: float) -> None:
+    async def lies(least: float, most: float) -> float:
+        return said
+
+    async with lender(lies) as address, peers() as them:
+        assert not await them.ask(address, 1.0, 5.0)
+
+
+async def test_given_nobody_there_when_asked_then_no_answer() -> None:
+    async with lender(gives) as address:
+        pass
+    async with peers() as them:
+        assert await them.ask(address, 1.0, 5.0) is None
+
+
+async def test_given_a_request_that_waits_when_another_replica_has_places_then_it_goes() -> None:
+    # Given one replica without a place, and another with two that nobody needs
+    now_s = asyncio.get_running_loop().time()
+    rich, poor = LocalGate(Metrics()), LocalGate(Metrics())
+    rich.open(2.0, 10.0, rules())
+    poor.open(0.0, 10.0, rules())
+
+    async def lend(least: float, most: float) -> float:
+        return await rich.lend(least, most, 0.5)
+
+    async with lender(lend) as address:
+        borrower = Borrower(poor, GrpcPeers("p"), peers=lambda: {"rich": address}, active=lambda: True)
+        running = asyncio.create_task(borrower.run())
+        # When three requests come to the first
+        tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+        # Then two go, by the other's places
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert done
+        async with asyncio.timeout(30):
+            await asyncio.gather(*tasks[:2])
+        assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
+        # And the third as soon as the other hears an end
+        rich.earn(1.0)
+        async with asyncio.timeout(30):
+            assert await tasks[2]
+        running.cancel()
+        await asyncio.wait((running,))
+    assert rich.free + poor.free == 0.0
+
+
+async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> None:
+    now_s = asyncio.get_running_loop().time()
+    gate = LocalGate(Metrics())
+    gate.open(0.0, 10.0, rules())
+    running = asyncio.create_task(Borrower(gate, GrpcPeers("p"), peers=dict, active=lambda: True).run())
+    task = asyncio.create_task(gate.admit(ask(), 1.0, now_s))
+    await until(lambda: gate.waiting == 1)
+    gate.earn(1.0)
+    assert await task
+    running.cancel()
+    await asyncio.wait((running,))

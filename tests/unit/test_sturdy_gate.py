@@ -1,0 +1,298 @@
+"""The gate that goes on without the shared state: going over, working alone, coming back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from local_requests import ask
+from metrics_page import samples
+from scripted_store import ScriptedStore, until
+
+from app.admission.shared import SharedGate
+from app.admission.sturdy import Mode, SturdyGate
+from app.admission.tuning import Effective
+from app.config import parse
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.errors import StateUnavailable
+from app.fleet import probe
+from app.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from app.scheduling.chooser import LeastLoaded
+from app.state.store import Pulse, Store, Verdict
+from app.telemetry.metrics import Metrics
+
+E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
+BUDGET_S = 0.01
+PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
+
+
+class FickleStore(ScriptedStore):
+    """A store that may be `away`: decisions then fail or, if `silent`, never come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = self.silent = False
+        self.asking, self.heard_s, self.fault = 0, 0.0, None
+        self.ages_s: list[float] = []
+        self.renewed: list[str] = []
+        self.unsent: list[str] = []
+        self.admitting = [Verdict("placed", E1)]
+
+    async def admit(
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+    ) -> Verdict:
+        self.ages_s.append(age_s)
+        if self.silent:
+            self.asking += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.asking -= 1
+        if self.away:
+            raise StateUnavailable("away")
+        return await super().admit(request, attempt, candidates, age_s)
+
+    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+        self.renewed.append(request_id)
+        return super().renew(request_id, attempt, served, ticket)
+
+    def unsent_ends(self) -> list[str]:
+        return self.unsent
+
+
+class NoPeers:
+    async def ask(self, address: str, least: float, most: float) -> float | None:
+        return None
+
+    async def close(self) -> None:
+        pass
+
+
+class Bench:
+    """A gate that has beaten once, beside one other replica."""
+
+    def __init__(self, pulse: Pulse | None = PULSE) -> None:
+        self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
+        self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
+        chooser = LeastLoaded()
+        store = cast(Store, self.store)
+        self.shared = SharedGate(
+            store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None
+        )
+        self.pokes = 0
+        self.gate = SturdyGate(
+            store,
+            self.shared,
+            replica="a",
+            metrics=self.metrics,
+            endpoints=self.cell,
+            chooser=chooser,
+            budget_s=BUDGET_S,
+            report_s=0.0,
+            effective=lambda: Effective(parse({}), {}),
+            load=lambda: {E1: 3, E2: 1},
+            poke=self._poked,
+            glance=lambda: None,
+            via=NoPeers(),
+        )
+        self.gate.newcomer_s = 0.0
+        if pulse is not None:
+            self.tell_peers()
+            self.gate.beat(pulse, 0.001)
+
+    def _poked(self) -> None:
+        self.pokes += 1
+
+    def tell_peers(self, **degraded: bool) -> None:
+        about: Mapping[str, Mapping[str, Any]] = {
+            name: {"degraded": degraded.get(name, False)} for name in ("a", "b")
+        }
+        self.gate.peers(about)
+
+    def end(self, request_id: str, placement: Placement | None = None) -> None:
+        note = placement.ticket if placement is not None else ""
+        self.gate.settle(Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, ticket=note))
+
+    @property
+    def free(self) -> float:
+        status = self.gate.status()
+        assert status is not None
+        return float(status["free"])
+
+
+@asynccontextmanager
+async def watched(bench: Bench) -> AsyncIterator[None]:
+    running = asyncio.create_task(bench.gate.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def eventually(condition: Any) -> None:
+    async def look() -> bool | None:
+        return True if condition() else None
+
+    assert await probe.until(look, within_s=30)
+
+
+async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
+    # Given 6 of 10 free among two replicas
+    bench = Bench()
+    bench.store.away = True
+    # When requests come
+    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(3)]
+    # Then three are placed, where there is least, with fallbacks and a ticket
+    assert bench.gate.mode is Mode.LOCAL
+    assert bench.free == 0.0
+    assert placed[0].endpoints == (E2, E1)
+    assert {each.endpoints[0] for each in placed} <= {E1, E2}
+    assert all(each.ticket for each in placed)
+    # And what may have been asked of the shared state for the first is taken back
+    assert bench.store.cancelled == [("0", "cancelled")]
+    # When one ends, whoever placed it, then the next one goes
+    waiting = asyncio.create_task(bench.gate.admit(ask("next"), held=False))
+    await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    bench.end("from before", placed[0])
+    assert (await waiting).endpoints
+    assert samples(bench.metrics)[("epp_degraded",)] == 1
+
+
+async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
+    bench = Bench(pulse=None)
+    bench.store.away = True
+    with pytest.raises(StateUnavailable):
+        await bench.gate.admit(ask(), held=False)
+    assert bench.gate.status() is None
+
+
+async def test_given_what_was_placed_since_the_last_beat_when_lost_then_it_counts() -> None:
+    bench = Bench()
+    for n in range(2):
+        await bench.gate.admit(ask(f"shared {n}"), held=False)
+    bench.store.away = True
+    await bench.gate.admit(ask("alone"), held=False)
+    assert bench.free == 0.0
+
+
+async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_places() -> None:
+    bench = Bench(replace(PULSE, stock=10.0))
+    placement = await bench.gate.admit(ask("r"), held=False)
+    # Given an end that is not on its way yet, and one that may have arrived
+    bench.store.answering = False
+    bench.end("r", placement)
+    bench.end("sent", placement)
+    bench.store.unsent = ["r"]
+    bench.store.away = True
+    await bench.gate.admit(ask("alone"), held=False)
+    assert bench.free == 0.0
+    assert bench.gate.status()["let_go"] == 1  # type: ignore[index]
+
+
+async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() -> None:
+    bench = Bench(replace(PULSE, paused=True))
+    bench.store.away = True
+    task = asyncio.create_task(bench.gate.admit(ask(), held=False))
+    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_with_their_age() -> None:
+    bench = Bench()
+    async with watched(bench):
+        # Given one that waits for its turn in the shared queue, and one whose admission is not answered
+        bench.store.admitting = [Verdict("queued", "30000")]
+        queued = asyncio.create_task(bench.gate.admit(ask("queued"), held=False))
+        await until(lambda: bench.shared.waiting == 1)
+        bench.store.silent = True
+        asked = asyncio.create_task(bench.gate.admit(ask("asked"), held=False))
+        # Then both are placed alone, and taken back from the shared queue
+        assert (await queued).endpoints
+        assert (await asked).endpoints
+    assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
+
+
+async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
+    bench = Bench()
+    bench.store.away = True
+    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(3)]
+    waiting = asyncio.create_task(bench.gate.admit(ask("waits"), held=False))
+    await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    bench.gate.renew(Alive("old", E1, placed[0].ticket))
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        await eventually(lambda: bench.pokes)
+        # When it answers probes again
+        bench.store.away = False
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: not bench.gate.degraded)
+        # Then all that runs is told; while another replica has not, a place is needed here and there
+        assert sorted(bench.store.renewed) == ["0", "1", "2", "old"]
+        assert bench.gate.mode is Mode.RETURNING
+        assert not waiting.done()
+        bench.end("0", placed[0])
+        await waiting
+        assert bench.store.ages_s[-1] > 0.0
+        assert [name for name, _, _ in bench.store.settled] == ["0"]
+        # And when every replica has, it is over
+        bench.tell_peers()
+        await eventually(lambda: bench.gate.status() is None)
+    assert [name for name, _, _ in bench.store.settled] == ["0", "0"]
+    assert samples(bench.metrics)[("epp_degraded",)] == 0
+    bench.end("1", placed[1])
+    assert bench.store.settled[-1][0] == "1"
+
+
+async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
+    bench = Bench()
+    bench.store.away = True
+    await bench.gate.admit(ask("a"), held=False)
+    free = bench.free
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        # When the next decision fails, then the place it had paid for is spent alone
+        assert (await bench.gate.admit(ask("b"), held=False)).endpoints
+        assert bench.gate.mode is Mode.LOCAL
+        assert bench.free == free - 1
+
+
+async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
+    bench = Bench()
+    bench.store.away = True
+    placement = await bench.gate.admit(ask("r"), held=False)
+    free = bench.free
+    bench.gate.withdraw("r", placement)
+    bench.end("r", placement)
+    assert bench.free == free + 1
+
+
+async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_free() -> None:
+    # Given a stream (`standard`) from before, whose end brings no ticket
+    bench = Bench(replace(PULSE, stock=10.0))
+    await bench.gate.admit(ask("stream"), held=True)
+    bench.store.away = True
+    waiting = asyncio.create_task(bench.gate.admit(ask("next"), held=True))
+    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    bench.end("stream")
+    assert (await waiting).endpoints
+
+
+async def test_given_an_endpoint_that_cannot_be_connected_to_when_alone_then_it_is_left_alone() -> None:
+    bench = Bench()
+    bench.store.away = True
+    placement = await bench.gate.admit(ask("r"), held=False)
+    failed = placement.endpoints[0]
+    bench.gate.settle(
+        Completion("r", Outcome.UPSTREAM_FAILED, 503, None, None, None, 0.1, 0.1, failed, placement.ticket)
+    )
+    for n in range(3):
+        assert failed not in (await bench.gate.admit(ask(str(n)), held=False)).endpoints
