@@ -55,7 +55,7 @@ def draw(run: Evidence) -> dict[str, str]:
     """Pictures by name, in the order of the page; those for which there is nothing to show are left out."""
     painters: dict[str, tuple[Callable[[Axes, Evidence], None], bool]] = {
         "stock": (_stock, bool(run.samples)),
-        "queue": (_queue, bool(run.samples)),
+        "queue": (_queue, any(not each.degraded for each in run.samples)),
         "outcomes": (_outcomes, bool(run.answers)),
         "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(shares(run))),
@@ -87,35 +87,28 @@ def _svg(paint: Callable[[Axes, Evidence], None], run: Evidence, name: str) -> s
 
 def _stock(axes: Axes, run: Evidence) -> None:
     at = [each.at_s for each in run.samples]
-    axes.step(at, [each.stock for each in run.samples], where="post", color=_SOURCES[0], label="stock")
-    axes.step(
-        at, [each.upper for each in run.samples], where="post", color=_BOUND, ls="--", label="upper bound"
-    )
-    axes.step(
-        at, [each.lower for each in run.samples], where="post", color=_INK, ls=":", lw=1, label="lower bound"
-    )
+    # A replica without Redis tells the last stock that it knew: no figure to be drawn.
+    stock = [math.nan if each.degraded else each.stock for each in run.samples]
+    axes.step(at, stock, where="post", color=_SOURCES[0], label="stock")
+    for name, style, bounds in (
+        ("upper bound", {"color": _BOUND, "ls": "--"}, [each.upper for each in run.samples]),
+        ("lower bound", {"color": _INK, "ls": ":", "lw": 1}, [each.lower for each in run.samples]),
+    ):
+        axes.step(at, bounds, where="post", label=name, **style)
     if run.on_endpoints:
-        seen = run.on_endpoints
-        axes.plot(
-            [each.at_s for each in seen],
-            [each.requests for each in seen],
-            color=_SOURCES[2],
-            lw=1,
-            label="on endpoints",
-        )
+        seen = [(each.at_s, each.requests) for each in run.on_endpoints]
+        axes.plot(*zip(*seen, strict=True), color=_SOURCES[2], lw=1, label="on endpoints")
     axes.set_ylabel("tokens" if run.scenario.in_tokens else "requests")
     _over_time(axes, run, "Stock against its bounds")
 
 
 def _queue(axes: Axes, run: Evidence) -> None:
-    at = [each.at_s for each in run.samples]
+    known = [each for each in run.samples if not each.degraded]
     names = {band: band.name.capitalize() for band in Band}
-    used = [band for band in Band if any(each.queued.get(names[band]) for each in run.samples)] or [
-        Band.DEFAULT
-    ]
+    used = [band for band in Band if any(each.queued.get(names[band]) for each in known)] or [Band.DEFAULT]
     axes.stackplot(
-        at,
-        *([each.queued.get(names[band], 0) for each in run.samples] for band in used),
+        [each.at_s for each in known],
+        *([each.queued.get(names[band], 0) for each in known] for band in used),
         labels=[names[band] for band in used],
         colors=[_BANDS[band] for band in used],
         alpha=0.75,

@@ -16,6 +16,7 @@ import time
 from random import Random
 from typing import Any
 
+import gevent
 from locust import FastHttpUser, task
 
 from app.load import payload
@@ -55,7 +56,7 @@ class ScenarioUser(FastHttpUser):
             if not self.send(source, ask):
                 return
             said += [words, f"answer {number}"]
-            self._sleep(_chance.expovariate(1 / source.talk.think_s))
+            gevent.sleep(_chance.expovariate(1 / source.talk.think_s))
 
     def send(self, source: Source, ask: Ask) -> bool:
         """One request, read to its end; whether it was served whole."""

@@ -50,7 +50,7 @@ def overload(scenario: str, **waits_s: float) -> Evidence:
             flow=source.flow,
             band=int(source.band),
             workload=source.workload,
-            cost=1.0,
+            cost=base.cost(each),
             weight=1.0,
             wait_s=waits_s.get(each.source.replace("-", "_"), 0.0),
         )
