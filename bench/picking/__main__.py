@@ -11,6 +11,7 @@ from time import thread_time_ns
 
 from bench.overhead.surroundings import look
 from bench.picking.cases import EVERY, USUAL, Step, hashing, matching, picking
+from bench.picking.defaults import ENDPOINTS, SCORERS, choosing, script_us
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _COUNTS = (10, 30, 100, 300, 1000)
@@ -100,6 +101,23 @@ def main() -> int:
         "|---|---|",
     ]
     lines += [f"| {size} KB | {cost:.1f} |" for size, cost in hashed.items()]
+    plain, scored, anew = (
+        _median_us(step, samples, 200)
+        for step in (choosing(scored=False), choosing(scored=True), choosing(scored=True, anew=True))
+    )
+    scripts = script_us(320 if options.quick else 3200)
+    named = ", ".join(f"{name} {weight:g}" for name, weight in SCORERS.items())
+    lines += [
+        "",
+        f"What scorers add to a request, at {ENDPOINTS} endpoints ({named}):",
+        "",
+        "| part | us |",
+        "|---|---|",
+        f"| replica, without scorers | {plain:.1f} |",
+        f"| replica, with these three | {scored:.1f} |",
+        f"| replica, once in 100 ms: what is known of the endpoints taken up | {anew - scored:.1f} |",
+        *(f"| script, admission and end, {what} | {cost:.1f} |" for what, cost in scripts.items()),
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "picking.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines[4:]))
