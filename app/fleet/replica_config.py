@@ -26,9 +26,9 @@ def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | N
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """The names that reach a model server under `settings`; none: any it likes."""
+    """The names that reach a model server under `settings`, base models first; none: any it likes."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 
 
 def _plain(value: Any) -> Any:

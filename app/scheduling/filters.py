@@ -89,7 +89,11 @@ def sift(ask: PickAsk, endpoints: Sequence[Signals]) -> Sifted:
         if name in SOFT and all(reasons):
             waived.append(name)
             continue
-        judged = list(zip(kept, reasons, strict=True))
-        excluded.update((endpoint.address, reason) for endpoint, reason in judged if reason)
-        kept = [endpoint for endpoint, reason in judged if not reason]
+        passed = []
+        for endpoint, reason in zip(kept, reasons, strict=True):
+            if reason:
+                excluded[endpoint.address] = reason
+            else:
+                passed.append(endpoint)
+        kept = passed
     return Sifted(kept, excluded, tuple(waived))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from app.scheduling.ask import PickAsk
 from app.scheduling.filters import sift
-from app.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
+from app.scheduling.scorers import IN_FLIGHT, SCORERS, STANDING, scorer_name
 from app.scheduling.signals import Signals
 
 _FEW = 100  # sorting up to here is cheaper than a heap, which stays linear
@@ -67,6 +67,8 @@ class Scheduler:
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._scorers = [(name, SCORERS[name]) for name in self.weights]
+        self._seen: Sequence[Signals] = ()
+        self._standing: dict[str, list[float]] = {}
         self._shares = tuple(self.weights.values())
 
     def rank(self, ask: PickAsk, endpoints: Sequence[Signals], *, most: int = 8) -> Ranking:
@@ -74,7 +76,12 @@ class Scheduler:
         sifted = sift(ask, endpoints)
         kept = sifted.kept
         shares, chance = self._shares, ask.chance
-        parts = {name: scorer(ask, kept) for name, scorer in self._scorers}
+        if kept != self._seen:
+            # A replica learns of its endpoints ten times a second and picks more often than that.
+            self._standing = {name: scorer(ask, kept) for name, scorer in self._scorers if name in STANDING}
+            self._seen = kept
+        standing = self._standing
+        parts = {name: standing.get(name) or scorer(ask, kept) for name, scorer in self._scorers}
         totals = [0.0] * len(kept)
         if parts:
             totals = [sum(map(mul, shares, scores)) for scores in zip(*parts.values(), strict=True)]

@@ -125,6 +125,9 @@ SCORERS: Mapping[str, Scorer] = {
     "random": by_chance,
 }
 
+# Those that look at the candidates alone and not at the ask: for the same candidates they say the same.
+STANDING = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
+
 
 def scorer_name(value: str) -> str:
     """`value` if a scorer has that name.

@@ -1,5 +1,6 @@
 """What is measured: asks and endpoints made from a seed, the same in every run."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -39,16 +40,20 @@ def endpoints(count: int, seed: int) -> list[Signals]:
     ]
 
 
-def picking(weights: dict[str, float], count: int, seed: int) -> Step:
-    """One pick: a chat of 16 KB, its hashes known, looked up and ranked; of an adapter and a session."""
+def picking(weights: dict[str, float], count: int, seed: int, *, anew: bool = False) -> Step:
+    """One pick: a chat of 16 KB, its hashes known, looked up and ranked; of an adapter and a session.
+
+    `anew`: what is known of the endpoints is another each time.
+    """
     scheduler, pool = Scheduler(weights), endpoints(count, seed)
+    pools = itertools.cycle((pool, endpoints(count, seed + 1) if anew else pool))
     index, hashes = _served(pool, seed)
     chance = random.Random(seed).random
 
     def step() -> object:
         matches, blocks = index.match(hashes), len(hashes)
         ask = PickAsk(adapter="adapter-3", session="a-session", blocks=blocks, matches=matches, chance=chance)
-        return scheduler.rank(ask, pool)
+        return scheduler.rank(ask, next(pools))
 
     return step
 

@@ -253,3 +253,15 @@ def test_an_unknown_scorer_is_refused_with_the_valid_names() -> None:
 def test_an_impossible_weight_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="the weight of scorer kv-cache"):
         Scheduler({"kv-cache": weight})
+
+
+def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
+    # Given a scheduler that has ranked
+    scheduler = Scheduler(DEFAULT)
+    assert scheduler.rank(PLAIN, [at(A, 0), at(B, 9)]).best[0].address == A
+    # When queues have changed, or others are left over, then it ranks by what is so now
+    assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
+    only = PickAsk(subset=frozenset((A,)))
+    assert [each.address for each in scheduler.rank(only, [at(A, 9), at(B, 0)]).best] == [A]
+    assert scheduler.rank(PLAIN, []).best == ()
+    assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
