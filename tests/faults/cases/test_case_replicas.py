@@ -3,14 +3,24 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-import psutil
-from case_fleet import LEASE_S, REAP_S, config, log_of, model_servers, ready, replica_process, rests
+from case_fleet import (
+    LEASE_S,
+    REAP_S,
+    config,
+    envoy_stats,
+    log_of,
+    model_servers,
+    ready,
+    replica_process,
+    rests,
+)
 from fault_case import Case
 
+from bench.witness.asking import Wish, ask
 from bench.witness.check import check
 from bench.witness.load import loaded
 
@@ -36,7 +46,8 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     # And the counts are exact within a lease
     since = time.monotonic()
     await rests(here)
-    # And the log keeps every promise: order, bounds, one end each; what a dead replica heard last ends by lease
+    # And the log keeps every promise: order, bounds, one end each
+    # (what only the dead replica had heard of its end, its lease ends)
     verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
     case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s (lease {LEASE_S:g} s)")
     case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
@@ -65,7 +76,8 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
     # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
-    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True)
+    case.tell(f"{verdict.returned} requests were asked for again after their end, and cancelled")
     case.tell(f"highest stock {verdict.highest_stock:g} of 16, {highest} at the model servers")
     case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
     assert verdict.faults == ()
@@ -116,10 +128,10 @@ async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) 
     # Given a fleet that serves, and that starts nothing again
     here = faulty("--no-restart", *OPTIONS, config=config())
     # When every replica is killed under load
-    statuses = await _without_replicas(here)
+    statuses = await _without_replicas(here, case, 503)
     # Then each request is answered 503
-    case.tell(f"answers {statuses}")
-    assert set(statuses) == {503}
+    case.tell(f"answers then {statuses}")
+    assert statuses == {503: 60}
 
 
 async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
@@ -127,33 +139,32 @@ async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case
     # Given a fleet that serves, whose Envoy may go on alone
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
     # When every replica is killed under load
-    statuses = await _without_replicas(here)
-    # Then Envoy balances each request by itself
-    case.tell(f"answers {statuses}")
-    assert set(statuses) == {200}
+    statuses = await _without_replicas(here, case, 200)
+    # Then Envoy, once it knows, balances each request by itself
+    case.tell(f"answers then {statuses}")
+    assert statuses == {200: 60}
 
 
-async def _without_replicas(here: Any) -> dict[int, int]:
-    """Kill all replicas; the statuses of 60 requests after that, plain, streamed and of 60 KB."""
+async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, int]:
+    """Kill all replicas under load, wait for the first answer of status `settled` that no replica had a part
+    in; the statuses of 60 requests after it, each third of 60 KB.
+    """
     async with loaded(here.url, clients=8) as load:
         await load.more(30)
         for index in range(3):
             here.kill_replica(index)
-        await here.eventually(lambda: _gone(here), what="dead replicas")
-    async with httpx.AsyncClient(base_url=here.url, trust_env=False, timeout=20) as client:
-        counts: dict[int, int] = {}
-        for number in range(60):
-            ask = {
-                "model": "llama",
-                "prompt": "x" * (60_000 if number % 3 == 2 else 10),
-                "max_tokens": 2,
-                "stream": number % 3 == 1,
-            }
-            answer = await client.post("/v1/completions", json=ask)
-            counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
-    return counts
+    since = time.monotonic()
 
+    async def has_settled() -> bool:
+        healthy = await envoy_stats(here, "cluster.picker.membership_healthy")
+        return healthy == [0] and (await ask(here.url, Wish("first ", tokens=1))).status == settled
 
-async def _gone(here: Any) -> bool:
-    pids = [int(replica["pid"]) for replica in here.state["replicas"]]
-    return not any(psutil.pid_exists(pid) for pid in pids)
+    await here.eventually(has_settled, what=f"an answer {settled} without replicas")
+    statuses = dict(Counter(asked.status for asked in load.history if asked.status != 200))
+    assert set(statuses) <= {503}
+    case.tell(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
+    asks = [
+        Wish(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2)) for n in range(60)
+    ]
+    answers = [await ask(here.url, wish) for wish in asks]
+    return dict(Counter(answer.status for answer in answers if answer.served or answer.status != 200))
