@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval faults soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -50,6 +50,12 @@ bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scrapin
 
 bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.upheaval $(ARGS)
+
+faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
+	PICKER_FAULTS=full $(BIN)/pytest tests/faults/cases $(ARGS)
+
+soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
+	$(BIN)/python -m bench.soak $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock
