@@ -52,7 +52,7 @@ bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancel
 	$(BIN)/python -m bench.upheaval $(ARGS)
 
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
-	PICKER_FAULTS=full $(BIN)/pytest tests/faults/cases $(ARGS)
+	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
 
 soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)

@@ -33,7 +33,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     """The row of this test."""
     made = Case(request.node.name.removeprefix("test_"))
     yield made
-    if "PICKER_FAULTS" in os.environ:
+    if "FAULT_SUITE" in os.environ:
         made.record(request.node.stash.get(_OUTCOME, False))
 
 

@@ -5,7 +5,7 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-FULL = os.environ.get("PICKER_FAULTS") == "full"
+FULL = os.environ.get("FAULT_SUITE") == "full"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
