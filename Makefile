@@ -8,6 +8,7 @@ ARGS ?=
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean load bench-herding bench-latency bench-prefix redis-test
 .PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
 .PHONY: help up test lint format bench bench-admin bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
+.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval faults soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -79,6 +80,11 @@ bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancel
 screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
 	bash .ci/packages
 	$(BIN)/python -m bench.screenshots $(ARGS)
+faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
+	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
+
+soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
+	$(BIN)/python -m bench.soak $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

@@ -48,6 +48,8 @@ class ExtProc(Section):
     max_body_bytes: Count = Field(16 * 1024 * 1024, ge=1024)
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused
+    # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
+    on_failure: Literal["deny", "balance"] = "deny"
 
 
 class Admin(Section):

@@ -90,18 +90,19 @@ def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
     if mode != "standard":  # there the picker reads the answer itself
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named("envoy.filters.http.json_to_metadata", _json(read_request=mode == "headers")))
-    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode)))
+    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode, settings)))
     filters.append(_named("envoy.filters.http.router", Router()))
     return filters
 
 
-def _ext_proc(mode: Mode) -> ExternalProcessor:
+def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
     return ExternalProcessor(
         grpc_service=picker_grpc(redrive()),
-        failure_mode_allow=False,
+        # A request that goes on without a decision names no endpoint: the pool's own balancing takes it.
+        failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
         message_timeout=seconds(_MESSAGE_TIMEOUT_S),
         metadata_options=MetadataOptions(

@@ -33,6 +33,9 @@ _PATIENCE_S = 0.002  # how long what nobody waits for waits for company
 _PATIENT = ("settle", "renew")
 _ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 _NOT_LOADED = "ERR Function not found"
+# A reply read so long past its deadline finds a process that slept (SIGSTOP, a frozen machine). Its lease may
+# have run out, and what it grants be another's by now. Shorter than the shortest lease, 2 s.
+_SLEPT_S = 1.0
 _LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
 
 
@@ -216,6 +219,13 @@ class Link:
 
     def _land(self, reply: Reply) -> None:
         """Take the next reply of the message on its way."""
+        if not self._flying:
+            return  # its message was given up
+        if self._loop.time() - self._sent_s > self._call_timeout_s + _SLEPT_S:
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._note_overdue()
+            return
         call = self._flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
             call.answer(reply, self._on_batch)

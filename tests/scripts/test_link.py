@@ -201,3 +201,22 @@ async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
             await waiting
         with pytest.raises(StateUnavailable, match="stopped"):
             await settled
+
+
+async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
+    # Given an admission that is on its way when its process falls asleep
+    async with valkey_fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        admission = asyncio.ensure_future(a.admit("r1"))
+        link = a.store._link
+        while not link._flying:  # noqa: ASYNC110 - it is sent in the turn that submits it
+            await asyncio.sleep(0)
+        # When it wakes long after, and comes upon the reply before its own timer has had a turn
+        link._sent_s -= 10
+        # Then what it grants counts for nothing, for it may be another's by now
+        with pytest.raises(StateUnavailable):
+            await admission
+        # And the connection is made anew
+        assert (await a.admit("r1")).what == "placed"
+        await a.settle("r1")
+        assert await it.at_rest()

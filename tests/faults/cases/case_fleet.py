@@ -1,0 +1,112 @@
+"""How the suite's fleets are configured, and looks at all that counts requests."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import psutil
+from fleet_load import at_rest
+from whole_fleet import Fleet
+
+from app.state.keys import Keys
+
+LEASE_S = 3.0
+REAP_S = 5.0  # the sweep's interval, and a machine that is busy with other things
+KEYS = Keys.of("default")
+
+
+def config(
+    *, lease_s: float = LEASE_S, per_endpoint: float = 4, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """Short leases, a bound of `per_endpoint` requests exactly, a decision log that keeps everything."""
+    return {
+        "leases": {
+            "inflight": f"{lease_s:g}s", "access_log_interval": "1s", "replica_silence": "2s",
+            "heartbeat": "500ms", "adoption_grace": "3s",
+        },
+        "request_queue_controller": {
+            "watermark_per_backend": per_endpoint, "upper_bound_per_backend": per_endpoint,
+            "lower_bound_per_backend": per_endpoint,
+        },
+        "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "60s"},
+        "decision_log": {"enabled": True, "max_entries": 3_000_000},
+        **sections,
+    }  # fmt: skip
+
+
+async def log_of(fleet: Fleet) -> list[dict[str, str]]:
+    """The decision log so far."""
+    entries: list[dict[str, str]] = []
+    last = "-"
+    async with fleet.redis() as client:
+        while page := await client.xrange(KEYS.log, min=last, count=5000):
+            entries += [fields for _, fields in page]
+            last = f"({page[-1][0]}"
+    return entries
+
+
+async def model_servers(fleet: Fleet) -> list[int]:
+    """What each simulator itself counts as running or waiting; -1 for one that does not answer."""
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
+        addresses = [endpoint["address"] for endpoint in fleet.state["endpoints"]]
+        return list(await asyncio.gather(*(_busy(client, address) for address in addresses)))
+
+
+async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
+    """Wait until every count is exactly 0: the scripts', the replicas' and the simulators' own."""
+    await at_rest(fleet, within_s=within_s)
+
+    async def idle() -> bool:
+        return not any(await model_servers(fleet))
+
+    await fleet.eventually(idle, within_s=within_s, what="idle model servers")
+
+
+async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
+    """Wait until each of `replicas` is ready, and Envoy thinks so too."""
+
+    async def look() -> bool:
+        for replica in replicas:
+            try:
+                if (await fleet.admin("/readyz", replica)).status_code != 200:
+                    return False
+            except httpx.TransportError:
+                return False
+        return await _healthy(fleet) >= len(replicas)
+
+    await fleet.eventually(look, within_s=30, what="ready replicas")
+
+
+async def envoy_stats(fleet: Fleet, *names: str) -> list[int]:
+    """Values of Envoy's counters and gauges, in the order of `names`."""
+    lines = (await fleet.envoy_admin("/stats")).text.splitlines()
+    found = dict(line.split(": ", 1) for line in lines if ": " in line)
+    return [int(found[name]) for name in names]
+
+
+def pid_of(fleet: Fleet, command: str) -> int:
+    """The child whose command line has `command` in it; the first."""
+    return next(child.pid for child in fleet.children() if command in " ".join(child.cmdline()))
+
+
+def replica_process(fleet: Fleet, index: int) -> psutil.Process:
+    return psutil.Process(int(fleet.state["replicas"][index]["pid"]))
+
+
+async def _healthy(fleet: Fleet) -> int:
+    [count] = await envoy_stats(fleet, "cluster.picker.membership_healthy")
+    return count
+
+
+async def _busy(client: httpx.AsyncClient, address: str) -> int:
+    try:
+        page = (await client.get(f"http://{address}/metrics")).text
+    except httpx.TransportError:
+        return -1
+    counts = [
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
+    ]
+    return int(sum(counts))

@@ -1,0 +1,76 @@
+"""Fleets for the fault suite, and the row that each case writes when the suite is run as such."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_case import FULL, Case
+from whole_fleet import Fleet, started, stop_all
+
+_PROJECT = Path(__file__).parents[3]
+_OUTCOME = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The full forms take as long as they take."""
+    for item in items:
+        if FULL and "case" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    item.stash[_OUTCOME] = item.stash.get(_OUTCOME, True) and not report.failed
+    return report
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """The row of this test."""
+    made = Case(request.node.name.removeprefix("test_"))
+    yield made
+    if "FAULT_SUITE" in os.environ:
+        made.record(request.node.stash.get(_OUTCOME, False))
+
+
+@pytest.fixture
+def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
+    """`faulty(*options, config=None, environment=None)` starts a fleet of the test's own.
+
+    It ends before the row is written: a fleet that does not end well is a case that failed.
+    """
+    running: list[Fleet] = []
+
+    def start(
+        *options: str, config: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    ) -> Fleet:
+        folder = tmp_path_factory.mktemp("fleet")
+        running.append(started(folder, ("--debug-headers", *options), config, environment))
+        return running[-1]
+
+    yield start
+    stop_all(running)
+
+
+class TwoVersions:
+    """A checkout whose `lua` folder is a copy: replicas that start after `change` have another library."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "app").symlink_to(_PROJECT / "app")
+        shutil.copytree(_PROJECT / "lua", folder / "lua")
+        self._file = folder / "lua" / "admit.lua"
+        self.environment = {"PYTHONPATH": str(folder)}
+
+    def change(self, comment: str) -> None:
+        """Write `comment` into a script: the library's hash, and so all its functions' names, change."""
+        with self._file.open("a", encoding="utf-8") as script:
+            script.write(f"-- {comment}\n")
+
+
+@pytest.fixture
+def two_versions(tmp_path: Path) -> TwoVersions:
+    return TwoVersions(tmp_path)

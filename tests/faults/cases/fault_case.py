@@ -1,0 +1,62 @@
+"""A case of the fault suite: its size, what it measured, and the table of all results."""
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+FULL = os.environ.get("FAULT_SUITE") == "full"
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
+
+
+class Case:
+    """One row of the table: `fault`, and what `tell` adds to it while the case runs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fault = name
+        self.figures: list[str] = []
+
+    def is_about(self, fault: str) -> None:
+        self.fault = fault
+
+    def tell(self, figure: str) -> None:
+        self.figures.append(figure)
+
+    def size(self, short: int, full: int) -> int:
+        """How many of something: the form of `make test`, or that of `make faults`."""
+        return full if FULL else short
+
+    def record(self, passed: bool) -> None:
+        """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""
+        file = RESULTS / "faults.json"
+        rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        rows[self.name] = {
+            "fault": self.fault,
+            "form": "full" if FULL else "short",
+            "figures": "; ".join(self.figures),
+            "passed": passed,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "load": round(os.getloadavg()[0], 1),
+        }
+        file.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "faults.md").write_text(_table(rows), encoding="utf-8")
+
+
+def _table(rows: dict[str, dict[str, object]]) -> str:
+    lines = [
+        "# The fault suite",
+        "",
+        "Written by `make faults`, a row a case, each as it was last run; a row says in which form. Real",
+        "processes: Envoy, Valkey, three replicas and simulated model servers on one machine with two cores;",
+        "the load is that machine's average at the case's end.",
+        "",
+        "| fault | what was seen | passed | form | run | load |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(rows):
+        row = rows[name]
+        passed = "yes" if row["passed"] else "**no**"
+        cells = (row["fault"], row["figures"], passed, row["form"], row["date"], row["load"])
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join([*lines, ""])

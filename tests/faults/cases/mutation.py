@@ -1,0 +1,155 @@
+"""Envoy's messages, damaged: streams of ext_proc and of the access log that no Envoy sends, from a seed."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+
+_NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-inference-objective",
+          "x-llm-d-inference-ttl", "x-gateway-model-name-rewrite", "x-request-id", "content-length",
+          "content-type", ":path", "\x00", "x-" + "y" * 300)  # fmt: skip
+_VALUES = (b"", b"0", b"-1", b"1e309", b"NaN", b"5ms", b"llama", b"\xff\xfe\x00", b"{" * 500, b"x" * 5000,
+           b'{"workload_id": "w", "criticality": 5}', b'{"workload_id": null}', "ü\u202e".encode(),
+           b"99999999999999999999999", b"a\tb\nc")  # fmt: skip
+_MODES = ((4, 4), (4, 0), (0, 0), (2, 1), (99, 4))
+_NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e308)
+
+
+def exchange(dice: random.Random, name: str) -> list[bytes]:
+    """The messages of one ext_proc stream, some of them broken; a request of it is called `name`."""
+    messages = [_headers(dice, name), *_bodies(dice)]
+    if dice.random() < 0.1:
+        messages.append(_part(dice))
+    if dice.random() < 0.1:
+        dice.shuffle(messages)
+    return _damaged(dice, [message.SerializeToString() for message in messages], 0.3)
+
+
+def entries(dice: random.Random, names: Sequence[str]) -> bytes:
+    """One message of the access log, with entries about requests of `names` and of nobody."""
+    message = StreamAccessLogsMessage()
+    for _ in range(dice.randrange(4)):
+        message.http_logs.log_entry.append(_entry(dice, dice.choice([*names, "nobody", ""])))
+    return _damaged(dice, [message.SerializeToString()], 0.3)[0]
+
+
+def end(name: str) -> HTTPAccessLogEntry:
+    """What Envoy says when request `name` has ended well."""
+    entry = HTTPAccessLogEntry()
+    entry.common_properties.access_log_type = 6
+    entry.common_properties.metadata.filter_metadata["picker"].update({"id": name})
+    entry.response.response_code.value = 200
+    return entry
+
+
+def _headers(dice: random.Random, name: str) -> ProcessingRequest:
+    message = ProcessingRequest()
+    pairs = [(":method", b"POST"), (":path", b"/v1/completions"), ("x-request-id", name.encode())]
+    pairs += [(dice.choice(_NAMES), dice.choice(_VALUES)) for _ in range(dice.randrange(4))]
+    for key, value in pairs:
+        message.request_headers.headers.headers.add(key=key, raw_value=value)
+    message.request_headers.end_of_stream = dice.random() < 0.05
+    if dice.random() < 0.9:
+        request, response = dice.choice(_MODES) if dice.random() < 0.5 else (4, 0)
+        message.protocol_config.request_body_mode = request
+        message.protocol_config.response_body_mode = response
+    if dice.random() < 0.3:
+        space = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        space.update(
+            {"x-gateway-destination-endpoint-subset": dice.choice(([], [1, None], "x", ["a:b"], {}))}
+        )
+    if dice.random() < 0.2:
+        fields = {"model": dice.choice(("llama", 7, "", "x" * 2000)), "max_tokens": dice.choice(_NUMBERS)}
+        message.metadata_context.filter_metadata["picker.request"].update(fields)
+    return message
+
+
+def _bodies(dice: random.Random) -> list[ProcessingRequest]:
+    ask: dict[str, Any] = {"model": "llama", "prompt": "x" * dice.randrange(200), "max_tokens": 4}
+    if dice.random() < 0.4:
+        ask[dice.choice(("model", "prompt", "max_tokens", "stream", "messages", "n"))] = dice.choice(
+            (None, [], {}, -1, 2**70, 1e308, "x", True, ["a", 3], [[1, 2]], [{"role": 1, "content": [{}]}])
+        )
+    body = _scarred(dice, json.dumps(ask).encode()) if dice.random() < 0.3 else json.dumps(ask).encode()
+    cuts = sorted(dice.randrange(len(body) + 1) for _ in range(dice.randrange(3)))
+    chunks = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
+    found = []
+    for number, chunk in enumerate(chunks):
+        message = ProcessingRequest()
+        message.request_body.body = chunk
+        message.request_body.end_of_stream = number == len(chunks) - 1 and dice.random() < 0.9
+        found.append(message)
+    return found
+
+
+def _part(dice: random.Random) -> ProcessingRequest:
+    message = ProcessingRequest()
+    kind = dice.randrange(5)
+    if kind == 0:
+        message.request_trailers.SetInParent()
+    elif kind == 1:
+        message.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
+    elif kind == 2:
+        message.response_body.body = b"data: " + dice.choice(_VALUES)
+    elif kind == 3:
+        message.response_trailers.SetInParent()
+    return message
+
+
+def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
+    entry = end(name)
+    common = entry.common_properties
+    common.access_log_type = dice.choice((0, 6, 5, 3))
+    common.intermediate_log_entry = dice.random() < 0.3
+    entry.response.response_code.value = dice.choice((0, 200, 503, 2**32 - 1))
+    if dice.random() < 0.5:
+        ticket = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
+        ticket[dice.randrange(9)] = dice.choice(("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10"))
+        common.metadata.filter_metadata["picker"].update(
+            {"ticket": "\t".join(ticket[: dice.randrange(7, 11)])}
+        )
+    if dice.random() < 0.5:
+        usage = {"prompt_tokens": dice.choice(_NUMBERS), "completion_tokens": dice.choice(_NUMBERS)}
+        common.metadata.filter_metadata["picker.usage"].update(usage)
+    if dice.random() < 0.3:
+        common.metadata.filter_metadata["envoy.lb"].update(
+            {"x-gateway-destination-endpoint-served": dice.choice(("", "nowhere", 7, "[::1]:0", "a\tb"))}
+        )
+    if dice.random() < 0.3:
+        common.time_to_last_downstream_tx_byte.seconds = dice.choice((-5, 0, 10**11))
+    return entry
+
+
+def _damaged(dice: random.Random, messages: list[bytes], share: float) -> list[bytes]:
+    """`messages`, a share of the lists with one of them scarred, lost or doubled."""
+    if dice.random() < share:
+        at = dice.randrange(len(messages))
+        change: Callable[[], list[bytes]] = dice.choice(
+            (
+                lambda: [_scarred(dice, messages[at])],
+                lambda: [messages[at], messages[at]],
+                lambda: [dice.randbytes(dice.randrange(60))],
+                lambda: [b""],
+            )
+        )
+        messages[at : at + 1] = change()
+    return messages
+
+
+def _scarred(dice: random.Random, data: bytes) -> bytes:
+    """`data` with bytes flipped, cut off or put in."""
+    found = bytearray(data)
+    for _ in range(dice.randrange(1, 4)):
+        at = dice.randrange(len(found) + 1)
+        match dice.randrange(3):
+            case 0 if at < len(found):
+                found[at] ^= 1 << dice.randrange(8)
+            case 1:
+                del found[at:]
+            case _:
+                found[at:at] = dice.randbytes(dice.randrange(1, 9))
+    return bytes(found)

@@ -1,0 +1,124 @@
+"""Streams that outlive every lease, and clients that leave at any moment (G6)."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from case_fleet import LEASE_S, config, envoy_stats, log_of, ready, replica_process, rests
+from fault_case import Case
+
+from bench.witness.asking import Wish, ask
+from bench.witness.check import check
+from bench.witness.load import Load, loaded, mixed
+
+ITL_S = 0.02
+AT_ONCE = 100
+
+
+async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
+    lease_s = 2.0
+    times = case.size(3, 10)
+    case.is_about(f"a stream {times} times longer than its lease")
+    # Given a lease of 2 s, other load, and streams that run many times as long
+    options = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
+    here = faulty(*options, config=config(lease_s=lease_s))
+    tokens = int(times * lease_s / ITL_S)
+    # When they run to their end
+    async with loaded(here.url, clients=10) as load:
+        streams = await asyncio.gather(
+            *(ask(here.url, Wish(f"long {n}", tokens, streamed=True)) for n in range(6))
+        )
+    await rests(here)
+    # Then each was whole, and none lost its lease on the way
+    lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
+    assert [stream for stream in streams if not stream.served] == []
+    assert lasted_s >= times * lease_s
+    verdict = check([*streams, *load.history], await log_of(here))
+    case.tell(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {verdict.ends['reclaimed']} reaped")
+    assert verdict.faults == ()
+    assert load.failed == []
+
+
+async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
+    count = case.size(300, 10_000)
+    case.is_about(f"{count} clients leave at random phases")
+    # Given a fleet that has served some, and what it has open then
+    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config())
+    async with loaded(here.url, clients=10) as before:
+        await before.more(50)
+    await rests(here)
+    baseline = await _open(here)
+    # When clients come and leave: before they are placed, queued, before the first byte, amid the answer
+    load, stopping = Load(here.url, 3, _fickle), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.create_task(load.client(stopping))
+        while len(load.history) < count:  # noqa: ASYNC110 - a plain count, not an event
+            await asyncio.sleep(0.05)
+        stopping.set()
+    since = time.monotonic()
+    await rests(here, within_s=5.0)
+    # Then every count is 0, long before a lease could have run out everywhere, and nothing stays connected
+    left = sum(asked.left for asked in load.history)
+    case.tell(f"{left} of {len(load.history)} left; all counts 0 after {time.monotonic() - since:.1f} s")
+    assert left > len(load.history) / 2
+    assert load.failed == []
+
+    async def closed() -> bool:
+        now = await _open(here)
+        return all(now[what] <= most + (what == "files") * 20 for what, most in baseline.items())
+
+    await here.eventually(closed, what=f"the baseline {baseline}")
+    case.tell(f"connections and requests open as before: {await _open(here)}, before {baseline}")
+    verdict = check(load.history, await log_of(here))
+    assert verdict.faults == ()
+
+
+async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
+    kills = case.size(1, 10)
+    case.is_about(f"SIGKILL of Envoy, {kills} times")
+    # Given streams that fill the pool, and requests queued behind them
+    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "20", config=config())
+    longest_s = 0.0
+    for _ in range(kills):
+        streams = [asyncio.create_task(ask(here.url, Wish("long", 3000, streamed=True))) for _ in range(40)]
+
+        async def full() -> bool:
+            state = (await here.admin("/api/v1/state")).json()
+            return bool(state["stock"] == 16 and state["queued"] == 24)
+
+        await here.eventually(full, what="16 running, 24 queued")
+        # When Envoy dies
+        envoy = next(child for child in here.children() if "envoy" in child.name())
+        envoy.kill()
+        since = time.monotonic()
+        # Then what it had is released within a lease, which nobody renews any more
+        await rests(here)
+        longest_s = max(longest_s, time.monotonic() - since)
+        assert not any(asked.served for asked in await asyncio.gather(*streams))
+        # And the next Envoy serves
+        await ready(here)
+    async with loaded(here.url, clients=10) as load:
+        await load.more(50)
+    await rests(here)
+    case.tell(f"all counts 0 within {longest_s:.1f} s (lease {LEASE_S:g} s)")
+    assert load.failed == []
+    assert check(load.history, await log_of(here)).faults == ()
+
+
+def _fickle(dice: random.Random, number: int) -> Wish:
+    """A mixed wish, three of four with a client that leaves within the time that such a request takes."""
+    wish = mixed(dice, number)
+    leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
+    return Wish(wish.prompt, 60, wish.streamed, wish.pad_bytes, leaves_s, wish.headers)
+
+
+async def _open(here: Any) -> dict[str, int]:
+    """What Envoy has open with clients, pickers and model servers, and files of the replicas."""
+    names = ("http.lean.downstream_cx_active", "cluster.picker.upstream_rq_active",
+             "cluster.pool.upstream_rq_active")  # fmt: skip
+    values = await envoy_stats(here, *names)
+    files = sum(replica_process(here, index).num_fds() for index in range(3))
+    return {**dict(zip(names, values, strict=True)), "files": files}

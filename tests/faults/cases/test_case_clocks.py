@@ -1,0 +1,110 @@
+"""Replica clocks minutes off change no decision: time is Redis's alone (DESIGN, "Time, ids, leases").
+
+libfaketime gives each replica process a wall clock of its own; monotonic clocks stay, as they do on a machine
+whose clock is wrong.
+"""
+
+import asyncio
+import email.utils
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from case_fleet import config, log_of, rests
+from fault_case import Case
+
+from bench.witness.asking import Asked, Wish, ask
+
+_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
+              "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
+OFFSETS_S = (300, -300, 0)
+# Runs as each Python starts: a replica starts itself anew, once, with the clock of its number.
+SITE = f"""
+import os, sys
+line = sys.orig_argv
+offsets = {OFFSETS_S!r}
+if "serve" in line and "LD_PRELOAD" not in os.environ:
+    number = int(line[-1].rsplit("-", 1)[1].removesuffix(".yaml"))
+    os.environ.update(LD_PRELOAD="@", FAKETIME=f"{{offsets[number - 1]:+d}}", DONT_FAKE_MONOTONIC="1",
+                      FAKETIME_DONT_FAKE_MONOTONIC="1")
+    os.execv(sys.executable, line)
+"""
+ADMIN_ANSWERS_S = 2.0
+
+
+@pytest.fixture
+def wrong_clocks(tmp_path: Path) -> dict[str, str]:
+    """The environment of a fleet whose replicas' clocks are off by OFFSETS_S."""
+    found = [library for library in _LIBRARIES if Path(library).exists()]
+    assert found, "libfaketime is missing: install Debian's libfaketime"
+    (tmp_path / "sitecustomize.py").write_text(SITE.replace("@", found[0]), encoding="utf-8")
+    project = str(Path(__file__).parents[3])
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), project])}
+
+
+async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]) -> None:
+    count = case.size(16, 60)
+    case.is_about("replica clocks +5 min, −5 min and right")
+    # Given a fleet whose clocks are right, and one whose replicas' clocks are not
+    options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
+    right = faulty(*options, config=config(per_endpoint=1))
+    wrong = faulty(*options, config=config(per_endpoint=1), environment=wrong_clocks)
+    off_s = [await _offset_s(wrong, replica) for replica in range(3)]
+    assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
+    # When both are asked for the same, one after the other, behind an answer that takes a while
+    both = await asyncio.gather(_decisions(right, count), _decisions(wrong, count))
+    # Then they decide the same: who is served in which order, who expires, on which replica it may be
+    assert both[0] == both[1]
+    served = [what for what, _ in both[0]].count("granted")
+    expired = [what for what, _ in both[0]].count("expired")
+    case.tell(f"{served} grants in the same order, {expired} expiries the same; clocks off by {off_s} s")
+    assert (served, expired) == (count - count // 4, count // 4)
+
+
+async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
+    """Who was granted in which order, then who expired; by the number of the request."""
+    held = asyncio.create_task(ask(fleet.url, Wish("held", 100_000, streamed=True, leaves_s=60.0)))
+
+    async def state(stock: int, queued: int) -> bool:
+        now = (await fleet.admin("/api/v1/state", 0)).json()
+        return (now["stock"], now["queued"]) == (stock, queued)
+
+    await fleet.eventually(lambda: state(1, 0), what="the one that runs")
+    waiting: list[asyncio.Task[Asked]] = []
+    for number in range(count):
+        # Three flows of unlike cost; every fourth request is impatient, and expires in the queue.
+        headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]
+        if number % 4 == 3:
+            headers.append(("x-llm-d-inference-ttl", "3s"))
+        wish = Wish(f"number {number}", 1, headers=tuple(headers))
+        waiting.append(asyncio.create_task(ask(fleet.url, wish)))
+
+        async def came(number: int = number) -> bool:
+            return [entry["event"] for entry in await log_of(fleet)].count("queued") == number + 1
+
+        await fleet.eventually(came, what=f"request {number}")
+
+    async def ran_out() -> bool:
+        return [entry["event"] for entry in await log_of(fleet)].count("expired") == count // 4
+
+    await fleet.eventually(ran_out, what="expiries")
+    held.cancel()
+    await asyncio.gather(*waiting)
+    await asyncio.gather(held, return_exceptions=True)
+    await rests(fleet)
+    log = await log_of(fleet)
+    numbers = [entry["request"] for entry in log if entry["event"] == "queued"]
+    decided = [
+        (entry["event"], entry["request"]) for entry in log if entry["event"] in ("granted", "expired")
+    ]
+    ordered = sorted(decided, key=lambda each: each[0] == "expired")
+    return [(event, numbers.index(request)) for event, request in ordered]
+
+
+async def _offset_s(fleet: Any, replica: int) -> int:
+    """How far a replica's wall clock is from this one's, by the date that its HTTP answers carry."""
+    date = (await fleet.admin("/healthz", replica)).headers["date"]
+    return round(email.utils.parsedate_to_datetime(date).timestamp() - time.time())

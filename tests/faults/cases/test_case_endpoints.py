@@ -1,0 +1,106 @@
+"""Model servers die: before the first byte, amid the answer, again and again (G6, G9)."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+from case_fleet import config, log_of, rests
+from fault_case import Case
+
+from bench.witness.asking import Wish
+from bench.witness.check import check
+from bench.witness.load import loaded
+
+ENDS = ("completed", "upstream_failed")
+
+
+async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
+    kills = case.size(2, 20)
+    case.is_about(f"an endpoint killed before the first byte, {kills} times")
+    # Given answers whose first byte comes when they are whole: any moment is before it
+    here = faulty("--mode", "lean", "--sim-ttft", "100", "--sim-itl", "5", config=config())
+    dice = random.Random(2)
+    async with loaded(here.url, clients=30, wish=_plain) as load:
+        for _ in range(kills):
+            await load.more(dice.randrange(20, 80))
+            # When one of the four is killed, and comes back
+            await _kill_and_return(here, dice.randrange(4))
+    # Then no client has seen an error
+    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
+    assert load.failed == []
+    await rests(here)
+    verdict = check(load.history, await log_of(here), may_end=ENDS)
+    assert verdict.faults == ()
+
+
+async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
+    kills = case.size(2, 20)
+    case.is_about(f"an endpoint killed amid its answers, {kills} times")
+    # Given answers that stream
+    here = faulty("--mode", "lean", "--sim-ttft", "10", "--sim-itl", "20", config=config())
+    dice = random.Random(3)
+    async with loaded(here.url, clients=30, wish=_streamed) as load:
+        for _ in range(kills):
+            await load.more(dice.randrange(20, 80))
+            await _kill_and_return(here, dice.randrange(4))
+    # Then only answers that had begun are cut, at most as many a kill as an endpoint may have
+    cut = [asked for asked in load.failed if asked.status == 200]
+    case.tell(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
+    assert [asked for asked in load.failed if asked.status != 200] == []
+    assert len(cut) <= 4 * kills
+    # And what they held is released, and no count is ever negative
+    await rests(here)
+    verdict = check(load.history, await log_of(here), may_end=ENDS)
+    assert verdict.faults == ()
+
+
+async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
+    flaps = case.size(3, 30)
+    case.is_about(f"an endpoint that dies as soon as it is back, {flaps} times")
+    # Given a fleet under load, with every scrap of state looked at on the way
+    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "5", config=config())
+    lowest = 0.0
+    done = asyncio.Event()
+
+    async def look() -> None:
+        nonlocal lowest
+        while not done.is_set():
+            state = (await here.admin("/api/v1/state")).json()
+            lowest = min(lowest, state["stock"], state["queued"], *state["in_flight"].values())
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(look())
+        async with loaded(here.url, clients=30, wish=_plain) as load:
+            for _ in range(flaps):
+                await _kill_and_return(here, 0)
+            await load.more(30)
+        done.set()
+    # Then no client saw an error, and nothing was ever counted below 0
+    await rests(here)
+    log = await log_of(here)
+    lowest = min(lowest, *(min(float(entry["stock"]), int(entry["queued"])) for entry in log))
+    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests, lowest count {lowest:g}")
+    assert load.failed == []
+    assert lowest == 0
+    assert check(load.history, log, may_end=ENDS).faults == ()
+
+
+def _plain(dice: random.Random, number: int) -> Wish:
+    return Wish(f"plain {number}", dice.randrange(1, 20))
+
+
+def _streamed(dice: random.Random, number: int) -> Wish:
+    return Wish(f"streamed {number}", dice.randrange(10, 60), streamed=True)
+
+
+async def _kill_and_return(here: Any, index: int) -> None:
+    """SIGKILL to a simulator; returns when the supervisor's next one is there."""
+    before = here.state["endpoints"][index]["pid"]
+    here.kill_endpoint(index)
+
+    async def back() -> bool:
+        return bool(here.state["endpoints"][index]["pid"] != before)
+
+    await here.eventually(back, within_s=40, what="another process")

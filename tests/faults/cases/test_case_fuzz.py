@@ -1,0 +1,140 @@
+"""Damaged messages in numbers, straight to a replica's gRPC port: no crash, no leak, none unanswered (G10)."""
+
+import asyncio
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from case_fleet import config, ready, replica_process, rests
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from fault_case import Case
+from mutation import end, entries, exchange
+
+from app.extproc import accesslog
+from app.extproc.service import SERVICE
+from bench.witness.load import loaded
+
+STREAMS = 40
+HANGS_S = 60.0
+SEED = 20
+MOST_GROWTH = 40 * 1024 * 1024
+TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
+
+
+async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
+    count = case.size(2000, 100_000)
+    case.is_about(f"{count} mutated ext_proc messages, headers, bodies and access-log entries")
+    # Given a fleet, and a replica of it that is warm
+    here = faulty("--mode", "lean", "--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
+    fuzz = Fuzz(SEED)
+    async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
+        await fuzz.run(channel, count // 5)
+        process = replica_process(here, 0)
+        before = process.memory_info().rss
+        # When it is sent what no Envoy sends
+        await fuzz.run(channel, count)
+    # Then every stream was answered or closed
+    case.tell(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
+    assert fuzz.ends["hangs"] == 0
+    # And the replica is the same process, ready, no larger, without an error it did not expect
+    growth = process.memory_info().rss - before
+    case.tell(f"memory of the replica {growth / 2**20:+.1f} MiB after the first fifth")
+    assert here.state["replicas"][0]["pid"] == process.pid
+    await ready(here)
+    assert growth < MOST_GROWTH
+    unforeseen = _errors(here)
+    case.tell(f"{len(unforeseen)} unforeseen errors in its log")
+    assert unforeseen == []
+    # And nothing is left of it: others are served, and every count is 0
+    async with loaded(here.url, clients=10) as load:
+        await load.more(30)
+    assert load.failed == []
+    await rests(here)
+
+
+class Fuzz:
+    """What was sent, and how the streams ended: by grpc's status, or that they hang."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self.sent = 0
+        self.streams = 0
+        self.ends: Counter[str] = Counter()
+        self._placed: list[str] = []
+
+    async def run(self, channel: grpc.aio.Channel, count: int) -> None:
+        """Send so many messages more."""
+        goal = self.sent + count
+        ask, tell = channel.stream_stream(f"/{SERVICE}/Process"), channel.stream_unary(
+            f"/{accesslog.SERVICE}/StreamAccessLogs"
+        )  # fmt: skip
+
+        async def talk() -> None:
+            while self.sent < goal:
+                self.streams += 1
+                if self._dice.random() < 0.8:
+                    await self._exchange(ask)
+                else:
+                    await self._report(tell)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(STREAMS):
+                tasks.create_task(talk())
+
+    async def _exchange(self, ask: Any) -> None:
+        name = f"fuzz-{self.streams}"
+        messages = exchange(self._dice, name)
+        self.sent += len(messages)
+        call = ask()
+        try:
+            async with asyncio.timeout(HANGS_S):
+                try:
+                    for message in messages:
+                        await call.write(message)
+                    await call.done_writing()
+                except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                    pass  # it was answered before it was whole
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    self._heed(answer)
+                self.ends[(await call.code()).name] += 1
+        except grpc.aio.AioRpcError as fault:
+            self.ends[fault.code().name] += 1
+        except TimeoutError:
+            call.cancel()
+            self.ends["hangs"] += 1
+
+    def _heed(self, answer: bytes) -> None:
+        """Keep what a placement says of the request's name, for the access log."""
+        said = ProcessingResponse.FromString(answer)
+        name = said.dynamic_metadata.fields["picker"].struct_value.fields["id"].string_value
+        if name and self._dice.random() < TRUE_ENDS:
+            self._placed.append(name)
+
+    async def _report(self, tell: Any) -> None:
+        mine, self._placed = self._placed, []
+        messages = [entries(self._dice, mine) for _ in range(self._dice.randrange(1, 4))]
+        truth = StreamAccessLogsMessage()
+        truth.http_logs.log_entry.extend(end(name) for name in mine)
+        self.sent += len(messages) + 1
+        call = tell(iter([*messages, truth.SerializeToString()]))
+        try:
+            async with asyncio.timeout(HANGS_S):
+                await call
+                self.ends["reported"] += 1
+        except grpc.aio.AioRpcError as fault:
+            self.ends[fault.code().name] += 1
+        except TimeoutError:
+            self.ends["hangs"] += 1
+
+
+def _errors(here: Any) -> list[str]:
+    """Lines of level ERROR and tracebacks in the replica's log."""
+    found = re.search(r"logs in (\S+);", here.output)
+    assert found is not None
+    log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")
+    return [line for line in log.splitlines() if '"ERROR"' in line or line.startswith("Traceback")]

@@ -1,0 +1,83 @@
+"""Redis loses its scripts, or everything, again and again (G6, G8)."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from case_fleet import KEYS, LEASE_S, REAP_S, config, log_of, rests
+from fault_case import Case
+from redis.asyncio import Redis
+
+from bench.witness.asking import Asked, Wish, ask
+from bench.witness.check import check
+from bench.witness.load import loaded
+
+OPTIONS = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10")
+EVERY_S = 0.1
+
+
+async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
+    flushes = case.size(30, 600)
+    case.is_about(f"FUNCTION FLUSH and SCRIPT FLUSH each 100 ms, {flushes} times")
+    # Given a fleet under load
+    here = faulty(*OPTIONS, config=config())
+    async with here.redis() as redis, loaded(here.url, clients=30) as load:
+        await load.more(30)
+        # When its scripts are deleted ten times a second
+        for _ in range(flushes):
+            await redis.function_flush()
+            await redis.script_flush()
+            await asyncio.sleep(EVERY_S)
+    # Then no client saw an error, and no promise was broken
+    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
+    assert load.failed == []
+    await rests(here)
+    verdict = check(load.history, await log_of(here))
+    case.tell(f"G1–G6 over {verdict.entries} log entries")
+    assert verdict.faults == ()
+
+
+async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
+    flushes = case.size(2, 15)
+    case.is_about(f"FLUSHALL under load, {flushes} times")
+    # Given load beside streams that run on through it all
+    here = faulty(*OPTIONS, config=config())
+    histories: list[Asked] = []
+    rebuilt_s: list[float] = []
+    async with Redis.from_url(here.state["redis"]) as redis, loaded(here.url, clients=30) as load:
+        for _ in range(flushes):
+            streams = [
+                asyncio.create_task(ask(here.url, Wish("long", 1000, streamed=True))) for _ in range(6)
+            ]
+            await load.more(60)
+            running = await here.eventually(lambda: _longest(redis), what="the streams' leases")
+            # When everything is deleted
+            await redis.flushall()
+            since = time.monotonic()
+            # Then every stream is counted again within a lease
+
+            async def rebuilt(running: set[bytes] = running) -> bool:
+                return running <= set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
+
+            await here.eventually(rebuilt, within_s=LEASE_S + REAP_S, what="a rebuilt state")
+            rebuilt_s.append(time.monotonic() - since)
+            histories += await asyncio.gather(*streams)
+    case.tell(f"all that ran counted again within {max(rebuilt_s):.1f} s (lease {LEASE_S:g} s)")
+    # And no client saw an error
+    failed = [*load.failed, *(asked for asked in histories if not asked.served)]
+    case.tell(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
+    assert failed == []
+    # And the counts are exactly 0 in the end
+    await rests(here)
+    verdict = check([*load.history, *histories], await log_of(here), forgotten=True)
+    case.tell(f"highest stock {verdict.highest_stock:g} of 16 after the last one")
+    assert [fault for fault in verdict.faults if not fault.startswith("G")] == []
+
+
+async def _longest(redis: Any) -> set[bytes]:
+    """The six streams, by their records: what is asked for in a flow of no name and is placed."""
+    records = await redis.hgetall(KEYS.prefix + "requests")
+    placed = set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
+    found = {request for request, record in records.items() if request in placed and b"flow-" not in record}
+    return found if len(found) == 6 else set()

@@ -1,0 +1,170 @@
+"""Replicas are killed, stopped and replaced under load: no client sees it (G1, G4, G6, G7)."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from case_fleet import (
+    LEASE_S,
+    REAP_S,
+    config,
+    envoy_stats,
+    log_of,
+    model_servers,
+    ready,
+    replica_process,
+    rests,
+)
+from fault_case import Case
+
+from bench.witness.asking import Wish, ask
+from bench.witness.check import check
+from bench.witness.load import loaded
+
+CLIENTS = 40
+OPTIONS = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "5")
+
+
+async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
+    kills = case.size(3, 20)
+    case.is_about(f"SIGKILL of a replica, {kills} times, at random moments")
+    # Given three replicas under load, streams and bodies up to 60 KB among it
+    here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
+    async with loaded(here.url, clients=CLIENTS) as load:
+        for _ in range(kills):
+            await load.more(dice.randrange(20, 120))
+            # When one is killed, and the supervisor starts another in its place
+            await ready(here)
+            here.kill_replica(dice.randrange(3))
+        await load.more(50)
+    # Then no client has seen an error
+    case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
+    assert load.failed == []
+    # And the counts are exact within a lease
+    since = time.monotonic()
+    await rests(here)
+    # And the log keeps every promise: order, bounds, one end each
+    # (what only the dead replica had heard of its end, its lease ends)
+    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s (lease {LEASE_S:g} s)")
+    case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
+    assert verdict.faults == ()
+
+
+async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
+    stops, lease_s = case.size(1, 10), 10.0
+    case.is_about(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
+    # Given three replicas under load that fills the pool
+    here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0
+    async with loaded(here.url, clients=CLIENTS) as load:
+        for _ in range(stops):
+            await load.more(dice.randrange(30, 90))
+            await ready(here)
+            # When one is stopped for longer than every lease it knows of, and goes on
+            stopped = replica_process(here, dice.randrange(3))
+            stopped.suspend()
+            until_s = time.monotonic() + lease_s + 1
+            while time.monotonic() < until_s:
+                highest = max(highest, sum(await model_servers(here)))
+                await asyncio.sleep(0.05)
+            stopped.resume()
+            for _ in range(40):
+                highest = max(highest, sum(await model_servers(here)))
+                await asyncio.sleep(0.02)
+    await rests(here, lease_s + REAP_S)
+    # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
+    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True)
+    case.tell(f"{verdict.returned} requests were asked for again after their end, and cancelled")
+    case.tell(f"highest stock {verdict.highest_stock:g} of 16, {highest} at the model servers")
+    case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
+    assert verdict.faults == ()
+    assert verdict.highest_stock <= 16
+    assert highest <= 16
+
+
+async def test_rolling_restart_with_another_library(
+    faulty: Callable[..., Any], case: Case, two_versions: Any
+) -> None:
+    rounds = case.size(1, 4)
+    case.is_about(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
+    # Given three replicas of one version under load
+    here = faulty(
+        *OPTIONS,
+        config=config(extproc={"drain_grace": "2s"}),
+        environment=two_versions.environment,
+    )
+    async with loaded(here.url, clients=CLIENTS) as load:
+        await load.more(100)
+        for number in range(rounds):
+            # When the scripts change, and one replica after another is replaced
+            two_versions.change(f"version {number}")
+            for index in range(3):
+                before = here.state["replicas"][index]["pid"]
+                here.terminate_replica(index)
+
+                async def replaced(index: int = index, before: int = before) -> bool:
+                    return bool(here.state["replicas"][index]["pid"] != before)
+
+                await here.eventually(replaced, within_s=40, what="another process")
+                await ready(here)
+                await load.more(30)
+        async with here.redis() as client:
+            libraries = len(await client.function_list())
+    # Then both versions have run side by side, and nobody saw an error
+    case.tell(f"{libraries} libraries loaded; {len(load.failed)} failed of {len(load.history)} requests")
+    assert libraries == rounds + 1
+    assert load.failed == []
+    await rests(here)
+    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    case.tell(f"G1–G6 over {verdict.entries} log entries")
+    assert verdict.faults == ()
+
+
+async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
+    case.is_about("all replicas down, `extproc.on_failure: deny`")
+    # Given a fleet that serves, and that starts nothing again
+    here = faulty("--no-restart", *OPTIONS, config=config())
+    # When every replica is killed under load
+    statuses = await _without_replicas(here, case, 503)
+    # Then each request is answered 503
+    case.tell(f"answers then {statuses}")
+    assert statuses == {503: 60}
+
+
+async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
+    case.is_about("all replicas down, `extproc.on_failure: balance`")
+    # Given a fleet that serves, whose Envoy may go on alone
+    here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
+    # When every replica is killed under load
+    statuses = await _without_replicas(here, case, 200)
+    # Then Envoy, once it knows, balances each request by itself
+    case.tell(f"answers then {statuses}")
+    assert statuses == {200: 60}
+
+
+async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, int]:
+    """Kill all replicas under load, wait for the first answer of status `settled` that no replica had a part
+    in; the statuses of 60 requests after it, each third of 60 KB.
+    """
+    async with loaded(here.url, clients=8) as load:
+        await load.more(30)
+        for index in range(3):
+            here.kill_replica(index)
+    since = time.monotonic()
+
+    async def has_settled() -> bool:
+        healthy = await envoy_stats(here, "cluster.picker.membership_healthy")
+        return healthy == [0] and (await ask(here.url, Wish("first ", tokens=1))).status == settled
+
+    await here.eventually(has_settled, what=f"an answer {settled} without replicas")
+    statuses = dict(Counter(asked.status for asked in load.history if asked.status != 200))
+    assert set(statuses) <= {503}
+    case.tell(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
+    asks = [
+        Wish(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2)) for n in range(60)
+    ]
+    answers = [await ask(here.url, wish) for wish in asks]
+    return dict(Counter(answer.status for answer in answers if answer.served or answer.status != 200))

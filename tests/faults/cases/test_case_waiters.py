@@ -1,0 +1,89 @@
+"""A wake-up costs Redis the same, however many wait."""
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from case_fleet import config, log_of, rests
+from fault_case import Case
+
+from bench.witness.asking import Asked, Wish, ask
+from bench.witness.check import check
+
+DISPATCHES = 60
+MOST_RATIO = 1.25
+ARRIVING = 200  # clients that have asked and are not queued yet, at most
+FEW_WORKERS_FILES = 15_000
+
+
+async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) -> None:
+    few, many = case.size(50, 1000), case.size(500, 10_000)
+    case.is_about(f"{many} waiters, one slot freed at a time")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
+    # Given a pool of one place
+    sections = {"fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"}}
+    options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
+    here = faulty(*options, config={**config(per_endpoint=1), **sections})
+    # When few wait, and when many wait, and one after the other is served
+    costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
+    # Then each wake-up costs Redis as many calls
+    told = " and ".join(f"{calls:.1f} calls, {commands:.1f} commands" for calls, commands in costs)
+    ratio = costs[1][0] / costs[0][0]
+    case.tell(f"a wake-up costs {told} at {few} and {many} waiters: ratio {ratio:.2f}")
+    assert ratio <= MOST_RATIO
+    assert costs[1][1] / costs[0][1] <= MOST_RATIO
+    assert check([], await log_of(here)).faults == ()
+
+
+async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
+    """Script calls, and commands in all, that Redis ran for each request dispatched while `waiters` wait."""
+    tasks: list[asyncio.Task[Asked]] = []
+
+    async def queued() -> int:
+        return int((await here.admin("/api/v1/state")).json()["queued"])
+
+    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True)))
+    await here.eventually(lambda: _runs(here), what="the one that holds the place")
+    for number in range(waiters):
+        wish = Wish("w", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),))
+        tasks.append(asyncio.create_task(ask(here.url, wish)))
+        if number % ARRIVING == ARRIVING - 1:
+
+            async def caught_up(least: int = number - ARRIVING) -> bool:
+                return await queued() > least
+
+            await here.eventually(caught_up, within_s=60, what="arrivals")
+
+    async def all_queued() -> bool:
+        return await queued() == waiters
+
+    await here.eventually(all_queued, within_s=60, what=f"{waiters} queued")
+    hold.cancel()
+    before = await _spent(here)
+
+    async def some_served() -> bool:
+        return sum(task.done() for task in tasks) >= min(DISPATCHES, waiters - 5)
+
+    await here.eventually(some_served, within_s=60, what="dispatches")
+    after = await _spent(here)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(hold, *tasks, return_exceptions=True)
+    await rests(here, within_s=60)
+    return (after[0] - before[0]) / (after[2] - before[2]), (after[1] - before[1]) / (after[2] - before[2])
+
+
+async def _runs(here: Any) -> bool:
+    return bool((await here.admin("/api/v1/state")).json()["stock"] == 1)
+
+
+async def _spent(here: Any) -> tuple[int, int, int]:
+    """Script calls and all commands so far, and dispatches; less what beats and scrapes by the clock."""
+    async with here.redis() as client:
+        stats = await client.info("commandstats")
+        dispatched = (await here.admin("/api/v1/state")).json()["dispatched_total"]
+    by_clock = ("cmdstat_publish", "cmdstat_hset", "cmdstat_info", "cmdstat_ping", "cmdstat_xread")
+    calls = {name: int(stat["calls"]) for name, stat in stats.items() if name not in by_clock}
+    return calls["cmdstat_fcall"], sum(calls.values()), dispatched
