@@ -10,18 +10,21 @@ import socket
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from app.admin import api
 from app.admin import server as admin_server
 from app.admin.fleet_controls import FleetControls
 from app.admin.fleet_view import FleetView
+from app.admission.gate import Gate
 from app.admission.membership import Membership
 from app.admission.probes import Probes
 from app.admission.shared import SharedGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
+from app.errors import StartupError
 from app.extproc import accesslog, eds
 from app.extproc.door import Door
 from app.extproc.exchange import Desk
@@ -37,7 +40,11 @@ from app.scraping.engines import engine_of
 from app.scraping.task import ScrapingTask
 from app.state.store import Store
 from app.state.wakeups import listen
+from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from app.telemetry.tracing import Traces
 
 _log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
@@ -63,7 +70,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     """
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
-    store = Store(
+    traces = _tracing(settings, replica)
+    make_store: Callable[..., Store] = Store
+    gate_of: Callable[[Gate], Gate] = _as_it_is
+    if traces is not None:
+        make_store, gate_of = _traced(traces)
+    store: Store = make_store(
         settings.redis.url,
         pool=settings.pool,
         replica=replica,
@@ -105,7 +117,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             clock=asyncio.get_running_loop().time,
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
-    gate = SharedGate(
+    gate: SharedGate = SharedGate(
         store,
         metrics=metrics,
         endpoints=endpoints,
@@ -115,16 +127,27 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         chooser=chooser,
     )
     about = {"host": socket.gethostname()}
-    membership = Membership(store, gate, settings, endpoints=endpoints, metrics=metrics, about=about)
-    door = Door(gate)
+    membership: Membership = Membership(
+        store, gate, settings, endpoints=endpoints, metrics=metrics, about=about
+    )
+    outer = gate_of(gate)
+    door = Door(outer)
     intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
     clock = asyncio.get_running_loop().time
-    desk = Desk(settings=settings, intake=intake, gate=gate, door=door, metrics=metrics, clock=clock)
+    desk = Desk(
+        settings=settings,
+        intake=intake,
+        gate=outer,
+        door=door,
+        metrics=metrics,
+        lines=DecisionLines(clock),
+        clock=clock,
+    )
     grpc_server = Server(
         Service(desk),
         door,
         settings.extproc,
-        extra=(accesslog.handler(gate, metrics), eds.handler(endpoints)),
+        extra=(accesslog.handler(outer, metrics), eds.handler(endpoints)),
     )
     view = FleetView(store, membership, scraping.board, chooser, replica=replica, pool=settings.pool)
     controls = FleetControls(store, membership, settings)
@@ -154,6 +177,30 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 await membership.leave(_GOODBYE_S)
     finally:
         await grpc_server.stop()
+        if traces is not None:
+            await traces.stop(_GOODBYE_S)
+
+
+def _tracing(settings: Settings, replica: str) -> "Traces | None":
+    """Where spans go; None, and nothing of OpenTelemetry imported, unless they are configured."""
+    if not settings.tracing.enabled:
+        return None
+    try:
+        from app.telemetry.tracing import Traces
+    except ImportError as fault:
+        raise StartupError(f"tracing needs picker-fleet[tracing], which is not installed: {fault}") from None
+    return Traces.to_collector(settings.tracing, replica=replica, pool=settings.pool)
+
+
+def _traced(traces: "Traces") -> "tuple[Callable[..., Store], Callable[[Gate], Gate]]":
+    """What makes the store, and what is put around the gate, where requests are traced."""
+    from app.admission.traced import TracedGate, TracedStore
+
+    return partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
+
+
+def _as_it_is(gate: Gate) -> Gate:
+    return gate
 
 
 async def _announce(membership: Membership, server: Server) -> None:

@@ -46,7 +46,7 @@ class InferenceRequest:
     `session` is what the client calls its session, '' for none; `prefix` the hashes of the prompt's blocks,
     empty where nobody asks for them. `limit` is how many requests of the flow may be in flight on one
     endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the flow's mean
-    stands in.
+    stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody asks for it.
     """
 
     id: str
@@ -64,6 +64,7 @@ class InferenceRequest:
     learn: bool = False
     session: str = ""
     prefix: tuple[bytes, ...] = ()
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Outcome(enum.StrEnum):
 class Completion:
     """The end of one request, from the end of its stream or from its final access-log entry.
 
-    `failed` is an endpoint that could not be connected to on the way; '' if none is known of.
+    `failed` is an endpoint that could not be connected to on the way; '' if none is known of. `ticket` is the
+    placement's, '' if Envoy did not bring it back.
     """
 
     id: str
@@ -108,6 +110,7 @@ class Completion:
     duration_s: float | None
     first_byte_s: float | None
     failed: str = ""
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses 
 from app.request import InferenceRequest
 
 _ENDPOINT = 7  # which of the fields it is
+_FIELDS = 9  # a further one is the request's trace
 
 
 def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
@@ -35,3 +36,16 @@ def endpoint_of(ticket: str) -> str:
     """The endpoint that a ticket was written for; '' if it is none."""
     fields = ticket.split("\t")
     return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""
+
+
+def with_trace(ticket: str, parent: str) -> str:
+    """`ticket` with the traceparent of what comes after the request's decision."""
+    return f"{ticket}\t{parent}"
+
+
+def split_trace(ticket: str) -> tuple[str, str]:
+    """A ticket as it was written, and the traceparent it carries; '' if it carries none."""
+    if ticket.count("\t") < _FIELDS:
+        return ticket, ""
+    own, _, parent = ticket.rpartition("\t")
+    return own, parent

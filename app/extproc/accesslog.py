@@ -113,6 +113,7 @@ def read(entry: Any) -> Completion | Alive | None:
     if intermediate:
         return Alive(request_id, served, _text(picker, "ticket"))
     usage = metadata.get("picker.usage")
+    note = _text(picker, "ticket")
     status = entry.response.response_code.value
     return Completion(
         id=request_id,
@@ -123,7 +124,8 @@ def read(entry: Any) -> Completion | Alive | None:
         completion_tokens=_tokens(usage, "completion_tokens"),
         duration_s=_seconds(common, "time_to_last_downstream_tx_byte"),
         first_byte_s=_seconds(common, "time_to_first_downstream_tx_byte"),
-        failed=_failed(common, served, ticket.endpoint_of(_text(picker, "ticket"))),
+        failed=_failed(common, served, ticket.endpoint_of(note)),
+        ticket=note,
     )
 
 

@@ -44,7 +44,7 @@ from app.fleet.envoy_types import (
     seconds,
 )
 from app.fleet.modes import Mode
-from app.intake import HEADERS
+from app.intake import wanted_headers
 
 USAGE_NAMESPACE = "picker.usage"
 REQUEST_NAMESPACE = "picker.request"
@@ -90,12 +90,12 @@ def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
     if mode != "standard":  # there the picker reads the answer itself
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named("envoy.filters.http.json_to_metadata", _json(read_request=mode == "headers")))
-    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode)))
+    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode, settings)))
     filters.append(_named("envoy.filters.http.router", Router()))
     return filters
 
 
-def _ext_proc(mode: Mode) -> ExternalProcessor:
+def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
@@ -110,7 +110,7 @@ def _ext_proc(mode: Mode) -> ExternalProcessor:
         ),
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
-        forward_rules=None if mode == "standard" else _only(HEADERS),
+        forward_rules=None if mode == "standard" else _only(wanted_headers(settings)),
     )
 
 

@@ -107,6 +107,7 @@ async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_
             completion_tokens=100,
             duration_s=3.5,
             first_byte_s=0.25,
+            ticket="t-1",
         )
     ]
 
