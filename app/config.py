@@ -14,6 +14,8 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from app.errors import ConfigError
+from app.observing import Logging as Logging
+from app.observing import Tracing as Tracing
 from app.request import Band
 from app.sections import Admin as Admin
 from app.sections import DecisionLog as DecisionLog
@@ -63,6 +65,8 @@ class Settings(Section):
     scraping: Scraping = Scraping()
     leases: Leases = Leases()
     decision_log: DecisionLog = DecisionLog()
+    logging: Logging = Logging()
+    tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:

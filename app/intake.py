@@ -30,6 +30,7 @@ REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 TTL = ("x-llm-d-inference-ttl",)
 WORKLOAD = ("x-workload-context",)
 SESSION = "x-session-token"
+TRACE = "traceparent"
 HEADERS = frozenset(
     (REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL, SESSION)
 )
@@ -119,6 +120,11 @@ def read_subset(hint: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def wanted_headers(settings: Settings) -> frozenset[str]:
+    """The headers (lower-case) that requests are read for under `settings`."""
+    return HEADERS | {TRACE} if settings.tracing.enabled else HEADERS
+
+
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
@@ -127,6 +133,7 @@ class Intake:
 
     def __init__(self, settings: Settings, *, new_id: Callable[[], str], choose: Callable[[], float]) -> None:
         queue = settings.fair_request_queue
+        self.headers = wanted_headers(settings)
         self._new_id = new_id
         self._choose = choose
         self._ttl_s = queue.queue_ttl
@@ -149,7 +156,7 @@ class Intake:
         subset: tuple[str, ...] | None,
         trusted: bool,
     ) -> InferenceRequest:
-        """The request that `ask` and `headers` (lower-case names of HEADERS, raw values) amount to.
+        """The request that `ask` and `headers` (lower-case names, raw values) amount to.
 
         `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made.
 
@@ -159,7 +166,7 @@ class Intake:
         model = ask.model
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
-        fairness_id = objective = rewrite = ttl = context = session = ""
+        fairness_id = objective = rewrite = ttl = context = session = trace = ""
         if not headers.keys() <= _PLAIN:
             fairness_id = _name(headers, FAIRNESS_ID)
             objective = _text(headers, OBJECTIVE)
@@ -167,6 +174,7 @@ class Intake:
             ttl = _text(headers, TTL)
             context = _text(headers, WORKLOAD)
             session = session_of(headers, header=SESSION)
+            trace = headers.get(TRACE, b"").decode("latin-1")
         band, weight = self._rank(model, objective)
         cost, learn = _tokens(ask) if self._in_tokens else (1.0, False)
         target = rewrite or self._target(model)
@@ -187,6 +195,7 @@ class Intake:
             session=session,
             prefix=_prefix(target, ask) if self._hashes else (),
             selector=self._selectors.get(model, _ANYWHERE),
+            trace=trace,
         )
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:

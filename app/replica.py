@@ -10,7 +10,8 @@ import socket
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from app.admin import api
 from app.admin import server as admin_server
@@ -20,6 +21,7 @@ from app.admin.fleet_lists import FleetLists
 from app.admin.fleet_view import FleetView
 from app.admin.snapshot import Snapshots
 from app.admin.standing import Lookout
+from app.admission.gate import Gate
 from app.admission.introduction import Introduction
 from app.admission.membership import Membership
 from app.admission.probes import Probes
@@ -29,6 +31,7 @@ from app.admission.sturdy import SturdyGate
 from app.config import Settings, split_host_port
 from app.endpoints.discovery import source_of
 from app.endpoints.snapshot import SnapshotCell
+from app.errors import StartupError
 from app.extproc import accesslog, eds, shares
 from app.extproc.door import Door
 from app.extproc.exchange import Desk
@@ -44,7 +47,11 @@ from app.scraping.engines import engine_of
 from app.scraping.task import ScrapingTask
 from app.state.store import Store
 from app.state.wakeups import listen
+from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from app.telemetry.tracing import Traces
 
 _log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
@@ -70,7 +77,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     """
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
-    store = Store(
+    traces = _tracing(settings, replica)
+    make_store: Callable[..., Store] = Store
+    gate_of: Callable[[Gate], Gate] = _as_it_is
+    if traces is not None:
+        make_store, gate_of = _traced(traces)
+    store: Store = make_store(
         settings.redis.url,
         pool=settings.pool,
         replica=replica,
@@ -114,7 +126,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()
-    gate = SharedGate(
+    gate: SharedGate = SharedGate(
         store,
         metrics=metrics,
         endpoints=endpoints,
@@ -139,20 +151,29 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         glance=lambda: membership.glance(),
         via=shares.GrpcPeers(settings.pool),
     )
-    about = Introduction(gate, service, asyncio.get_running_loop().time)
-    membership = Membership(
+    clock = asyncio.get_running_loop().time
+    about = Introduction(gate, service, clock)
+    membership: Membership = Membership(
         store, gate, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
     )
-    door = Door(sturdy)
+    outer = gate_of(sturdy)
+    door = Door(outer)
     intake = Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random)
-    clock = asyncio.get_running_loop().time
-    desk = Desk(settings=settings, intake=intake, gate=sturdy, door=door, metrics=metrics, clock=clock)
+    desk = Desk(
+        settings=settings,
+        intake=intake,
+        gate=outer,
+        door=door,
+        metrics=metrics,
+        lines=DecisionLines(clock),
+        clock=clock,
+    )
     grpc_server = Server(
         Service(desk),
         door,
         settings.extproc,
         extra=(
-            accesslog.handler(sturdy, metrics),
+            accesslog.handler(outer, metrics),
             eds.handler(endpoints),
             shares.handler(settings.pool, sturdy.lend),
         ),
@@ -194,6 +215,30 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 await membership.leave(_GOODBYE_S)
     finally:
         await grpc_server.stop()
+        if traces is not None:
+            await traces.stop(_GOODBYE_S)
+
+
+def _tracing(settings: Settings, replica: str) -> "Traces | None":
+    """Where spans go; None, and nothing of OpenTelemetry imported, unless they are configured."""
+    if not settings.tracing.enabled:
+        return None
+    try:
+        from app.telemetry.tracing import Traces
+    except ImportError as fault:
+        raise StartupError(f"tracing needs picker-fleet[tracing], which is not installed: {fault}") from None
+    return Traces.to_collector(settings.tracing, replica=replica, pool=settings.pool)
+
+
+def _traced(traces: "Traces") -> "tuple[Callable[..., Store], Callable[[Gate], Gate]]":
+    """What makes the store, and what is put around the gate, where requests are traced."""
+    from app.admission.traced import TracedGate, TracedStore
+
+    return partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
+
+
+def _as_it_is(gate: Gate) -> Gate:
+    return gate
 
 
 async def _announce(membership: Membership, server: Server) -> None:

@@ -16,14 +16,16 @@ from app.telemetry import logs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration (YAML)")
-    parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    parser.add_argument("--log-level", choices=levels, help="in place of the configuration's")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 after a drain. Prints one JSON line once the listeners are bound."""
     settings = load(args.config, os.environ)
     replica = new_incarnation()
-    logs.setup(args.log_level, replica=replica, pool=settings.pool)
+    level = args.log_level or settings.logging.level
+    logs.setup(level, style=settings.logging.format, replica=replica, pool=settings.pool)
     # What start-up made stays; collecting seldom is worth a few per cent, since requests leave few cycles.
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -48,7 +48,7 @@ class InferenceRequest:
     `session` is what the client calls its session, '' for none; `prefix` the hashes of the prompt's blocks,
     empty where nobody asks for them. `limit` is how many requests of the flow may be in flight on one
     endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the flow's mean
-    stands in.
+    stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody asks for it.
     """
 
     id: str
@@ -67,6 +67,7 @@ class InferenceRequest:
     session: str = ""
     prefix: tuple[bytes, ...] = ()
     selector: Mapping[str, str] = field(default_factory=dict)
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import re
 from ipaddress import ip_address
 from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
@@ -85,6 +86,17 @@ def file_path(value: object) -> Path:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("a file's path is needed")
     return Path(value)
+
+
+def starting_with(*prefixes: str) -> Callable[[str], str]:
+    """A check that a URL begins with one of `prefixes`."""
+
+    def check(url: str) -> str:
+        if not url.startswith(prefixes):
+            raise ValueError(f"must begin with one of {', '.join(prefixes)}")
+        return url
+
+    return check
 
 
 def _countable(value: float) -> float:

@@ -7,11 +7,11 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
 --   served endpoint ('' unknown), ticket ('' none): flow, band, weight, cost, workload, criticality,
---   model, endpoint, limit, joined by tabs
+--   model, endpoint, limit, joined by tabs; what follows is the replicas' own
 -- Returns {born, news, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown'
 local RENEW_ITEM = 4
-local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)$'
+local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
 
 local function restore(id, attempt, served, ticket)
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)

@@ -4,7 +4,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] silence_ms after which a replica counts as gone
 -- Returns {born, now_us, stock, queued, upper, lower, ready, inflight members, dispatches, ended,
---   {vtime, backlogged lanes, queued} of each band, {id, what it says of itself (JSON)} of each live replica, {endpoint, load},
+--   {vtime, backlogged lanes, queued} of each band, {id, what it says of itself (JSON)} of each live replica,
+--   {endpoint, load},
 --   guard dispatches, credit, overdue, drain rate a second, paused, tuned version}
 local function state(args)
   local bands = {}

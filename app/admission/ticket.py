@@ -7,6 +7,7 @@ order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses 
 from app.request import InferenceRequest
 
 _COST, _MODEL, _ENDPOINT = 3, 6, 7  # which of the fields they are
+_FIELDS = 9  # a further one is the request's trace
 
 
 def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
@@ -51,3 +52,16 @@ def cost_of(ticket: str) -> float:
     except (IndexError, ValueError):
         return 0.0
     return cost if 0.0 <= cost < float("inf") else 0.0
+
+
+def with_trace(ticket: str, parent: str) -> str:
+    """`ticket` with the traceparent of what comes after the request's decision."""
+    return f"{ticket}\t{parent}"
+
+
+def split_trace(ticket: str) -> tuple[str, str]:
+    """A ticket as it was written, and the traceparent it carries; '' if it carries none."""
+    if ticket.count("\t") < _FIELDS:
+        return ticket, ""
+    own, _, parent = ticket.rpartition("\t")
+    return own, parent

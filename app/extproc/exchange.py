@@ -34,8 +34,9 @@ from app.extproc import codec
 from app.extproc.door import Door
 from app.extproc.rename import ModelRename
 from app.extproc.response import Response
-from app.intake import CONTENT_LENGTH, HEADERS, Ask, Intake, read_body, read_metadata, read_subset
+from app.intake import CONTENT_LENGTH, Ask, Intake, read_body, read_metadata, read_subset
 from app.request import InferenceRequest, Placement
+from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Desk:
     gate: Gate
     door: Door
     metrics: Metrics
+    lines: DecisionLines
     clock: Callable[[], float]
 
 
@@ -78,6 +80,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_asked",
         "_body",
         "_body_bytes",
         "_code",
@@ -108,6 +111,7 @@ class Exchange:
         self._ready: tuple[ProcessingResponse, bytes] | None = (
             None  # placed before the end of its body was told
         )
+        self._asked: InferenceRequest | None = None
         self._model = ""
         self._target_model = ""
         self._code = ""  # of a decision that is not counted yet
@@ -150,6 +154,12 @@ class Exchange:
         if self._code:
             seconds = self._desk.clock() - self._started_s
             self._desk.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
+            lines = self._desk.lines
+            if self._code != "ok":
+                lines.refused(self._asked, self._code, self._mode, seconds)
+            elif lines.debug:
+                endpoints = self._untold[1].endpoints if self._untold is not None else ()
+                lines.placed(self._asked, endpoints, self._mode, seconds)
             self._code = ""
         if self._step is _PLACED:
             self._untold = None
@@ -174,7 +184,7 @@ class Exchange:
         headers = message.request_headers
         if headers.end_of_stream:
             return False
-        self._headers = codec.read_headers(headers, HEADERS)
+        self._headers = codec.read_headers(headers, self._desk.intake.headers)
         length = self._headers.pop(CONTENT_LENGTH, b"")
         if length.isdigit():
             self._length = int(length[:20])
@@ -249,6 +259,7 @@ class Exchange:
         trusted = self._mode != "standard"
         request = self._desk.intake.request(ask, self._headers, subset=self._subset, trusted=trusted)
         self._target_model = request.target_model
+        self._asked = request
         return request
 
     async def _admit(self, request: InferenceRequest) -> Placement:

@@ -44,7 +44,7 @@ from app.fleet.envoy_types import (
     seconds,
 )
 from app.fleet.modes import Mode
-from app.intake import HEADERS
+from app.intake import wanted_headers
 
 USAGE_NAMESPACE = "picker.usage"
 REQUEST_NAMESPACE = "picker.request"
@@ -111,7 +111,7 @@ def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
         ),
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
-        forward_rules=None if mode == "standard" else _only(HEADERS),
+        forward_rules=None if mode == "standard" else _only(wanted_headers(settings)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on stderr, through the standard library's logging.
+"""Structured logs: one line a record on stderr, text or JSON, through the standard library's logging.
 
 Whatever is passed as `extra` becomes a field of its own, so a line about a request is written
 `log.info("expired", extra=about(request_id, flow, "expired"))` and found by any of the three. Names the
@@ -41,19 +41,51 @@ class JsonFormatter(logging.Formatter):
             )
 
 
+class TextFormatter(logging.Formatter):
+    """A record as one line to be read: time (UTC), level, logger, message, then extras as name=value.
+
+    What clients had a hand in can't begin a line of its own: control characters are escaped.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        words = [
+            time.replace("+00:00", "Z"),
+            f"{record.levelname:7}",
+            record.name,
+            _one_line(record.getMessage()),
+        ]
+        words += [f"{name}={_word(value)}" for name, value in record.__dict__.items() if name not in _OWN]
+        line = " ".join(words)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)[1:-1]
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    plain = text.isprintable() and not any(sign in text for sign in ' "=')
+    return text if plain and text else json.dumps(text)
+
+
 def about(request_id: str, flow: str | None = None, decision: str | None = None) -> dict[str, str]:
     """Extra fields of a line about one request; those that are None are left out."""
     fields = {"request_id": request_id, "flow": flow, "decision": decision}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def setup(level: str = "INFO", stream: IO[str] | None = None, **identity: str) -> logging.Handler:
-    """Send every logger's lines to `stream` (stderr), each with the fields of `identity` (replica, pool).
+def setup(
+    level: str = "INFO", stream: IO[str] | None = None, *, style: str = "json", **identity: str
+) -> logging.Handler:
+    """Send every logger's lines to `stream` (stderr), each with the fields of `identity` (replica, pool), in
+    the `style` text or json.
 
     Replaces the root logger's handlers, and quiets libraries that log every call. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
 
     def identify(record: logging.LogRecord) -> bool:
         record.__dict__.update(identity)
@@ -63,6 +95,6 @@ def setup(level: str = "INFO", stream: IO[str] | None = None, **identity: str) -
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore"):
+    for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return handler

@@ -14,6 +14,7 @@ from app.extproc.door import Door
 from app.extproc.exchange import Desk, Exchange
 from app.intake import Intake
 from app.request import Alive, Completion, InferenceRequest, Placement
+from app.telemetry.decisions import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), ticket="ticket-1")
@@ -79,6 +80,7 @@ def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = No
     ids = itertools.count(1)
     ticks = itertools.count()
     return Desk(
+        lines=DecisionLines(lambda: 0.0),
         settings=settings,
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,

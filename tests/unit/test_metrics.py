@@ -11,6 +11,7 @@ from metrics_table import documented, families
 
 from app.request import Band, Completion, Outcome
 from app.telemetry import logs
+from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
 from app.telemetry.series import OTHER, LabelCap
 
@@ -235,3 +236,36 @@ def test_given_the_page_when_compared_with_its_documentation_then_both_name_the_
     assert {name: kind for name, (kind, _) in found.items()} == {
         name: row.kind for name, row in documented().items()
     }
+
+
+def test_given_text_when_a_line_is_written_then_it_stays_one_line_and_its_fields_can_be_told_apart() -> None:
+    formatter = logs.TextFormatter()
+    record = logging.makeLogRecord(
+        {
+            "name": "app.x",
+            "levelname": "INFO",
+            "msg": "a\nb",
+            "flow": "x y=\n",
+            "request_id": "r-1",
+            "none": "",
+        }
+    )
+    line = formatter.format(record)
+    assert "\n" not in line
+    assert line.endswith('INFO    app.x a\\nb flow="x y=\\n" request_id=r-1 none=""')
+
+
+def test_given_a_flood_of_refusals_when_logged_then_a_few_a_second_are_written_and_the_rest_counted(
+    lines: io.StringIO,
+) -> None:
+    now_s = 0.0
+    written = DecisionLines(lambda: now_s)
+    for _ in range(100):
+        written.refused(None, "too_many_flows", "lean", 0.1)
+    written.refused(None, "bad_request", "lean", 0.1)
+    now_s = 1.0
+    written.refused(None, "too_many_flows", "lean", 0.1)
+    told = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert [line["decision"] for line in told] == ["too_many_flows"] * 5 + ["bad_request", "too_many_flows"]
+    assert told[-1]["left_out"] == 95
+    assert not written.debug

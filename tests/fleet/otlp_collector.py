@@ -1,0 +1,59 @@
+"""An OpenTelemetry collector of the tests' own: real OTLP over gRPC on the loopback, spans kept in memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as messages
+
+_SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One span as it arrived. Ids are hexadecimal; `replica` is who sent it."""
+
+    name: str
+    trace: str
+    span: str
+    parent: str
+    replica: str
+    attributes: dict[str, str]
+
+
+class Collector:
+    """Keeps what it is sent in `spans`; `start` first."""
+
+    def __init__(self) -> None:
+        self.spans: list[Told] = []
+        self.address = ""
+        self._server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(
+            self._export,
+            request_deserializer=messages.ExportTraceServiceRequest.FromString,
+            response_serializer=messages.ExportTraceServiceResponse.SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler}),)
+        )
+
+    async def start(self) -> None:
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.address = f"http://127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(1)
+
+    async def _export(self, request: Any, _: Any) -> Any:
+        for group in request.resource_spans:
+            who = _plain(group.resource.attributes)["service.instance.id"]
+            for scope in group.scope_spans:
+                for span in scope.spans:
+                    ids = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
+                    self.spans.append(Told(span.name, *ids, who, _plain(span.attributes)))
+        return messages.ExportTraceServiceResponse()
+
+
+def _plain(attributes: Any) -> dict[str, str]:
+    return {each.key: str(getattr(each.value, each.value.WhichOneof("value"))) for each in attributes}

@@ -1,0 +1,239 @@
+"""Traces of requests: what spans there are, whose children they are, and that nothing is there when off."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from app.admission import ticket
+from app.admission.traced import TracedGate
+from app.config import parse
+from app.errors import ConfigError, TooManyFlows
+from app.fleet.bootstrap import build, to_yaml
+from app.intake import HEADERS, Intake, read_body
+from app.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from app.telemetry.tracing import Traces
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+NOT_SAMPLED = PARENT[:-2] + "00"
+REQUEST = InferenceRequest(
+    "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
+)
+
+
+class Inner:
+    """A gate that places what comes, or refuses it, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.fault: Exception | None = None
+        self.told: list[Any] = []
+
+    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+        if self.fault is not None:
+            raise self.fault
+        return Placement(("10.0.0.1:8000",), ticket.write(request, "10.0.0.1:8000"), 1)
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        raise AssertionError("not asked for")
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        self.told.append(request_id)
+
+    def settle(self, completion: Completion) -> None:
+        self.told.append(completion)
+
+    def renew(self, alive: Alive) -> None:
+        self.told.append(alive)
+
+
+class Tracing:
+    """Traces into memory, and a gate around `inner`."""
+
+    def __init__(self, sample: float) -> None:
+        self.memory = InMemorySpanExporter()
+        self.traces = Traces(SimpleSpanProcessor(self.memory), sample=sample, replica="r", pool="p")
+        self.inner = Inner()
+        self.gate = TracedGate(self.inner, self.traces)
+
+    def spans(self) -> dict[str, Any]:
+        return {span.name: span for span in self.memory.get_finished_spans()}
+
+
+@pytest.fixture
+def tracing() -> Iterator[Callable[..., Tracing]]:
+    made: list[Tracing] = []
+
+    def make(sample: float = 1.0) -> Tracing:
+        made.append(Tracing(sample))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.traces._provider.shutdown()
+
+
+def ended(**changes: Any) -> Completion:
+    completion = Completion("r-1", Outcome.COMPLETED, 200, None, 3, 8, 0.1, 0.05)
+    return replace(completion, **changes)
+
+
+async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callable[..., Tracing]) -> None:
+    # Given a sampler that takes nothing by itself
+    traced = tracing(sample=0.0)
+    # When a request comes that its client traces, and one whose client says no
+    await traced.gate.admit(replace(REQUEST, trace=PARENT), held=False)
+    await traced.gate.admit(replace(REQUEST, trace=NOT_SAMPLED), held=False)
+    await traced.gate.admit(REQUEST, held=False)
+    # Then the first has a span in its client's trace, and the others have none
+    (span,) = traced.memory.get_finished_spans()
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
+    assert span.attributes["picker.endpoint"] == "10.0.0.1:8000"
+    assert span.attributes["picker.flow"] == "f"
+
+
+@pytest.mark.parametrize("parent", ["", "garbage", "00-zz-00f067aa0ba902b7-01", "\x00", "00-" + "0" * 32])
+async def test_a_malformed_traceparent_is_as_good_as_none(
+    tracing: Callable[..., Tracing], parent: str
+) -> None:
+    traced = tracing()
+    await traced.gate.admit(replace(REQUEST, trace=parent), held=False)
+    (span,) = traced.memory.get_finished_spans()
+    assert span.parent is None
+
+
+async def test_the_ticket_carries_the_trace_to_whoever_settles(tracing: Callable[..., Tracing]) -> None:
+    # Given a request placed by one replica
+    placing, settling = tracing(), tracing(sample=0.0)
+    placement = await placing.gate.admit(REQUEST, held=False)
+    decide = placing.spans()["decide"]
+    # When another hears of its life and its end
+    settling.gate.renew(Alive("r-1", None, placement.ticket))
+    settling.gate.settle(ended(ticket=placement.ticket))
+    settling.traces.settled("r-1", done("settled llama"))
+    # Then what it passes on has the ticket as it was written
+    own = ticket.write(REQUEST, "10.0.0.1:8000")
+    assert [told.ticket for told in settling.inner.told] == [own, own]
+    # And its span is a child of the decision
+    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
+    span = settling.spans()["settle"]
+    assert span.context.trace_id == decide.context.trace_id
+    assert span.parent.span_id == decide.context.span_id
+    assert span.attributes["gen_ai.usage.output_tokens"] == 8
+    assert span.attributes["picker.verdict"] == "settled"
+
+
+async def test_a_stream_that_is_held_needs_no_ticket(tracing: Callable[..., Tracing]) -> None:
+    traced = tracing()
+    await traced.gate.admit(REQUEST, held=True)
+    traced.gate.settle(ended())
+    traced.traces.settled("r-1", done("settled llama"))
+    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
+    spans = traced.spans()
+    assert spans["settle"].parent.span_id == spans["decide"].context.span_id
+    # And nothing of it is kept
+    assert not traced.gate._held
+    assert not traced.traces._settling
+
+
+async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tracing]) -> None:
+    traced = tracing()
+    traced.inner.fault = TooManyFlows("full")
+    with pytest.raises(TooManyFlows):
+        await traced.gate.admit(REQUEST, held=False)
+    span = traced.spans()["decide"]
+    assert span.status.description == "too_many_flows"
+    assert traced.traces.live("r-1") is None
+
+
+async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable[..., Tracing]) -> None:
+    # Given a request that the shared state queues, grants, sends back and places
+    traced = tracing()
+    live = traced.traces.begin(REQUEST)
+    assert live is not None
+    for name, verdict in (("admit", "queued"), ("place", "queued"), ("place", "placed")):
+        with live.stage(name):
+            pass
+        live.told(verdict)
+    live.end(Placement(("10.0.0.1:8000",), ""))
+    # Then each step has a span under the decision, and each wait too
+    spans = traced.memory.get_finished_spans()
+    assert [span.name for span in spans] == ["admit", "wait", "place", "wait", "place", "decide"]
+    assert {span.parent.span_id for span in spans[:-1]} == {spans[-1].context.span_id}
+
+
+def test_a_ticket_without_a_trace_is_taken_as_it_is() -> None:
+    own = ticket.write(REQUEST, "10.0.0.1:8000")
+    assert ticket.split_trace(own) == (own, "")
+    assert ticket.split_trace("") == ("", "")
+    assert ticket.split_trace(ticket.with_trace(own, PARENT)) == (own, PARENT)
+    assert ticket.endpoint_of(ticket.with_trace(own, PARENT)) == "10.0.0.1:8000"
+
+
+def test_the_header_is_read_only_where_it_is_wanted() -> None:
+    # Given an intake with tracing, and one without
+    intakes = [
+        Intake(parse({"tracing": {"enabled": on}}), new_id=lambda: "id", choose=lambda: 0.5)
+        for on in (False, True)
+    ]
+    assert intakes[0].headers == HEADERS
+    assert intakes[1].headers == HEADERS | {"traceparent"}
+    # When a request with the header is read
+    ask = read_body(b'{"model": "llama"}')
+    request = intakes[1].request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False)
+    # Then it has it
+    assert request.trace == PARENT
+
+
+@pytest.mark.parametrize(
+    "section", [{"endpoint": "collector:4317"}, {"sample": 2}, {"sample": -0.1}, {"enabled": "perhaps"}]
+)
+def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"tracing.{next(iter(section))}"):
+        parse({"tracing": section})
+
+
+def test_nothing_is_imported_while_it_is_off() -> None:
+    # Given a fresh interpreter, When a replica's whole code is imported
+    code = "import sys, app.replica, app.replica_command; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    modules = done.stdout.split()
+    assert "app.replica" in modules
+    # Then nothing of tracing has come with it (the client of Redis brings metrics of its own, if it can)
+    own = ("app.telemetry.tracing", "app.admission.traced")
+    unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", *own)
+    assert not [name for name in modules if name.startswith(unwanted)]
+
+
+def done(answer: str) -> Any:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(answer)
+    return future
+
+
+def test_envoy_passes_the_header_on_where_it_is_wanted() -> None:
+    # Given the bootstrap of a mode that passes on few headers, with tracing and without
+    hosts = [("127.0.0.1", 9002)]
+    told = [
+        to_yaml(
+            build(
+                parse({"tracing": {"enabled": on}}),
+                mode="lean",
+                listen=("127.0.0.1", 0),
+                admin=("127.0.0.1", 0),
+                pickers=hosts,
+            )
+        )
+        for on in (False, True)
+    ]
+    # Then it is among them only with it
+    assert ["exact: traceparent" in text for text in told] == [False, True]
