@@ -1,9 +1,9 @@
 """Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
 
 import re
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
