@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, pulse: Pulse | None = PULSE) -> None:
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
-        chooser = LeastLoaded()
+        chooser = LeastLoaded(self.cell)
         store = cast(Store, self.store)
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None
