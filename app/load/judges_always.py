@@ -75,8 +75,12 @@ def stock_in_bounds(run: Evidence) -> Finding:
         if each.stock > each.upper and each.upper > 0
     ]
     highest = max(samples, key=lambda each: each.stock)
-    left_out = len(run.samples) - len(samples)
-    also = f"; {left_out} while Redis was away and just after are left out" if left_out else ""
+    left_out = [each.stock for each in run.samples if run.disturbed(each.at_s, _RECOUNTED_S)]
+    also = (
+        f"; {len(left_out)} while Redis was away and just after are left out, the highest {max(left_out):g}"
+        if left_out
+        else ""
+    )
     return unless(over, f"highest {highest.stock:g} of {highest.upper:g} in {len(samples)} samples{also}")
 
 
