@@ -10,7 +10,7 @@ from app.load.promise import Finding, not_judged, unless
 
 EXPIRED = "rejected-ttl-expired"
 _LATE_S = 1.0  # after its TTL a client has its answer (G5)
-_RECOUNTED_S = 10.0  # after Redis came back empty: what runs has been seen again (two access-log intervals)
+RECOUNTED_S = 10.0  # after Redis came back empty: what runs has been seen again (two access-log intervals)
 _LATENESS_S = 0.25  # of the load generator itself: more than that, and the load was not what it was to be
 _FEW = 20  # answers that an objective needs to be judged
 
@@ -66,7 +66,7 @@ def at_rest(run: Evidence) -> Finding:
 
 
 def stock_in_bounds(run: Evidence) -> Finding:
-    samples = [each for each in run.samples if not run.disturbed(each.at_s, _RECOUNTED_S)]
+    samples = [each for each in run.samples if not run.disturbed(each.at_s, RECOUNTED_S)]
     if not samples:
         return not_judged("the shared state was not seen")
     over = [
@@ -75,8 +75,12 @@ def stock_in_bounds(run: Evidence) -> Finding:
         if each.stock > each.upper and each.upper > 0
     ]
     highest = max(samples, key=lambda each: each.stock)
-    left_out = len(run.samples) - len(samples)
-    also = f"; {left_out} while Redis was away and just after are left out" if left_out else ""
+    left_out = [each.stock for each in run.samples if run.disturbed(each.at_s, RECOUNTED_S)]
+    also = (
+        f"; {len(left_out)} while Redis was away and just after are left out, the highest {max(left_out):g}"
+        if left_out
+        else ""
+    )
     return unless(over, f"highest {highest.stock:g} of {highest.upper:g} in {len(samples)} samples{also}")
 
 
@@ -152,4 +156,4 @@ def _is_short(answer: Answer) -> bool:
 
 
 def _overlaps_outage(run: Evidence, answer: Answer) -> bool:
-    return run.disturbed(answer.sent_s + answer.last_s, _RECOUNTED_S)
+    return run.disturbed(answer.sent_s + answer.last_s, RECOUNTED_S)

@@ -4,6 +4,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -23,6 +24,7 @@ _BANDS = {Band.CRITICAL: "#ef4444", Band.DEFAULT: "#3b82f6", Band.SHEDDABLE: "#9
 _KINDS = {Kind.SERVED: "#10b981", Kind.REFUSED: "#f59e0b", Kind.FAILED: "#ef4444", Kind.LEFT: "#94a3b8"}
 _BOUND, _HARM = "#ef4444", "#f59e0b"
 _BINS = 40
+_APART = 3  # bins
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -104,11 +106,13 @@ def _stock(axes: Axes, run: Evidence) -> None:
 
 def _queue(axes: Axes, run: Evidence) -> None:
     known = [each for each in run.samples if not each.degraded]
+    gap = dict.fromkeys((band.name.capitalize() for band in Band), math.nan)
+    queued = [gap if each.degraded else each.queued for each in run.samples]
     names = {band: band.name.capitalize() for band in Band}
     used = [band for band in Band if any(each.queued.get(names[band]) for each in known)] or [Band.DEFAULT]
     axes.stackplot(
-        [each.at_s for each in known],
-        *([each.queued.get(names[band], 0) for each in known] for band in used),
+        [each.at_s for each in run.samples],
+        *([each.get(names[band], 0) for each in queued] for band in used),
         labels=[names[band] for band in used],
         colors=[_BANDS[band] for band in used],
         alpha=0.75,
@@ -141,6 +145,10 @@ def _waits(axes: Axes, run: Evidence) -> None:
         bins: dict[int, list[float]] = {}
         for at_s, length in run.waits(source):
             bins.setdefault(int(at_s / width), []).append(length)
+        spots = sorted(bins)
+        # Where nothing was served for a while the line is broken, not drawn across.
+        for spot in [spot for spot, later in pairwise(spots) if later - spot > _APART]:
+            bins[spot + 1] = [math.nan]
         spots = sorted(bins)
         at = [(spot + 0.5) * width for spot in spots]
         colour = _SOURCES[place % len(_SOURCES)]

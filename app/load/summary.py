@@ -113,13 +113,14 @@ def _of(run: Evidence, source: Source) -> dict[str, Any]:
 
 
 def _stock(run: Evidence) -> dict[str, Any]:
-    if not run.samples:
+    seen = [each for each in run.samples if not each.degraded]
+    if not seen:
         return {}
     return {
-        "samples": len(run.samples),
-        "highest": max(each.stock for each in run.samples),
-        "upper": max(each.upper for each in run.samples),
-        "longest_queue": max(each.total_queued for each in run.samples),
+        "samples": len(seen),
+        "highest": max(each.stock for each in seen),
+        "upper": max(each.upper for each in seen),
+        "longest_queue": max(each.total_queued for each in seen),
         "highest_on_endpoints": max((each.requests for each in run.on_endpoints), default=None),
     }
 

@@ -166,6 +166,11 @@ FAULTS: list[tuple[str, Evidence, str]] = [
         run("redis-outage", harm=OUTAGE, on_endpoints=(OnEndpoints(6.0, 8, 4), OnEndpoints(7.0, 9, 4))),
         "at 7.00 s: 9",
     ),
+    (
+        "outage-bound",
+        run("redis-outage", harm=OUTAGE, samples=BEFORE, on_endpoints=(OnEndpoints(11.0, 12, 4),)),
+        "at 11.00 s: 12",
+    ),
     ("shared-again", run("redis-outage", harm=OUTAGE, samples=(*BEFORE, *AWAY)), "no sample after"),
     (
         "shared-again",
