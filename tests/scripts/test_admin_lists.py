@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 def lists_of(replica: Replica) -> FleetLists:
     assert replica.membership is not None
     lookout = Lookout(replica.store, 60.0)
-    return FleetLists(replica.store, replica.membership, lookout, LeastLoaded(), replica.name)
+    return FleetLists(replica.store, replica.membership, lookout, LeastLoaded(replica.cell), replica.name)
 
 
 async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[str, Any]]:
