@@ -9,7 +9,7 @@ from app.fleet.probe import redis_answers
 
 
 class Valkey:
-    """A Valkey on the loopback. It takes no port 0: a free one is looked for, another if it does not start."""
+    """A Valkey on the loopback. It takes no port 0: a free one is found, another if it does not start."""
 
     name = "valkey"
 
