@@ -1,4 +1,4 @@
-"""Damaged messages in numbers, straight to a replica's gRPC port: no crash, no leak, none unanswered (G10)."""
+"""Damaged messages in numbers, straight to a replica's port: no crash, no leak, each stream ends (G10)."""
 
 import asyncio
 import random
