@@ -22,10 +22,14 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     case.is_about(f"{many} waiters, one slot freed at a time")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
-    # Given a pool of one place
-    sections = {"fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"}}
+    # Given a pool of one place; what goes by the clock, the sweep and its walk over all that waits, is put off
+    sections = {
+        "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"},
+    }
+    slow = config(per_endpoint=1)
+    slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
     options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
-    here = faulty(*options, config={**config(per_endpoint=1), **sections})
+    here = faulty(*options, config={**slow, **sections})
     # When few wait, and when many wait, and one after the other is served
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
     # Then each wake-up costs Redis as many calls
