@@ -43,8 +43,8 @@ def check(
 
     Every answer that a client was served belongs to a request of the log that ended once, as one of
     `may_end`; no two clients have the same request; and the log keeps G1 to G6. `forgotten`: the log was lost
-    on the way, so requests of clients may be missing from it. `may_return`: what a replica that sleeps holds may
-    be abandoned before Envoy brings it elsewhere, and when it wakes it may bring again what has ended
+    on the way, so requests of clients may be missing from it. `may_return`: what a replica that sleeps holds
+    may be abandoned before Envoy brings it elsewhere, and when it wakes it may bring again what has ended
     elsewhere, if it takes it back.
     """
     report = audit(log)
@@ -75,10 +75,10 @@ def check(
         if not ends[request] and forgotten:
             continue
         true_ends = [event for event in ends[request] if event in may_end]
-        if may_return and len(true_ends) == 1 < len(ends[request]):
-            if set(ends[request]) - set(true_ends) <= _OF_A_SLEEPER:
-                returned += 1
-                ends[request] = true_ends
+        others = set(ends[request]) - set(true_ends)
+        if may_return and others and len(true_ends) == 1 and others <= _OF_A_SLEEPER:
+            returned += 1
+            ends[request] = true_ends
         if not ends[request]:
             faults.append(f"{request} was served and the log knows no end of it")
         elif len(ends[request]) > 1 or ends[request][-1] not in may_end:

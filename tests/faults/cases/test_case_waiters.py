@@ -22,7 +22,7 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     case.is_about(f"{many} waiters, one slot freed at a time")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
-    # Given a pool of one place; what goes by the clock, the sweep and its walk over all that waits, is put off
+    # Given a pool of one place; what goes by the clock, the sweep that walks over all that wait, is put off
     sections = {
         "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"},
     }
