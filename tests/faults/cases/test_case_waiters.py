@@ -13,6 +13,7 @@ from bench.witness.check import check
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
+PATIENCE_S = 900.0
 ARRIVING = 200  # clients that have asked and are not queued yet, at most
 FEW_WORKERS_FILES = 15_000
 
@@ -48,10 +49,12 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     async def queued() -> int:
         return int((await here.admin("/api/v1/state")).json()["queued"])
 
-    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True)))
+    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True, leaves_s=PATIENCE_S)))
     await here.eventually(lambda: _runs(here), what="the one that holds the place")
     for number in range(waiters):
-        wish = Wish("w", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),))
+        wish = Wish(
+            "w", 1, leaves_s=PATIENCE_S, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),)
+        )
         tasks.append(asyncio.create_task(ask(here.url, wish)))
         if number % ARRIVING == ARRIVING - 1:
 
