@@ -13,18 +13,29 @@
 local RENEW_ITEM = 4
 local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
 
+local MOST = 1e12 -- sums of so much stay exact
+
+-- What an access log tells may be anything: a ticket that is damaged restores nothing.
+local function figure(text, most)
+  local number = tonumber(text)
+  return number and number >= 0 and number <= most and number or nil
+end
+
+local function is_address(text) return string.find(text, '^[^,%c]+$') end
+
 local function restore(id, attempt, served, ticket)
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
-  if not (pool.known and flow and tonumber(band) and tonumber(weight) and tonumber(cost)
-      and tonumber(criticality) and tonumber(limit)) then
+  if not (pool.known and flow) then return 'unknown' end
+  band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)
+  criticality, limit = figure(criticality, 5), figure(limit, MOST)
+  if is_address(served) then endpoint = served end
+  if not (band and band % 1 == 0 and weight and cost and criticality and limit and is_address(endpoint)) then
     return 'unknown'
   end
   local r = {
-    id = id, owner = news.caller, attempt = attempt, flow = flow, band = tonumber(band),
-    weight = tonumber(weight), cost = tonumber(cost), workload = workload_id,
-    criticality = tonumber(criticality), model = model, arrived = now_us, deadline_ms = 0,
-    endpoints = served ~= '' and served or endpoint, state = 'placed',
-    limit = tonumber(limit), taken = tonumber(cost), tag = -1,
+    id = id, owner = news.caller, attempt = attempt, flow = flow, band = band, weight = weight, cost = cost,
+    workload = workload_id, criticality = criticality, model = model, arrived = now_us, deadline_ms = 0,
+    endpoints = endpoint, state = 'placed', limit = limit, taken = cost, tag = -1,
   }
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
@@ -42,7 +53,7 @@ end
 -- Envoy went on to a fallback: the count follows.
 local function move(r, served)
   local old = endpoints.first(r.endpoints)
-  if served == '' or served == old then return end
+  if not is_address(served) or served == old then return end
   endpoints.release(old)
   endpoints.reserve(served)
   endpoints.count_flow(r, old, -1)

@@ -86,8 +86,9 @@ def take(entries: Any, gate: Gate, metrics: Metrics) -> None:
             gate.settle(told)
             ended += 1
         else:
-            gate.renew(told)
             alive += 1
+            if told.ticket:  # without one it still waits, and holds nothing that could run out
+                gate.renew(told)
     for kind, count in (("ended", ended), ("alive", alive), ("ignored", ignored)):
         if count:
             metrics.access_log(kind, count)

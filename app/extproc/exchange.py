@@ -319,9 +319,10 @@ def _mode(message: ProcessingRequest) -> str:
     request, response = config.request_body_mode, config.response_body_mode
     mode = _MODES.get((request, response))
     if mode is None:
-        name = ProcessingMode.BodySendMode.Name
+        names = {number: name for name, number in ProcessingMode.BodySendMode.items()}
+        asked, answered = names.get(request, request), names.get(response, response)
         raise Unsupported(
-            f"request_body_mode {name(request)} with response_body_mode {name(response)} is not supported; "
+            f"request_body_mode {asked} with response_body_mode {answered} is not supported; "
             "FULL_DUPLEX_STREAMED or NONE is, for both or with NONE for the response"
         )
     return mode

@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from app.extproc.exchange import Desk, Exchange
 
@@ -43,7 +44,10 @@ class Service:
             # No deadline here: Envoy ends the stream when its request ends, which cancels this, and
             # the server's keepalive ends the streams of an Envoy that vanished.
             while not exchange.done:
-                message = await context.read()
+                try:
+                    message = await context.read()
+                except DecodeError:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
                 if message is grpc.aio.EOF:
                     return
                 answers = await exchange.receive(message)

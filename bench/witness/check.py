@@ -8,6 +8,7 @@ from app.audit.auditor import audit
 from bench.witness.asking import Asked
 
 _BEGINS = ("queued", "bypassed")
+_OF_A_SLEEPER = frozenset(("abandoned", "cancelled"))
 _NO_END = frozenset(
     ("queued", "bypassed", "granted", "restored", "requeued", "held", "adopted", "placed", "tuned", "parked",
      "unparked", "corrected", "moved")
@@ -18,7 +19,7 @@ _NO_END = frozenset(
 class Verdict:
     """`faults`: every broken rule, in words. `ends` of the requests that clients were served, by event.
 
-    `returned` of them lived once more after their end. `begun` is how many lives the log has of them;
+    `returned` of them lived twice. `begun` is how many lives the log has of them;
     `entries` how long the log is.
     """
 
@@ -42,8 +43,9 @@ def check(
 
     Every answer that a client was served belongs to a request of the log that ended once, as one of
     `may_end`; no two clients have the same request; and the log keeps G1 to G6. `forgotten`: the log was lost
-    on the way, so requests of clients may be missing from it. `may_return`: a replica that slept may bring a
-    request again that has ended elsewhere, if it takes it back at once.
+    on the way, so requests of clients may be missing from it. `may_return`: what a replica that sleeps holds
+    may be abandoned before Envoy brings it elsewhere, and when it wakes it may bring again what has ended
+    elsewhere, if it takes it back.
     """
     report = audit(log)
     faults = [
@@ -72,9 +74,11 @@ def check(
         seen.add(request)
         if not ends[request] and forgotten:
             continue
-        if may_return and len(ends[request]) > 1 and set(ends[request][1:]) <= {"cancelled"}:
+        true_ends = [event for event in ends[request] if event in may_end]
+        others = set(ends[request]) - set(true_ends)
+        if may_return and others and len(true_ends) == 1 and others <= _OF_A_SLEEPER:
             returned += 1
-            del ends[request][1:]
+            ends[request] = true_ends
         if not ends[request]:
             faults.append(f"{request} was served and the log knows no end of it")
         elif len(ends[request]) > 1 or ends[request][-1] not in may_end:

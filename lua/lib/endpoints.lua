@@ -7,7 +7,7 @@ local endpoints = {}
 local loads = {} -- endpoint -> load, as this call knows it
 local changed_loads = {}
 local window, window_left -- the least loaded, and how many picks they are good for
-function endpoints.first(list) return string.match(list, '^[^,]+') end
+function endpoints.first(list) return string.match(list, '^[^,]*') end
 function endpoints.prefetch(addresses)
   if #addresses == 0 then return end
   local scores = redis.call('ZMSCORE', key.load, unpack(addresses))

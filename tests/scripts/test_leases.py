@@ -190,3 +190,45 @@ async def test_a_restored_request_of_a_held_stream_can_be_withdrawn(fleet: OpenF
         await until(lambda: _one_runs(it))
         a.gate.withdraw("r", placement)
         await until(it.at_rest)
+
+
+# flow, band, weight, cost, workload, criticality, model, endpoint, limit; each damaged in one place
+DAMAGED = [
+    "", "f", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000", "f\t1.5\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t0",
+    "f\t7\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\tnan\t1\tw\t3\tllama\t10.0.0.1:8000\t0",
+    "f\t1\t1.0\t1e308\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\tinf\tw\t3\tllama\t10.0.0.1:8000\t0",
+    "f\t1\t1.0\t-5\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\t1\tw\tx\tllama\t10.0.0.1:8000\t0",
+    "f\t1\t1.0\t1\tw\t3\tllama\t\t0", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t-1",
+    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\tinf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+async def test_a_damaged_ticket_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
+    # Given a request in flight
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        # When the access log tells of one that nobody knows, with a ticket that is damaged
+        assert await a.store.renew("x", None, "", damaged) == "unknown"
+        # Then the one in flight is counted as before, and nothing else is
+        assert await it.counts() == (1, 0, [1])
+        await a.settle("r")
+        assert await it.at_rest()
+
+
+async def test_an_endpoint_that_is_none_moves_nothing(fleet: OpenFleet) -> None:
+    # Given a request in flight, and one that was lost
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        # When the access log tells of endpoints that no address can be
+        for served in ("a\tb", ",", "x,y", "\x01"):
+            assert await a.store.renew("r", None, served, "") == "renewed"
+            assert await a.store.renew("lost", None, served, ticket.write(ask("lost"), E1)) in (
+                "restored", "renewed",
+            )  # fmt: skip
+        # Then both count where they were placed, and end there
+        assert await it.counts() == (2, 0, [2])
+        await a.settle("r", "lost")
+        assert await it.at_rest()

@@ -46,6 +46,12 @@ def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 
     return message
 
 
+def placed(message: Entry) -> Entry:
+    """`message` as Envoy sends it once the picker has placed its request."""
+    message.common_properties.metadata.filter_metadata["picker"].update({"ticket": "t-1"})
+    return message
+
+
 def full() -> Entry:
     message = entry(request_id="from-envoy")
     common = message.common_properties
@@ -125,11 +131,16 @@ async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_wi
 
 
 async def test_given_an_envoy_without_entry_types_when_it_reports_then_the_intermediate_mark_counts() -> None:
-    alive, over = entry("NotSet", "a"), entry("NotSet", "b")
+    alive, over = placed(entry("NotSet", "a")), entry("NotSet", "b")
     alive.common_properties.intermediate_log_entry = True
     first, second = await told(batch(alive, over))
-    assert first == Alive("a", None, "")
+    assert first == Alive("a", None, "t-1")
     assert isinstance(second, Completion)
+
+
+async def test_given_a_request_that_still_waits_when_it_is_reported_alive_then_nothing_is_renewed() -> None:
+    # or each access-log interval would cost Redis as much as there are waiters
+    assert await told(batch(entry("DownstreamPeriodic"))) == []
 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
@@ -139,7 +150,7 @@ async def test_given_another_kind_of_entry_when_it_comes_then_it_is_ignored(kind
 
 async def test_given_entries_of_one_request_when_they_come_then_their_order_is_kept() -> None:
     ids = [f"r{number}" for number in range(50)]
-    messages = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
+    messages = [batch(placed(entry("DownstreamPeriodic", one)), entry("DownstreamEnd", one)) for one in ids]
     heard = await told(*messages)
     assert [(type(item), item.id) for item in heard] == [
         (kind, one) for one in ids for kind in (Alive, Completion)

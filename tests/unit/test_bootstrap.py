@@ -131,6 +131,15 @@ def test_without_pickers_nothing_passes(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_envoy_goes_on_without_pickers_only_where_it_may(mode: Mode) -> None:
+    allowed = {
+        way: http_filter(built(mode, {"extproc": {"on_failure": way}}), "ext_proc").get("failureModeAllow")
+        for way in ("deny", "balance")
+    }
+    assert allowed == {"deny": None, "balance": True}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_queued_request_is_asked_again_of_another_replica(mode: Mode) -> None:
     retry = http_filter(built(mode), "ext_proc")["grpcService"]["retryPolicy"]
     assert retry["numRetries"] == 3

@@ -287,6 +287,7 @@ async def test_a_body_that_grows_too_large_is_refused_at_once(mode: str) -> None
     ("modes", "names"),
     [
         ((2, 0), "BUFFERED"),
+        ((99, 4), "99"),
         ((1, 0), "STREAMED"),
         ((3, 4), "BUFFERED_PARTIAL"),
         ((4, 2), "BUFFERED"),

@@ -250,3 +250,19 @@ async def test_an_address_in_use_is_named() -> None:
         with pytest.raises(StartupError, match=address):
             async with replica(listen=address):
                 pass
+
+
+async def test_a_message_that_is_none_is_refused_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async with replica() as fleet:
+        # Given a stream beside which another sends what is no message
+        good = fleet.exchange()
+        await good.write(headers("lean"))
+        bad = fleet.channel.stream_stream(f"/{SERVICE}/Process")()
+        await bad.write(b"\xff\xff\xff")
+
+        # Then that one ends with a status that says so, and nothing is thrown
+        assert await bad.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+        # And the other is served
+        assert parts(await told(good, body(ASK), answers=2)) == ["request_headers", "request_body"]

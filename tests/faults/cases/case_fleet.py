@@ -73,7 +73,10 @@ async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
                     return False
             except httpx.TransportError:
                 return False
-        return await _healthy(fleet) >= len(replicas)
+        try:
+            return await _healthy(fleet) >= len(replicas)
+        except (httpx.TransportError, KeyError):
+            return False  # a new Envoy, which has yet to come up or to look at its replicas
 
     await fleet.eventually(look, within_s=30, what="ready replicas")
 

@@ -133,8 +133,8 @@ class Fuzz:
 
 
 def _errors(here: Any) -> list[str]:
-    """Lines of level ERROR and tracebacks in the replica's log."""
+    """Lines of level error, and those that are no lines of the log's own, in the replica's log."""
     found = re.search(r"logs in (\S+);", here.output)
     assert found is not None
     log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")
-    return [line for line in log.splitlines() if '"ERROR"' in line or line.startswith("Traceback")]
+    return [line for line in log.splitlines() if '"level":"error"' in line or not line.startswith("{")]

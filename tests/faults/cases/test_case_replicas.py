@@ -46,10 +46,11 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     # And the counts are exact within a lease
     since = time.monotonic()
     await rests(here)
+    rested_s = time.monotonic() - since
     # And the log keeps every promise: order, bounds, one end each
     # (what only the dead replica had heard of its end, its lease ends)
     verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s (lease {LEASE_S:g} s)")
+    case.tell(f"all counts 0 after {rested_s:.1f} s (lease {LEASE_S:g} s)")
     case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
     assert verdict.faults == ()
 
@@ -77,7 +78,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     await rests(here, lease_s + REAP_S)
     # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
     verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True)
-    case.tell(f"{verdict.returned} requests were asked for again after their end, and cancelled")
+    case.tell(f"{verdict.returned} requests lived twice: abandoned first, or cancelled after their end")
     case.tell(f"highest stock {verdict.highest_stock:g} of 16, {highest} at the model servers")
     case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
     assert verdict.faults == ()

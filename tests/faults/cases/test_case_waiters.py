@@ -13,6 +13,7 @@ from bench.witness.check import check
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
+PATIENCE_S = 900.0
 ARRIVING = 200  # clients that have asked and are not queued yet, at most
 FEW_WORKERS_FILES = 15_000
 
@@ -22,10 +23,14 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     case.is_about(f"{many} waiters, one slot freed at a time")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
-    # Given a pool of one place
-    sections = {"fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"}}
+    # Given a pool of one place; what goes by the clock, the sweep that walks over all that wait, is put off
+    sections = {
+        "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"},
+    }
+    slow = config(per_endpoint=1)
+    slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
     options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
-    here = faulty(*options, config={**config(per_endpoint=1), **sections})
+    here = faulty(*options, config={**slow, **sections})
     # When few wait, and when many wait, and one after the other is served
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
     # Then each wake-up costs Redis as many calls
@@ -44,10 +49,12 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     async def queued() -> int:
         return int((await here.admin("/api/v1/state")).json()["queued"])
 
-    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True)))
+    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True, leaves_s=PATIENCE_S)))
     await here.eventually(lambda: _runs(here), what="the one that holds the place")
     for number in range(waiters):
-        wish = Wish("w", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),))
+        wish = Wish(
+            "w", 1, leaves_s=PATIENCE_S, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),)
+        )
         tasks.append(asyncio.create_task(ask(here.url, wish)))
         if number % ARRIVING == ARRIVING - 1:
 

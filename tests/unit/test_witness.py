@@ -1,0 +1,137 @@
+"""The check of clients' memories against the log finds what it is for; a client sees what is missing."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.witness.asking import Asked, Wish, ask
+from bench.witness.check import check
+
+ANSWER = json.dumps({"usage": {"completion_tokens": 2}}).encode()
+HEAD = b"HTTP/1.1 200 OK\r\nx-picker-request-id: r1\r\n"
+EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0, **fields: Any) -> dict[str, str]:
+    """One entry of a decision log."""
+    plain = {
+        "seq": seq, "time_us": 1_000_000 + seq, "event": event, "request": request, "flow": "f", "band": 1,
+        "workload": "", "cost": 1, "weight": 1, "arrived": 1_000_000, "deadline_ms": 9_000, "due_ms": "",
+        "limit": 0, "tag": "", "v": 0, "by": "", "owner": "a", "endpoint": "10.0.0.1:8000", "stock": stock,
+        "queued": 0, "upper": 4, "lower": 4, "note": "",
+    }  # fmt: skip
+    return {name: str(value) for name, value in {**plain, **fields}.items()}
+
+
+def life(*ends: str) -> list[Mapping[str, str]]:
+    """A log in which r1 begins and ends so many times."""
+    log: list[Mapping[str, str]] = []
+    for end in ends:
+        log.append(entry(len(log) + 1, "bypassed", stock=1))
+        log.append(entry(len(log) + 1, end))
+    return log
+
+
+def served(request: str = "r1") -> Asked:
+    return Asked(Wish("p", 2), 0.0, 1.0, 200, True, False, request, "10.0.0.1:8000", "", "")
+
+
+def faults(history: Sequence[Asked], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+    """What the check finds besides what the audit does, which has tests of its own."""
+    return [fault for fault in check(history, log, **options).faults if not fault.startswith(("G", "log"))]
+
+
+def test_a_request_that_ended_once_is_right() -> None:
+    assert faults([served()], life("completed")) == []
+
+
+@pytest.mark.parametrize(
+    ("history", "log", "what"),
+    [
+        ([served()], [], "knows no end"),
+        ([served()], life("completed", "completed"), "ended as"),
+        ([served()], life("cancelled"), "ended as"),
+        ([served(), served()], life("completed"), "as another does"),
+        ([served("")], life("completed"), "or none"),
+        ([], life("completed")[:1], "never ended"),
+    ],
+)
+def test_what_is_wrong_is_found(history: list[Asked], log: list[Mapping[str, str]], what: str) -> None:
+    found = faults(history, log)
+    assert any(what in fault for fault in found), found
+
+
+def test_the_life_of_a_sleeper_is_let_pass_only_where_it_may_be() -> None:
+    # Given a request that a sleeper brings again, and takes back
+    log = life("completed", "cancelled")
+    assert faults([served()], log) != []
+    assert faults([served()], log, may_return=True) == []
+    assert check([served()], log, may_return=True).returned == 1
+    # Then two true ends are never right
+    assert faults([served()], life("completed", "completed"), may_return=True) != []
+
+
+def test_a_forgotten_request_may_be_missing() -> None:
+    assert faults([served()], [], forgotten=True) == []
+
+
+def test_a_client_that_left_is_no_failure_and_a_cut_answer_is() -> None:
+    left = replace(served(), whole=False, left=True)
+    assert (left.failed, left.served) == (False, False)
+    assert replace(served(), whole=False).failed
+
+
+Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def told(answer: bytes, wish: Wish) -> Asked:
+    """What a client remembers of a server that says `answer` and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        return await ask(f"http://127.0.0.1:{port}", wish)
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return (
+        HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces)
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "streamed", "right"),
+    [
+        (HEAD + b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER, False, True),
+        (HEAD + b"content-length: %d\r\n\r\n" % (len(ANSWER) + 1) + ANSWER, False, False),
+        (HEAD + b"content-length: 2\r\n\r\n{}", False, False),
+        (chunked(EVENT, EVENT, DONE) + b"0\r\n\r\n", True, True),
+        (chunked(EVENT, EVENT, DONE), True, False),
+        (chunked(EVENT, DONE) + b"0\r\n\r\n", True, False),
+        (chunked(EVENT, EVENT) + b"0\r\n\r\n", True, False),
+        (HEAD, False, False),
+        (b"", False, False),
+    ],
+)
+async def test_an_answer_is_whole_only_with_all_it_should_have(
+    answer: bytes, streamed: bool, right: bool
+) -> None:
+    asked = await told(answer, Wish("p", 2, streamed=streamed))
+    assert asked.served is right
+    assert asked.failed is not right
+
+
+async def test_no_server_is_a_failure_and_not_an_exception() -> None:
+    asked = await ask("http://127.0.0.1:1", Wish("p", 2))
+    assert (asked.status, asked.failed) == (0, True)
+    assert asked.fault
