@@ -1,6 +1,7 @@
 """A real Prometheus for tests: Debian's binary with the project's own configuration, on the loopback."""
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ class Prometheus:
                 assert self._process.poll() is None, self._log.read_text()
                 try:
                     await self.query("vector(1)")
-                except httpx.TransportError:
+                except (httpx.TransportError, json.JSONDecodeError):  # it listens before it answers
                     await asyncio.sleep(0.05)
                 else:
                     return
