@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean load bench-herding bench-latency bench-prefix redis-test
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval screenshots lock clean
-.PHONY: help up test lint format bench bench-admin bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval lock clean
-.PHONY: help up test lint format bench bench-fairness bench-lifecycle bench-picking bench-scraping bench-upheaval faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
