@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
-    item.stash[_OUTCOME] = item.stash.get(_OUTCOME, True) and not report.failed
+    if report.when == "call":  # a case that was interrupted has none, and has not passed
+        item.stash[_OUTCOME] = report.passed
     return report
 
 
@@ -34,7 +35,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     made = Case(request.node.name.removeprefix("test_"))
     yield made
     if "FAULT_SUITE" in os.environ:
-        made.record(request.node.stash.get(_OUTCOME, False))
+        made.record(request.node.stash.get(_OUTCOME, False) and made.ended_well)
 
 
 @pytest.fixture
@@ -53,7 +54,11 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         return running[-1]
 
     yield start
-    stop_all(running)
+    try:
+        stop_all(running)
+    except BaseException:
+        case.ended_well = False
+        raise
 
 
 class TwoVersions:

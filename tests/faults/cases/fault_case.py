@@ -16,6 +16,7 @@ class Case:
         self.name = name
         self.fault = name
         self.figures: list[str] = []
+        self.ended_well = True
 
     def is_about(self, fault: str) -> None:
         self.fault = fault
