@@ -204,6 +204,8 @@ def lines() -> Iterator[io.StringIO]:
     handlers, level = root.handlers[:], root.level
     stream = io.StringIO()
     logs.setup("INFO", stream, replica="r-1")
+    # Alone: what half a character does to other handlers is not the matter here.
+    root.handlers[:] = [handler for handler in root.handlers if handler not in handlers]
     yield stream
     root.handlers[:] = handlers
     root.setLevel(level)
