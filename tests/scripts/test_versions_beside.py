@@ -1,6 +1,8 @@
 """Replicas of two versions on one pool: counters that a version with fewer of them has written."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import redis
@@ -11,6 +13,34 @@ from app.state.scripts import load_library
 
 DOUBLE = 8
 ADDED = 3  # counters that came after the others
+FIRST = [
+    "born",
+    "stock",
+    "queued",
+    "seq",
+    "dispatches",
+    "guards",
+    "ended",
+    "log_seq",
+    "queued:0",
+    "queued:1",
+    "queued:2",
+    "ready",
+    "upper",
+    "lower",
+    "v:0",
+    "v:1",
+    "v:2",
+    "band:0",
+    "band:1",
+    "band:2",
+    "bv",
+    "credit",
+    "overdue",
+    "rate",
+    "refiling",
+    "pressed",
+]  # in their order
 
 
 @pytest.mark.parametrize("missing", [1, ADDED])
@@ -40,3 +70,20 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
         # Then the pool lives on as it was, with all of its counters
         assert beat[0] == born
         assert len(server.hget(key, "counters") or b"") == len(counters)
+
+
+def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
+    # Given the packed layouts in the scripts: to change one decides which versions may share a pool
+    root = Path(__file__).parents[2]
+    pool, record = ((root / "lua" / "lib" / f"{name}.lua").read_text() for name in ("pool", "record"))
+    listed = re.search(r"local COUNTERS = \{(.*?)\}", pool, re.DOTALL)
+    layout = re.search(r"local RECORD = '(\w+)'", record)
+    assert listed is not None
+    assert layout is not None
+    counters = re.findall(r"'([\w:]+)'", listed[1])
+    # When they are looked for on the page
+    page = (root / "docs" / "upgrading.md").read_text(encoding="utf-8")
+    # Then it names them, and what a version of 26 counters writes still begins the list
+    assert f"| {len(counters)} doubles |" in page
+    assert f"`{layout[1]}`" in page
+    assert counters[:26] == FIRST
