@@ -74,6 +74,10 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
 
+.PHONY: bench-tuning
+bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
+	$(BIN)/python -m bench.tuning $(ARGS)
+
 bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.upheaval $(ARGS)
 

@@ -1,0 +1,95 @@
+"""docs/errors.md beside the code: each fault there is, and nothing else, as it is answered."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from app import cli
+from app.admin import problems
+from app.admin.cursor import BadCursor
+from app.errors import Dropped, RequestError, StateUnavailable
+from app.extproc import codec
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+CODE = re.compile(r"`([a-z_]+)`")
+
+
+def table(section: str) -> list[list[str]]:
+    """The cells of each row of the first table under `## section`."""
+    text = PAGE.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+    rows = [row for row in rows if len(row) > 3]
+    return rows[2:]
+
+
+def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    """Every fault that a client can be answered with: those of app.errors."""
+    if of.__module__ == "app.errors" and of is not Dropped:  # Dropped is only a name for several
+        yield of
+    for one in of.__subclasses__():
+        yield from faults(one)
+
+
+@pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.code)
+def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> None:
+    # Given the page's row of a fault
+    row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
+    assert row is not None, f"docs/errors.md does not tell of {fault.code}"
+    # When a client is answered with it
+    answer = codec.refused(fault("why"), fault.status).immediate_response
+    headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
+    error = orjson.loads(answer.body)["error"]
+    # Then status, type and reason are the row's, and a refusal for overload is marked as such
+    _, status, kind, reason, *_ = row
+    assert status == f"{int(answer.status.code)}" + ("¹" if issubclass(fault, Dropped) else "")
+    assert kind == f"`{error['type']}`"
+    assert reason.strip("`") == headers.get(codec.DROPPED_REASON, "–")
+    assert ("retry-after" in headers) == status.startswith("503")
+
+
+def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
+    # Given the codes on the page, and those in the code
+    told = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
+    # When they are compared, then they are the same, each once
+    assert sorted(told) == sorted(fault.code for fault in faults())
+
+
+def admin_codes() -> Iterator[tuple[str, str]]:
+    """Code and status of each fault that app/admin names in its source, and of its parameters."""
+    for file in sorted((ROOT / "app" / "admin").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name in ("Refused", "_problem"):
+                given = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                number = next((value for value in given if isinstance(value, int)), None)
+                code = next((value for value in given if isinstance(value, str)), None)
+                if number is not None and code is not None:
+                    yield code, str(number)
+    yield from ((code, str(status)) for status, code in problems._CODES.items())
+    for fault in (BadCursor, StateUnavailable):
+        yield fault.code, str(fault.status)
+
+
+def test_the_codes_of_the_admin_api_are_those_of_the_page() -> None:
+    # Given the page's table, less what a parameter's name makes
+    told = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
+    of_parameters = {("bad_limit", "422"), ("bad_band", "422")}
+    # When it is compared with the codes in the source, then none is missing and none is made up
+    found = set(admin_codes())
+    assert ("bad_config", "422") in found, "the source is not read as it was meant to be"
+    assert told - of_parameters == found
+    assert of_parameters <= told
+
+
+def test_every_command_has_its_exit_codes_on_the_page() -> None:
+    # Given the commands that there are
+    commands = [f"`picker {name}`" for name in cli._COMMANDS]
+    # When the page's table is read, then it has one row for each
+    assert sorted(cells[0] for cells in table("Exit codes")) == sorted(commands)
