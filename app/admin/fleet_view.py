@@ -38,7 +38,8 @@ class FleetView:
 
     async def state(self) -> dict[str, Any]:
         state = await self._membership.state()
-        standing = await self._lookout.standing()
+        # Without the shared state the lanes are told as they were last seen.
+        standing = self._lookout.last if state["degraded"] else await self._lookout.standing()
         settings = self._membership.effective.settings
         queue = settings.fair_request_queue
         weights = queue.band_weights if queue.band_policy == "weighted" else None

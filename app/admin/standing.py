@@ -86,6 +86,11 @@ class Lookout:
         self._standing = Standing()
         self._good_until = -math.inf
 
+    @property
+    def last(self) -> Standing:
+        """As it was last read, however old."""
+        return self._standing
+
     async def standing(self) -> Standing:
         """Raises StateUnavailable, as the store does."""
         async with self._reading:

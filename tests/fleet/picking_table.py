@@ -18,7 +18,7 @@ _COMMON: dict[str, Any] = {
     ],
     "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3}],
     "request_queue_controller": {"watermark_per_backend": 50},
-    "scraping": {"interval": "50ms"},
+    "scraping": {"interval": "50ms", "stale_after": "4s"},  # patient with a busy machine
     "leases": {"heartbeat": "300ms"},
 }
 
