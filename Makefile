@@ -5,10 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval screenshots faults soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -74,7 +71,7 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
 
-.PHONY: bench-tuning
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval screenshots faults soak lock clean
 bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
 	$(BIN)/python -m bench.tuning $(ARGS)
 

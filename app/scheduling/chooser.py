@@ -19,7 +19,7 @@ from app.scraping.board import Reading
 ALL = "*"
 _MOST = 8  # candidates with scores that the script is told; more would cost it more than they gain
 _LIVE_WEIGHT = 1.0  # of in-flight requests where the configuration names other scorers only
-_FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
+FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Chooser(LeastLoaded):
         self._named = frozenset(adapters)
         self._adapters = self._named
         self._version = ""
-        self._known_s = -_FRESH_S
+        self._known_s = -FRESH_S
 
     def choose(self, request: InferenceRequest) -> Choice:
         self._look()
@@ -152,7 +152,7 @@ class Chooser(LeastLoaded):
     def _look(self) -> None:
         """Take up what is known of the endpoints, unless that was a moment ago."""
         snapshot, now_s = self._endpoints.current, self._clock()
-        if snapshot.version == self._version and now_s - self._known_s < _FRESH_S:
+        if snapshot.version == self._version and now_s - self._known_s < FRESH_S:
             return
         if snapshot.version != self._version:
             addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)

@@ -7,6 +7,7 @@ from typing import Any
 from script_fleet import Fleet, ask, until
 
 from app.request import Band, Outcome
+from app.state.reads import Reads, Stretch
 from app.state.store import Store
 
 POLICIES: tuple[Mapping[str, Any], ...] = (
@@ -34,9 +35,36 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.news()
     await store.state(60)
     await store.evict("nobody")
+    await _flows_without_end(fleet)
     await until(fleet.at_rest)
     await store.leave()
     await other.sweep(idle_s=0)
+
+
+async def _flows_without_end(fleet: Fleet) -> None:
+    """More idle flows than are remembered, in a pool that is not at rest."""
+    me, _ = fleet.replicas
+    name = f"r{next(_NUMBERS)}"
+    await me.admit(name)
+    tags = {f"idle-{n}": 1e6 + n for n in range(10_001)}
+    await fleet.redis.zadd(fleet.keys.prefix + "finish:1", tags)
+    await me.sweep()
+    await me.settle(name)
+
+
+async def _reads(reads: Reads, request_id: str) -> None:
+    """Every list that operators may ask for, with pages that go on behind what has left."""
+    await reads.lanes(10)
+    await reads.lanes(10, behind=("1", "gone"))
+    await reads.lane("low")
+    await reads.queued([Stretch(1, "flow", 0, 9)])
+    await reads.in_flight(10)
+    await reads.in_flight(10, ("1", "gone"))
+    await reads.request(request_id)
+    await reads.workloads(10)
+    await reads.workload("w1")
+    await reads.replicas()
+    await reads.decisions(10)
 
 
 async def _requests(fleet: Fleet) -> None:
@@ -50,6 +78,8 @@ async def _requests(fleet: Fleet) -> None:
     )  # fmt: skip
     for name, kind in zip(names, kinds, strict=True):
         await me.admit(name, **kind)
+    for name in names:
+        await _reads(me.store.reads, name)
     theirs = f"r{next(_NUMBERS)}"
     await other.admit(theirs, band=Band.CRITICAL, flow="theirs")
     await me.store.renew(names[0], 1, "10.0.0.2:8000", "")

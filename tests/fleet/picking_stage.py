@@ -17,6 +17,7 @@ from picking_talk import PATIENT_S, Names, Played, Talk
 
 from app.config import parse
 from app.replica import Bound, new_incarnation, serve
+from app.scheduling.chooser import FRESH_S
 
 _POLL_S = 0.02
 
@@ -106,6 +107,14 @@ class Stage:
                 await page.until(lambda page=page: len(page.requests) > 1)
                 page.act = page.hang
         await self._until(self._known, "what is known of the servers")
+        # Picks go by what was known up to so long ago.
+        loop = asyncio.get_running_loop()
+        known_s = loop.time()
+
+        async def taken_up() -> bool:
+            return loop.time() > known_s + 1.1 * FRESH_S
+
+        await self._until(taken_up, "a look at it")
 
     async def _known(self) -> bool:
         told = {each["address"]: each for each in (await self._admin.get("/api/v1/endpoints")).json()}
