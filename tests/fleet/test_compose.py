@@ -102,7 +102,7 @@ async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: P
             lost.kill()
             lost.wait()
             answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(20)))
-            assert [answer.status_code for answer in answers] == [200] * 20
+            assert [(answer.status_code, answer.text) for answer in answers if not answer.is_success] == []
     finally:
         codes = await asyncio.to_thread(stack.stop)
     # And every one that was told to stop ended well

@@ -23,7 +23,7 @@ async def test_kill_with_100_queued_and_20_streaming(fleet: Any) -> None:
     # Given 20 answers being streamed, which fill the pool, and 100 requests queued behind them
     here = fleet("--no-restart", "--mode", "lean", "--sim-ttft", "10", "--sim-itl", "10", config=CONFIG)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        streams = [tasks.create_task(stream(client, f"stream {i}", 400)) for i in range(20)]
+        streams = [tasks.create_task(stream(client, f"stream {i}", 1200)) for i in range(20)]
 
         async def streaming() -> bool:
             return bool((await shared(here))["stock"] == 20)
