@@ -27,9 +27,15 @@ up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
 	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
+# Whole fleets are not tested side by side: they would take each other's time.
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
-	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
+ifeq ($(ARGS),)
+	$(BIN)/pytest -n 3 --dist loadfile tests/unit tests/scripts tests/model
+	$(BIN)/pytest tests/fleet tests/faults
+else
+	$(BIN)/pytest $(ARGS)
+endif
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
