@@ -313,8 +313,9 @@ async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(here
     async with waiting(here, *names), dashboard(here) as page:
         await page.says("#count-flows", "the first 50 of 120")
         assert await page.page.locator("#rows-flows tr").count() == 50
-        assert await page.text("#tile-queued") == "120"
+        await page.says("#tile-queued", "120")
         # And the queue is turned page by page until each request was seen once
+        await page.says("#count-queue", "120 requests, 1 to")
         seen: list[str] = []
         while True:
             seen += await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts()
