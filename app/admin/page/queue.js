@@ -11,6 +11,7 @@ const FOLLOW_MS = 2000;
 const pages = [""]; // the cursors of the pages up to the one that is shown
 let after = null;
 let busy = false;
+let again = false;
 let visible = false;
 let lookUp = () => {};
 
@@ -56,11 +57,14 @@ async function evict(button, { id, flow, band, age_s: age }) {
 }
 
 async function load() {
-  if (busy) return;
+  if (busy) {
+    again = true; // what is asked for has changed meanwhile
+    return;
+  }
   busy = true;
   try {
     const page = await read("queue", { limit: PAGE, band: byId("queue-band").value, flow: byId("queue-flow").value, cursor: pages.at(-1) });
-    show(page);
+    if (!again) show(page);
   } catch (fault) {
     // A cursor may have aged while the page lay open.
     if (fault.status >= 400 && fault.status < 500 && pages.length > 1) pages.length = 1;
@@ -68,6 +72,9 @@ async function load() {
   } finally {
     busy = false;
   }
+  if (!again) return;
+  again = false;
+  await load();
 }
 
 function show({ requests, total, cursor, order }) {
