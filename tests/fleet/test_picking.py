@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fleet_load import PATIENT, at_rest, complete
+from fleet_load import PATIENT, at_rest, complete, metric
 
 CONFIG = {
     "scheduling": {
@@ -38,14 +38,12 @@ async def test_every_replica_knows_what_one_of_them_scrapes(fleet: Any) -> None:
         return all(each["waiting"] == 0 and each["scraped_s_ago"] < 1 for page in pages for each in page)
 
     await here.eventually(known, what="the figures")
-    # And each endpoint is scraped by one of them
-    owned = 0.0
-    for replica in range(3):
-        page = (await here.admin("/metrics", replica)).text
-        owned += sum(
-            float(line.split()[1]) for line in page.splitlines() if line.startswith("epp_scrape_endpoints ")
-        )
-    assert owned == 4
+
+    # And each endpoint is scraped by one of them, once all know of each other
+    async def shared_out() -> bool:
+        return sum([await metric(here, "epp_scrape_endpoints", replica) for replica in range(3)]) == 4
+
+    await here.eventually(shared_out, what="one scraper for each endpoint")
 
 
 async def test_a_prompt_goes_where_its_beginning_went_whichever_replica_is_asked(fleet: Any) -> None:
