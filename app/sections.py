@@ -53,6 +53,7 @@ class ExtProc(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Name | None = None
+    rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
 
 
 class StaticEndpoint(Section):
