@@ -75,6 +75,8 @@ class Desk:
 class Exchange:
     """One request of Envoy: `receive` a message, write what it gives, at the end `close`.
 
+    `read_ahead` is called when an answer waits for the shared state while Envoy has more to say.
+
     `told` is said before the last answer of a `receive` is written, not after: Envoy ends the stream as soon
     as it has that one, often before the write returns, and would have its request taken back otherwise.
     """
@@ -89,6 +91,7 @@ class Exchange:
         "_length",
         "_mode",
         "_model",
+        "_read_ahead",
         "_ready",
         "_response",
         "_started_s",
@@ -98,8 +101,9 @@ class Exchange:
         "_untold",
     )
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, read_ahead: Callable[[], None] = lambda: None) -> None:
         self._desk = desk
+        self._read_ahead = read_ahead
         self._step = _OPEN
         self._started_s = desk.clock()
         self._mode = ""
@@ -227,6 +231,7 @@ class Exchange:
         if part.end_of_stream:
             return await self._answer_body(ended=True)
         if self._body_bytes == self._length:
+            self._read_ahead()
             await self._place_body()
         return ()
 
