@@ -43,7 +43,7 @@ class Led:
 
 @contextlib.asynccontextmanager
 async def joined(job: Job) -> AsyncIterator[SharedGate]:
-    """The gate of a replica that is part of the job's pool, as `app.replica` puts it together."""
+    """The gate of a replica that is part of the job's pool, as `app.assembly` puts it together."""
     settings = parse(job.config)
     metrics, cell = Metrics(), SnapshotCell()
     store = Store(

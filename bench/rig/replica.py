@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvloop
 
-from app import replica
+from app import assembly, replica
 from app.config import load
 from app.endpoints.snapshot import SnapshotCell
 from app.request import InferenceRequest
@@ -53,9 +53,9 @@ class RoundRobin(LeastLoaded):
 
 VARIANTS: Mapping[str, Callable[[], None]] = {
     "product": lambda: None,
-    "snapshot-only": lambda: setattr(replica, "Chooser", SnapshotOnly),
-    "own-routes": lambda: setattr(replica, "RouteFeed", OwnRoutes),
-    "round-robin": lambda: setattr(replica, "LeastLoaded", RoundRobin),
+    "snapshot-only": lambda: setattr(assembly, "Chooser", SnapshotOnly),
+    "own-routes": lambda: setattr(assembly, "RouteFeed", OwnRoutes),
+    "round-robin": lambda: setattr(assembly, "LeastLoaded", RoundRobin),
 }
 
 

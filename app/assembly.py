@@ -1,0 +1,167 @@
+"""What a replica decides with, put together: shared state, the gates before it, the choice of endpoints."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from app.admission.gate import Gate
+from app.admission.introduction import Introduction
+from app.admission.membership import Membership
+from app.admission.probes import Probes
+from app.admission.service import ServiceMeter
+from app.admission.shared import SharedGate
+from app.admission.sturdy import SturdyGate
+from app.config import Settings
+from app.endpoints.snapshot import SnapshotCell
+from app.errors import StartupError
+from app.extproc import shares
+from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from app.scheduling.feed import RouteFeed
+from app.scheduling.latency import LatencyBook
+from app.scheduling.prefix import PrefixIndex
+from app.scheduling.scheduler import Scheduler
+from app.scraping.engines import engine_of
+from app.scraping.task import ScrapingTask
+from app.state.store import Store
+from app.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from app.telemetry.tracing import Traces
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a replica, none of which runs yet. `gate` is what requests come to: it stands before
+    `sturdy`, which stands before `shared`. `feed` is None where no scorer needs what other replicas routed.
+    """
+
+    metrics: Metrics
+    traces: "Traces | None"
+    endpoints: SnapshotCell
+    store: Store
+    scraping: ScrapingTask
+    latencies: LatencyBook
+    feed: RouteFeed | None
+    chooser: LeastLoaded
+    shared: SharedGate
+    sturdy: SturdyGate
+    gate: Gate
+    about: Introduction
+    membership: Membership
+
+
+def assemble(settings: Settings, replica: str) -> Parts:
+    """The parts of `replica`, each knowing those it needs. To be called in the event loop that runs them.
+
+    Raises:
+        StartupError: tracing is configured and not installed.
+    """
+    metrics = Metrics(model.name for model in settings.models)
+    endpoints = SnapshotCell()
+    traces = _tracing(settings, replica)
+    make_store: Callable[..., Store] = Store
+    gate_of: Callable[[Gate], Gate] = _as_it_is
+    if traces is not None:
+        make_store, gate_of = _traced(traces)
+    store: Store = make_store(
+        settings.redis.url,
+        pool=settings.pool,
+        replica=replica,
+        call_timeout_s=settings.redis.call_timeout,
+        connect_timeout_s=settings.redis.connect_timeout,
+        metrics=metrics,
+        on_news=lambda what, request_id: shared.hear(what, request_id),
+        on_dequeued=metrics.dequeued,
+        on_adopted=metrics.adopted,
+    )
+    scraping = ScrapingTask(
+        settings.redis.url,
+        settings.pool,
+        replica,
+        scraping=settings.scraping,
+        engine=engine_of(settings.scraping.engine, settings.scraping.series),
+        heartbeat_s=settings.leases.heartbeat,
+        live=lambda: membership.live,
+        endpoints=endpoints,
+        meter=Probes(store, endpoints, metrics),
+    )
+    index, latencies = PrefixIndex(), LatencyBook()
+    clock = asyncio.get_running_loop().time
+    weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
+    feed = None
+    if weights.keys() & {"prefix-affinity", "latency"}:
+        feed = RouteFeed(
+            settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
+        )
+    chooser = LeastLoaded(endpoints)
+    if weights:
+        chooser = Chooser(
+            Scheduler(weights_of(weights)),
+            endpoints,
+            readings=scraping.board.snapshot,
+            in_flight=lambda: membership.in_flight,
+            index=index,
+            latencies=latencies,
+            feed=feed,
+            clock=clock,
+            adapters=settings.scheduling.adapters,
+        )
+    in_tokens = settings.request_queue_controller.unit == "tokens"
+    service = ServiceMeter()
+    shared: SharedGate = SharedGate(
+        store,
+        metrics=metrics,
+        endpoints=endpoints,
+        fallbacks=settings.scheduling.fallbacks,
+        on_unknown_pool=lambda: membership.poke(),
+        answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
+        chooser=chooser,
+        service=service,
+    )
+    sturdy = SturdyGate(
+        store,
+        shared,
+        replica=replica,
+        metrics=metrics,
+        endpoints=endpoints,
+        chooser=chooser,
+        budget_s=settings.redis.decision_budget,
+        report_s=settings.leases.access_log_interval,
+        effective=lambda: membership.effective,
+        load=lambda: membership.in_flight,
+        poke=lambda: membership.poke(),
+        glance=lambda: membership.glance(),
+        via=shares.GrpcPeers(settings.pool),
+    )
+    about = Introduction(shared, service, clock)
+    membership: Membership = Membership(
+        store, shared, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
+    )
+    return Parts(
+        metrics, traces, endpoints, store, scraping, latencies, feed, chooser, shared, sturdy,
+        gate_of(sturdy), about, membership,
+    )  # fmt: skip
+
+
+def _tracing(settings: Settings, replica: str) -> "Traces | None":
+    """Where spans go; None, and nothing of OpenTelemetry imported, unless they are configured."""
+    if not settings.tracing.enabled:
+        return None
+    try:
+        from app.telemetry.tracing import Traces
+    except ImportError as fault:
+        raise StartupError(f"tracing needs picker-fleet[tracing], which is not installed: {fault}") from None
+    return Traces.to_collector(settings.tracing, replica=replica, pool=settings.pool)
+
+
+def _traced(traces: "Traces") -> "tuple[Callable[..., Store], Callable[[Gate], Gate]]":
+    """What makes the store, and what is put around the gate, where requests are traced."""
+    from app.admission.traced import TracedGate, TracedStore
+
+    return partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
+
+
+def _as_it_is(gate: Gate) -> Gate:
+    return gate
