@@ -21,7 +21,9 @@ BOUND = SERVERS * EACH
 CLIENTS = 40
 SERVICE_S = 0.4
 # Less room than clients, and less patience than the last of them would need: both kinds of refusal.
-ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": "600ms"}
+TTL_S = 0.6
+ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
+TOLD_S = 1.0  # after its wait is over, at most
 PAUSE_S = 0.25
 SHARED_S = 5.0  # after Redis answers, at most
 LOSSES: dict[str, tuple[str, Callable[[OwnValkey], None]]] = {
@@ -76,6 +78,9 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
         case.tell(_refusals("meanwhile", load.history, lost_s, back_s))
         case.tell(_refusals("before", load.history, began_s, lost_s))
         assert any(asked.served for asked in load.history if lost_s < asked.sent_s < back_s)
+        expired = [asked for asked in load.history if asked.reason == "rejected-ttl-expired"]
+        assert expired
+        assert max(asked.took_s for asked in expired) <= TTL_S + TOLD_S or not FULL
         # And the replicas are one fleet again, whose counts are exactly 0 in the end
         case.tell(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL
