@@ -38,9 +38,7 @@ class Redis(Section):
     url: RedisUrl = "redis://127.0.0.1:6379/0"
     call_timeout: Duration = Field(0.5, gt=0)  # one script call; past it the answer counts as unknown
     connect_timeout: Duration = Field(1.0, gt=0)
-    decision_budget: Duration = Field(
-        0.05, gt=0
-    )  # five of these in silence, or one without a connection: alone
+    decision_budget: Duration = Field(0.05, gt=0)  # no decision waits for more than two of these
 
 
 class ExtProc(Section):
@@ -55,6 +53,7 @@ class ExtProc(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Name | None = None
+    rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
 
 
 class StaticEndpoint(Section):

@@ -2,12 +2,13 @@
 
 import asyncio
 
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, Depends, FastAPI, Response
 
 from app.admin import changes, event_stream, page_routes, problems, reading
 from app.admin.events import Events
 from app.admin.guard import Guard
 from app.admin.models import Health, Problem
+from app.admin.rate import Rate
 from app.admin.view import Controls, Lists, StateView
 from app.config import Settings
 from app.telemetry.metrics import PAGE_TYPE, Metrics
@@ -52,9 +53,11 @@ def create(
         # In a thread: a page of many models takes long enough to delay decisions.
         return Response(await asyncio.to_thread(metrics.page), headers={"content-type": PAGE_TYPE})
 
-    reading.add(app, view, lists)
-    event_stream.add(app, events)
+    calls = APIRouter(dependencies=[Depends(Rate(settings.admin.rate))], responses={429: {"model": Problem}})
+    reading.add(calls, view, lists)
+    event_stream.add(calls, events)
+    changes.add(calls, controls, Guard(settings.admin.token))
+    app.include_router(calls)
     page_routes.add(app)
-    changes.add(app, controls, Guard(settings.admin.token))
     problems.described(app)
     return app

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 from starlette.requests import ClientDisconnect
 
 from app.admin.guard import Guard
@@ -29,8 +29,8 @@ _PATCH_BODY = {
 }
 
 
-def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
-    """Add the routes to `app`; those that change something ask `guard` first."""
+def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
+    """Add the routes to `api`; those that change something ask `guard` first."""
     reading = APIRouter(prefix="/api/v1", responses={503: {"model": Problem}}, tags=["config"])
     changing = APIRouter(
         prefix="/api/v1",
@@ -100,8 +100,8 @@ def add(app: FastAPI, controls: Controls, guard: Guard) -> None:
                 raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
         return Drained(address=address, drained=on)
 
-    app.include_router(reading)
-    app.include_router(changing)
+    api.include_router(reading)
+    api.include_router(changing)
 
 
 async def _read(request: Request) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -63,8 +63,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def add(app: FastAPI, events: Events) -> None:
-    """Add the route to `app`."""
+def add(api: APIRouter, events: Events) -> None:
+    """Add the route to `api`."""
     routes = APIRouter(prefix="/api/v1", tags=["state"])
 
     @routes.get(
@@ -82,4 +82,4 @@ def add(app: FastAPI, events: Events) -> None:
             raise Refused(503, "too_many_listeners", "no more can listen to this replica; ask another")
         return EventStream(events, listener)
 
-    app.include_router(routes)
+    api.include_router(routes)

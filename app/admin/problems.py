@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 class Refused(HTTPException):
     """A call that cannot be carried out; `code` says which fault it is."""
 
-    def __init__(self, status: int, code: str, detail: str) -> None:
-        super().__init__(status, detail)
+    def __init__(self, status: int, code: str, detail: str, *, retry_after_s: int | None = None) -> None:
+        headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        super().__init__(status, detail, headers)
         self.code = code
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, Query
 
 from app.admin import listed
 from app.admin.listed import BandName
@@ -24,8 +24,8 @@ Cursor = Annotated[str | None, Query(description="`cursor` of the page before; l
 OfBand = Annotated[BandName | None, Query(description="only this band")]
 
 
-def add(app: FastAPI, view: StateView, lists: Lists) -> None:
-    """Add the routes to `app`."""
+def add(api: APIRouter, view: StateView, lists: Lists) -> None:
+    """Add the routes to `api`."""
     routes = APIRouter(prefix="/api/v1", responses=_UNREACHABLE, tags=["state"])
 
     @routes.get("/state")
@@ -106,7 +106,7 @@ def add(app: FastAPI, view: StateView, lists: Lists) -> None:
             raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
         return listed.Whereabouts.model_validate(found)
 
-    app.include_router(routes)
+    api.include_router(routes)
 
 
 def _band(name: BandName | None) -> Band | None:

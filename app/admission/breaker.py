@@ -7,7 +7,8 @@
 
 *Silence* is time in which a decision waits and nothing at all comes from Redis; any reply ends it. So a Redis
 that is slow, but answers, is waited for: what counts is not how long an answer took but whether anything
-comes. `MISSES` budgets of silence open the breaker, and so does a connection that stays lost for one budget.
+comes. `MISSES` budgets of silence open the breaker, and so does a connection that stays lost for one budget:
+with a look each half budget, no decision waits for more than two.
 
 To close it, probes must come back within `QUICK` budgets, less than what opens it: a Redis just too slow
 stays out rather than going to and fro. How many in a row starts at two and doubles, to sixteen, each time the
@@ -15,9 +16,10 @@ breaker opens again within `CALM_S` of having closed.
 """
 
 import enum
+import math
 
-MISSES = 5  # budgets of silence that open it
-QUICK = 3  # budgets a probe may take that helps to close it
+MISSES = 1.5  # budgets of silence that open it
+QUICK = 1.2  # budgets a probe may take that helps to close it
 CALM_S = 30.0
 _FEWEST, _MOST = 2, 16  # probes in a row
 
@@ -34,7 +36,7 @@ class Breaker:
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
         self._state = State.CLOSED
-        self._looked_s: float | None = None
+        self._looked_s = math.inf
         self._heard_s = -1.0
         self._silent_s = 0.0
         self._down_s = 0.0
@@ -55,19 +57,25 @@ class Breaker:
         """Quick probes in a row that close it."""
         return self._wanted
 
-    def look(self, now_s: float, *, asking: bool, heard_s: float, down: bool) -> None:
-        """Note how things stand: a decision is `asking`; the last reply came at `heard_s`; no connection."""
-        # A process that stood still itself must not blame Redis: a look stands for half a budget at most.
-        passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, self._budget_s / 2)
-        self._looked_s = now_s
+    def look(self, now_s: float, *, asked_s: float | None, heard_s: float, down: bool) -> None:
+        """Note how things stand: the oldest decision that waits was asked for at `asked_s` (None if none
+        waits), the last reply came at `heard_s`, there is no connection.
+        """
+        looked_s, self._looked_s = self._looked_s, now_s
         if not self.closed:
             return
-        spoke = heard_s > self._heard_s
+        if asked_s is None or heard_s > self._heard_s:
+            self._silent_s = 0.0
         self._heard_s = max(self._heard_s, heard_s)
-        self._silent_s = self._silent_s + passed_s if asking and not spoke else 0.0
-        self._down_s = self._down_s + passed_s if down else 0.0
+        if asked_s is not None:
+            self._silent_s += self._since(max(looked_s, asked_s, heard_s), now_s)
+        self._down_s = self._down_s + self._since(looked_s, now_s) if down else 0.0
         if self._silent_s >= MISSES * self._budget_s or self._down_s >= self._budget_s:
             self.fail(now_s)
+
+    def _since(self, start_s: float, now_s: float) -> float:
+        # A process that stood still itself must not blame Redis: a look stands for half a budget at most.
+        return max(0.0, min(now_s - start_s, self._budget_s / 2))
 
     def fail(self, now_s: float) -> None:
         """A decision could not be had, whatever the reason."""

@@ -260,7 +260,7 @@ class SturdyGate:
         now_s = self._loop.time()
         self._breaker.look(
             now_s,
-            asking=self._store.asking > 0,
+            asked_s=self._store.asked_s,
             heard_s=self._store.heard_s,
             down=self._store.fault is not None,
         )

@@ -2,19 +2,21 @@
 
 What arises while a message is on its way goes out together in the next one: alone, a call leaves at once,
 and load makes batches larger rather than messages more numerous. What nobody waits for
-(completions, renewals) gives the others a moment to join it. Within a message scripts keep a fixed order
-(`scripts.NAMES`), so that what a replica learned first takes effect first: a lease is renewed before the
-same request is settled, an arrival is admitted before it is cancelled.
+(completions, renewals) gives the others a moment to join it. A decision waits no longer than that moment for
+the message ahead: where Redis is far away or slow, several are under way, of which one carries what is no
+decision. Within a message scripts keep a fixed order (`scripts.NAMES`), so that what a replica learned first
+takes effect first: a lease is renewed before the same request is settled, an arrival is admitted before it is
+cancelled.
 
 A message has a deadline. If its connection breaks before, or the server is not the primary any more, it is
 sent once more on a new one (scripts are idempotent by request id). Then its items fail with
 StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them. A call therefore
-takes at most two deadlines: its own message's, and that of the one ahead of it.
+takes at most two deadlines, one for each time it is sent.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import hiredis
@@ -22,6 +24,7 @@ import hiredis
 from app.errors import StateUnavailable
 from app.state import cancelling
 from app.state.calls import Call, Item, Reply
+from app.state.message import Message
 from app.state.primary import NOT_PRIMARY, connections
 from app.state.scripts import NAMES, load_library
 from app.state.wire import DOWN, Wire
@@ -29,8 +32,10 @@ from app.state.wire import DOWN, Wire
 MAX_BATCH = 64  # items a script call: keeps the longest script near a millisecond
 MAX_LASTING = 50_000
 _RETRY_PAUSE_S = 0.05
-_PATIENCE_S = 0.002  # how long what nobody waits for waits for company
+_PATIENCE_S = 0.002  # how long a decision waits for the message ahead, or anything for company
+_MOST_UNDER_WAY = 64
 _PATIENT = ("settle", "renew")
+_DECISIONS = ("admit", "place")
 _ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 _NOT_LOADED = "ERR Function not found"
 # A reply read so long past its deadline finds a process that slept (SIGSTOP, a frozen machine). Its lease may
@@ -82,15 +87,10 @@ class Link:
         self._lost = asyncio.Event()
         self._lost.set()
         self._due: asyncio.TimerHandle | None = None
-        self._message: list[Call] = []  # on its way, whole
-        self._flying: deque[Call] = deque()  # what of it is not answered yet, in order
-        self._forgotten: list[Call] = []  # what of it met a Redis that lacks the library
-        self._astray = ""  # what a server said to it that is not the primary
+        self._under_way: deque[Message] = deque()  # in the order in which they are answered
+        self._astray = ""  # what a server said that is not the primary
         self.lives = 0  # connections made so far
-        self._loads = 0
-        self._sent_s = 0.0
-        self._resent = False
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # of the first message under way
 
     @property
     def fault(self) -> str | None:
@@ -139,7 +139,7 @@ class Link:
                 self._lost.clear()
                 await self._reconnect()
         finally:
-            self._drop_message("the replica has stopped", keep=False)
+            self._drop_messages("the replica has stopped", keep=False)
             for call in self._take():
                 call.fail("the replica has stopped")
             await self._disconnect()
@@ -164,11 +164,12 @@ class Link:
                 break
         self.lives += 1
         self._open = True
-        rest = [call for call in self._message if not call.answered]
-        if rest and not self._resent:
+        rest = [call for message in self._under_way for call in message.unanswered]
+        if rest and not any(message.again for message in self._under_way):
+            self._forget_messages()
             self._send(rest, again=True)
         else:
-            self._drop_message(self._fault, keep=True)
+            self._drop_messages(self._fault, keep=True)
             self._schedule(now=True)
 
     async def _disconnect(self) -> None:
@@ -178,10 +179,10 @@ class Link:
             await wire.close()
 
     def _schedule(self, *, now: bool) -> None:
-        """See that what is pending goes out: at once, or when it has had its wait for company."""
-        if not self._open or self._message:
-            return  # it goes with the next message
-        if now:
+        """See that what is pending goes out: at once, or when it has had its wait."""
+        if not self._open:
+            return
+        if now and not self._under_way:
             self._send_pending()
         elif self._due is None:
             self._due = self._loop.call_later(_PATIENCE_S, self._send_pending)
@@ -190,120 +191,148 @@ class Link:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        if self._open and not self._message and (calls := self._take()):
-            self._send(calls, again=False)
+        if not self._open or len(self._under_way) >= _MOST_UNDER_WAY:
+            return
+        # Only of ends in one message is it unknown at any time whether Redis has seen them (`unsent`).
+        whole = not any(message.whole for message in self._under_way)
+        if calls := self._take() if whole else self._take_of(_DECISIONS):
+            self._send(calls, whole=whole)
 
     def _take(self) -> list[Call]:
         """Everything pending, as calls of at most MAX_BATCH items, in the fixed order."""
+        calls = self._take_of(NAMES)
+        calls.extend(self._single)
+        self._single.clear()
+        return calls
+
+    def _take_of(self, names: Iterable[str]) -> list[Call]:
         calls: list[Call] = []
-        for name, waiting in self._batched.items():
+        for name in names:
+            waiting = self._batched[name]
             while waiting:
                 items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
                 args = [arg for item in items for arg in item.args]
                 command = ("FCALL", self._functions[name], 1, self._key, self._caller, *args)
                 calls.append(Call(name, command, items, batched=True))
-        calls.extend(self._single)
-        self._single.clear()
         return calls
 
-    def _send(self, calls: list[Call], *, again: bool) -> None:
-        self._message, self._flying, self._forgotten = calls, deque(calls), []
-        self._resent, self._loads = again, 0
-        self._sent_s = self._loop.time()
-        self._deadline = self._loop.call_later(self._call_timeout_s, self._note_overdue)
+    def _send(self, calls: list[Call], *, whole: bool = True, again: bool = False) -> None:
+        self._under_way.append(Message(calls, self._loop.time(), whole, again))
+        if self._deadline is None:
+            self._deadline = self._loop.call_later(self._call_timeout_s, self._note_time)
         self._write(calls)
 
-    def _write(self, calls: Sequence[Call]) -> None:
+    def _write(self, calls: Iterable[Call]) -> None:
         assert self._wire is not None
         self._wire.write(b"".join([hiredis.pack_command(call.command) for call in calls]))
 
     def _land(self, reply: Reply) -> None:
-        """Take the next reply of the message on its way."""
-        if not self._flying:
+        """Take the next reply to the first message under way."""
+        if not self._open or not self._under_way:
             return  # its message was given up
-        if self._loop.time() - self._sent_s > self._call_timeout_s + _SLEPT_S:
-            if self._deadline is not None:
-                self._deadline.cancel()
+        message = self._under_way[0]
+        if self._loop.time() - message.sent_s > self._call_timeout_s + _SLEPT_S:
             self._note_overdue()
             return
-        call = self._flying.popleft()
+        call = message.flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
             call.answer(reply, self._on_batch)
-        elif str(reply).startswith(_NOT_LOADED) and self._loads < _LOADS:
-            self._forgotten.append(call)
+        elif str(reply).startswith(_NOT_LOADED) and message.loads < _LOADS:
+            message.forgotten.append(call)
         elif str(reply).startswith(NOT_PRIMARY):
             self._astray = str(reply)
         else:
             self._metrics.redis_error(call.name)
             call.fail(f"the shared state refused {call.name}: {reply}")
-        if not self._flying:
-            self._finish_message()
+        if not message.flying:
+            self._finish(message)
 
-    def _finish_message(self) -> None:
+    def _finish(self, message: Message) -> None:
         if self._astray:
             self._note_lost(self._astray)
             return
-        if self._forgotten:
-            self._load_library()
+        self._under_way.popleft()
+        if message.forgotten:
+            self._load_library(message)
             return
-        items = sum(len(call.items) for call in self._message)
-        self._metrics.redis_call(self._message[0].name, self._loop.time() - self._sent_s, items)
+        self._metrics.redis_call(message.calls[0].name, self._loop.time() - message.sent_s, message.items)
         self._fault = ""
-        self._close_message()
-        if self._single or any(self._batched.values()):
+        if not self._under_way:
+            self._forget_messages()
+        if message.whole and (self._single or any(self._batched.values())):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
 
-    def _load_library(self) -> None:
-        """Give Redis the library and ask again: a flushed one costs one more trip and no error."""
-        self._loads += 1
-        # An admission or renewal that runs late must not outlive the end that was sent after it.
-        late = [call for call in self._message if call.name in _ENDS and call not in self._forgotten]
-        load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
-        self._flying = deque([load, *self._forgotten, *late])
-        self._forgotten = []
-        self._write(self._flying)
+    def _load_library(self, message: Message) -> None:
+        """Give Redis the library and ask again: a flushed one costs one more trip and no error.
 
-    def _close_message(self) -> None:
-        self._message, self._flying = [], deque()
+        What is written now is answered after all that is under way.
+        """
+        message.loads += 1
+        # An admission or renewal that runs late must not outlive the end that was sent after it.
+        late = [
+            call
+            for each in (message, *self._under_way)
+            for call in each.calls
+            if call.name in _ENDS and call not in message.forgotten
+        ]
+        load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
+        message.flying = deque([load, *message.forgotten, *late])
+        message.forgotten = []
+        self._under_way.append(message)
+        self._write(message.flying)
+
+    def _forget_messages(self) -> None:
+        self._under_way.clear()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _note_lost(self, why: str) -> None:
-        """The connection broke: its message is worth one more try on a new one."""
+        """The connection broke: what was under way is worth one more try on a new one."""
         self._fault = why
-        for call in self._message:
-            self._metrics.redis_error(call.name)
+        self._count_errors()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         self._open = False
         self._lost.set()
 
-    def _note_overdue(self) -> None:
-        """No answer in time: a server that is silent gets no second try of the same message."""
+    def _note_time(self) -> None:
+        """The deadline of a message has come; it may be one that has long been answered."""
         self._deadline = None
+        left_s = self._under_way[0].sent_s + self._call_timeout_s - self._loop.time()
+        if left_s > 0:
+            self._deadline = self._loop.call_later(left_s, self._note_time)
+        else:
+            self._note_overdue()
+
+    def _note_overdue(self) -> None:
+        """No answer in time: a server that is silent gets no second try of the same messages."""
         self._fault = "no answer in time"
-        for call in self._message:
-            self._metrics.redis_error(call.name)
-        self._drop_message(self._fault, keep=True)
+        self._count_errors()
+        self._drop_messages(self._fault, keep=True)
         self._open = False
         self._lost.set()
 
+    def _count_errors(self) -> None:
+        for message in self._under_way:
+            for call in message.calls:
+                self._metrics.redis_error(call.name)
+
     def _give_up(self) -> None:
         """Fail what is pending, and what was on its way, but for what lasts."""
-        self._drop_message(self._fault, keep=True)
+        self._drop_messages(self._fault, keep=True)
         calls = self._take()
         for call in calls:
             self._metrics.redis_error(call.name)
         self._set_aside(calls, self._fault, keep=True)
 
-    def _drop_message(self, why: str, *, keep: bool) -> None:
-        calls = [call for call in self._message if not call.answered]
+    def _drop_messages(self, why: str, *, keep: bool) -> None:
+        calls = [call for message in self._under_way for call in message.unanswered]
         for item in (item for call in calls for item in call.items):
             item.tried = True
-        self._close_message()
+        self._forget_messages()
         self._set_aside(calls, why, keep=keep)
 
     def _set_aside(self, calls: list[Call], why: str, *, keep: bool) -> None:

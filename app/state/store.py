@@ -3,6 +3,7 @@ replies. Arguments and replies are those of the files in `lua/`; times in second
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ class Store:
     ) -> None:
         self.keys = Keys.of(pool)
         self.born = "0"
-        self.asking = 0  # decisions that wait for their answer
+        self._asked: dict[int, float] = {}  # since when each decision waits for its answer, oldest first
+        self._decisions = itertools.count()
         self.heard_s = 0.0  # event-loop time of the last answer of a script
         self._clock = asyncio.get_running_loop().time
         self._replica = replica
@@ -116,12 +118,18 @@ class Store:
         """Ids of ends that the shared state cannot have seen yet, oldest first."""
         return [str(args[0]) for args in self._link.unsent("settle")]
 
+    @property
+    def asked_s(self) -> float | None:
+        """Event-loop time since when the oldest unanswered decision waits; None: none does."""
+        return next(iter(self._asked.values()), None)
+
     async def _decide(self, name: str, args: tuple[str | int | float, ...]) -> str:
-        self.asking += 1
+        number = next(self._decisions)
+        self._asked[number] = self._clock()
         try:
             return str(await self._link.submit(name, args))
         finally:
-            self.asking -= 1
+            del self._asked[number]
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0

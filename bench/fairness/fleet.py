@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
@@ -15,10 +14,10 @@ from bench.fairness.job import Job, pinned
 from bench.fairness.log import Entry
 from bench.fairness.scenarios import Scenario
 from bench.lifecycle.server import server
+from bench.rig.child import Child, ChildFailed
 
 _ANSWERS_S = 60.0
 _RUN_S = 120.0
-_ENDS_S = 5.0
 _LOOK_S = 0.1
 _CHUNK = 5000
 
@@ -27,48 +26,10 @@ class RunFailed(Exception):
     """A run that could not be made; the message says why."""
 
 
-class _Replica:
-    """One child process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def started(cls) -> "_Replica":
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bench.fairness.replica"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-        )
-
-    def say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n".encode())
-
-    async def hear(self, wanted: str, within_s: float) -> None:
-        assert self._process.stdout is not None
-        async with asyncio.timeout(within_s):
-            said = (await self._process.stdout.readline()).decode().strip()
-        if said != wanted:
-            raise RunFailed(said or f"a replica ended before it was {wanted}; its error is above")
-
-    async def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(_ENDS_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-
 class Fleet:
     """Up to as many replicas as there are processes; `run` uses the first few."""
 
-    def __init__(self, port: int, redis: Redis, replicas: Sequence[_Replica]) -> None:
+    def __init__(self, port: int, redis: Redis, replicas: Sequence[Child]) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
         self._redis = redis
         self._replicas = replicas
@@ -95,7 +56,7 @@ class Fleet:
                     entries = await self._follow(sorted(set(pools)), scenario.grants)
                 for replica in used:
                     replica.say("stop")
-        except (RunFailed, TimeoutError, ExceptionGroup) as fault:
+        except (ChildFailed, TimeoutError, ExceptionGroup) as fault:
             cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
             why = str(cause) or "the time ran out"
             raise RunFailed(f"{scenario.name}, {replicas} replicas, seed {seed}: {why}") from None
@@ -138,10 +99,10 @@ async def running(replicas: int) -> AsyncIterator[Fleet]:
     """A Valkey and as many replica processes, which end with the block."""
     with server() as it:
         redis = Redis(host=LOOPBACK, port=it.port, decode_responses=True, socket_timeout=_ANSWERS_S)
-        started: list[_Replica] = []
+        started: list[Child] = []
         try:
-            for _ in range(replicas):
-                started.append(await _Replica.started())
+            for number in range(replicas):
+                started.append(await Child.started(f"replica-{number}", "bench.fairness.replica"))
             yield Fleet(it.port, redis, started)
         finally:
             await asyncio.gather(*(replica.end() for replica in started))

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from app.state.keys import Keys
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 from bench.fairness.job import Job
+from bench.rig.child import Child
 from bench.upheaval.configuration import POOL, change, configuration
 
 _READY_S = 30.0
@@ -29,43 +29,6 @@ _ENDS = frozenset(
     ("expired", "abandoned", "cancelled", "withdrawn", "refused", "preempted", "evicted", "completed",
      "client_gone", "upstream_failed", "reclaimed")
 )  # fmt: skip
-
-
-class Child:
-    """One replica's process."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self._process = process
-
-    @classmethod
-    async def started(cls, name: str, url: str) -> "Child":
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.upheaval.replica"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        child = cls(name, process)
-        child.say(Job(name, configuration(url), (), (0.0, 0.0), name).written())
-        await child.hear("ready", _READY_S)
-        return child
-
-    def say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n".encode())
-
-    async def hear(self, wanted: str, within_s: float) -> None:
-        """Raises RuntimeError if it says something else or ends."""
-        assert self._process.stdout is not None
-        async with asyncio.timeout(within_s):
-            said = (await self._process.stdout.readline()).decode().strip()
-        if said != wanted:
-            raise RuntimeError(f"{self.name} said {said!r} instead of {wanted!r}")
-
-    async def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
 
 
 @dataclass(slots=True)
@@ -103,7 +66,7 @@ class Upheaval:
         """Until so many have been let in, then until the fleet is at rest."""
         try:
             for _ in range(self._size):
-                self._children.append(await Child.started(next(self._names), self._url))
+                self._children.append(await self._started())
             async with asyncio.TaskGroup() as tasks:
                 deeds = [
                     tasks.create_task(deed)
@@ -120,6 +83,12 @@ class Upheaval:
         finally:
             await asyncio.gather(*(child.kill() for child in self._children))
             await self._redis.aclose()
+
+    async def _started(self) -> Child:
+        child = await Child.started(next(self._names), "bench.upheaval.replica")
+        child.say(Job(child.name, configuration(self._url), (), (0.0, 0.0), child.name).written())
+        await child.hear("ready", _READY_S)
+        return child
 
     def _arrived(self) -> int:
         events = self.deeds.events
@@ -168,7 +137,7 @@ class Upheaval:
                 if self._dice.random() < _ADOPTED:
                     self._dice.choice(self._children).say(f"adopt {request}")
                     self.deeds.brought_again += 1
-            self._children.append(await Child.started(next(self._names), self._url))
+            self._children.append(await self._started())
 
     async def _change(self) -> None:
         while True:

@@ -18,7 +18,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"ordering": "workload-aware"}}
+CONFIG = {
+    "admin": {"rate": 1e6},
+    "decision_log": {"enabled": True},
+    "fair_request_queue": {"ordering": "workload-aware"},
+}
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

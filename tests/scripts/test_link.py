@@ -209,10 +209,10 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         (a,) = it.replicas
         admission = asyncio.ensure_future(a.admit("r1"))
         link = a.store._link
-        while not link._flying:  # noqa: ASYNC110 - it is sent in the turn that submits it
+        while not link._under_way:  # noqa: ASYNC110 - it is sent in the turn that submits it
             await asyncio.sleep(0)
         # When it wakes long after, and comes upon the reply before its own timer has had a turn
-        link._sent_s -= 10
+        link._under_way[0].sent_s -= 10
         # Then what it grants counts for nothing, for it may be another's by now
         with pytest.raises(StateUnavailable):
             await admission

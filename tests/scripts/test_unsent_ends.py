@@ -21,12 +21,12 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         await a.admit("r1")
         await a.admit("r2")
         heard_s = a.store.heard_s
-        assert (a.store.asking, heard_s > 0) == (0, True)
+        assert (a.store.asked_s, heard_s > 0) == (None, True)
         # Given a server that takes everything and answers nothing, and an end that is on its way
         between.mute()
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
-        await until(lambda: _is(a.store.asking == 1 and not a.store.unsent_ends()))
+        await until(lambda: _is(a.store.asked_s is not None and not a.store.unsent_ends()))
         # When another request ends, then only this end cannot be known there
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
@@ -35,7 +35,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
             with pytest.raises(StateUnavailable):
                 await deciding
         assert a.store.unsent_ends() == ["r2"]
-        assert (a.store.asking, a.store.heard_s) == (0, heard_s)
+        assert (a.store.asked_s, a.store.heard_s) == (None, heard_s)
         # When the server answers again, then it takes both
         between.unmute()
         async with asyncio.timeout(DEADLINE_S):

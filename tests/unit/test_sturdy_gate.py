@@ -34,7 +34,8 @@ class FickleStore(ScriptedStore):
     def __init__(self) -> None:
         super().__init__()
         self.away = self.silent = False
-        self.asking, self.heard_s, self.fault = 0, 0.0, None
+        self.asked_s: float | None = None
+        self.heard_s, self.fault = 0.0, None
         self.ages_s: list[float] = []
         self.renewed: list[str] = []
         self.unsent: list[str] = []
@@ -45,11 +46,11 @@ class FickleStore(ScriptedStore):
     ) -> Verdict:
         self.ages_s.append(age_s)
         if self.silent:
-            self.asking += 1
+            self.asked_s = asyncio.get_running_loop().time()
             try:
                 await asyncio.Event().wait()
             finally:
-                self.asking -= 1
+                self.asked_s = None
         if self.away:
             raise StateUnavailable("away")
         return await super().admit(request, attempt, candidates, age_s)

@@ -1,0 +1,59 @@
+"""A process of a benchmark's own that is led over its pipes, a line at a time."""
+
+import asyncio
+import sys
+
+_ENDS_S = 5.0
+
+
+class ChildFailed(Exception):
+    """A child said something else than was wanted; the message says what."""
+
+
+class Child:
+    """A running `python -m MODULE`."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._process = process
+
+    @classmethod
+    async def started(cls, name: str, module: str) -> "Child":
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        return cls(name, process)
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    async def hear(self, wanted: str, within_s: float) -> None:
+        """Wait until it says `wanted`.
+
+        Raises:
+            ChildFailed: it says something else, or ends.
+            TimeoutError: it says nothing.
+        """
+        assert self._process.stdout is not None
+        async with asyncio.timeout(within_s):
+            said = (await self._process.stdout.readline()).decode().strip()
+        if said != wanted:
+            what = repr(said) if said else "nothing and ended; its error is above,"
+            raise ChildFailed(f"{self.name} said {what} instead of {wanted!r}")
+
+    async def end(self) -> None:
+        """Close its stdin, which ends it; SIGKILL if it does not."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_ENDS_S):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
