@@ -39,8 +39,10 @@ async def stalls(between: Proxy, for_s: float) -> None:
 async def half_open(between: Proxy, for_s: float) -> None:
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
+        made = between.connections
         between.strand()
         await asyncio.sleep(EVERY_S)
+        assert between.connections > made
 
 
 FAULTS: dict[str, tuple[str, Callable[[Proxy, float], Awaitable[None]]]] = {
