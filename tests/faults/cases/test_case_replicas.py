@@ -167,5 +167,5 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     asks = [
         Wish(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2)) for n in range(60)
     ]
-    answers = [await ask(here.url, wish) for wish in asks]
+    answers = await asyncio.gather(*(ask(here.url, wish) for wish in asks))
     return dict(Counter(answer.status for answer in answers if answer.served or answer.status != 200))
