@@ -27,7 +27,8 @@ class Asked:
     """A request in its client's memory. Times are of its own monotonic clock.
 
     `status` is 0 if no answer began, `whole` says that the answer had everything it should have; `left` that
-    the client hung up first. `request_id` and `endpoint` are what the answer's headers say, if it has any.
+    the client hung up first. `request_id`, `endpoint`, `retry_after` and `reason` (why the picker refused it)
+    are what the answer's headers say, if it has any.
     """
 
     wish: Wish
@@ -40,10 +41,16 @@ class Asked:
     endpoint: str
     retry_after: str
     fault: str
+    reason: str = ""
 
     @property
     def served(self) -> bool:
         return self.status == 200 and self.whole
+
+    @property
+    def took_s(self) -> float:
+        """From asking to the end of the answer."""
+        return self.done_s - self.sent_s
 
     @property
     def failed(self) -> bool:
@@ -77,6 +84,7 @@ async def ask(url: str, wish: Wish) -> Asked:
         headers.get("x-served-by", ""),
         headers.get("retry-after", ""),
         fault or ("" if complete else "cut off") if not left else "",
+        headers.get("x-llm-d-request-dropped-reason", ""),
     )
 
 

@@ -27,11 +27,14 @@ def mixed(dice: random.Random, number: int) -> Wish:
 class Load:
     """What the clients have asked so far. One event loop."""
 
-    def __init__(self, url: str, seed: int, wish: Callable[[random.Random, int], Wish]) -> None:
+    def __init__(
+        self, url: str, seed: int, wish: Callable[[random.Random, int], Wish], pause_s: float = _PAUSE_S
+    ) -> None:
         self.history: list[Asked] = []
         self._url = url
         self._dice = random.Random(seed)
         self._wish = wish
+        self._pause_s = pause_s
         self._count = 0
         self._more = asyncio.Condition()
 
@@ -53,7 +56,7 @@ class Load:
             async with self._more:
                 self._more.notify_all()
             if asked.failed:
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(self._pause_s)
 
     async def more(self, count: int) -> None:
         """Wait until `count` more have been served than now. TimeoutError if they are not."""
@@ -69,9 +72,12 @@ async def loaded(
     clients: int,
     seed: int = 1,
     wish: Callable[[random.Random, int], Wish] = mixed,
+    pause_s: float = _PAUSE_S,
 ) -> AsyncIterator[Load]:
-    """`clients` that ask until the block ends; then each finishes what it has asked."""
-    load, stopping = Load(url, seed, wish), asyncio.Event()
+    """`clients` that ask until the block ends; then each finishes what it has asked. One that was turned away
+    comes again after `pause_s`.
+    """
+    load, stopping = Load(url, seed, wish, pause_s), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(load.client(stopping))

@@ -11,9 +11,11 @@ In a test it is an object whose attributes and methods take effect at once, on c
                                             # after the server has acted
         between.drop_messages = True        # published messages are swallowed, and nothing else
         between.cut()                       # every connection is reset
+        between.strand()                    # every connection is half-open for good; new ones work
 
 In a process of its own, `python proxy.py HOST:PORT` prints a line of JSON with its `port` and its `control`
-port; the latter takes lines `NAME VALUE` (VALUE as JSON) or `cut`, and answers each with all values.
+port; the latter takes lines `NAME VALUE` (VALUE as JSON), `cut` or `strand`, and answers each with all
+values.
 """
 
 import asyncio
@@ -73,6 +75,11 @@ class Proxy:
         for link in list(self._links):
             link.cut()
 
+    def strand(self) -> None:
+        """Every connection there is now is swallowed in both directions and never closed."""
+        for link in self._links:
+            link.stranded = True
+
     def values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_SETTINGS, *_COUNTS, "open")}
 
@@ -120,6 +127,11 @@ class _Link:
         self._client = client
         self._server = server
         self._subscribed = False
+        self.stranded = False
+
+    @property
+    def _gone(self) -> bool:
+        return self.stranded or self._proxy.vanished
 
     def cut(self) -> None:
         self._client[1].transport.abort()
@@ -139,7 +151,7 @@ class _Link:
         reader, writer = self._client[0], self._server[1]
         while data := await reader.read(_CHUNK):
             await self._proxy.flow()
-            if not self._proxy.vanished:
+            if not self._gone:
                 self._subscribed = self._subscribed or _SUBSCRIBE in data.upper()
                 writer.write(data)
         await self._stay_if_vanished()
@@ -152,7 +164,7 @@ class _Link:
         try:
             buffer = b""
             while data := await reader.read(_CHUNK):
-                if self._proxy.lose_replies > 0 and not self._proxy.vanished:
+                if self._proxy.lose_replies > 0 and not self._gone:
                     self._proxy.lose_replies -= 1
                     self._proxy.lost += 1
                     self.cut()
@@ -174,13 +186,13 @@ class _Link:
             if due > loop.time():
                 await asyncio.sleep(due - loop.time())
             await self._proxy.flow()
-            if not self._proxy.vanished:
+            if not self._gone:
                 writer.write(data)
             late.task_done()
 
     async def _stay_if_vanished(self) -> None:
         """A peer that has vanished does not say goodbye either."""
-        if self._proxy.vanished:
+        if self._gone:
             await asyncio.Event().wait()
 
     def _without_messages(self, data: bytes) -> tuple[bytes, bytes]:
@@ -237,8 +249,8 @@ async def _control(between: Proxy, reader: asyncio.StreamReader, writer: asyncio
     try:
         while line := (await reader.readline()).decode().strip():
             name, _, value = line.partition(" ")
-            if name == "cut":
-                between.cut()
+            if name in ("cut", "strand"):
+                getattr(between, name)()
             elif name in _SETTINGS:
                 setattr(between, name, json.loads(value))
             writer.write(json.dumps(between.values()).encode() + b"\n")

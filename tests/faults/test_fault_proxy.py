@@ -88,6 +88,19 @@ async def test_each_fault_does_what_it_says() -> None:
         await until(silent.done)
         assert silent.exception() is not None
         writer.close()
+        between.vanished = False
+        before = between.open
+        # Stranded: so are the connections of that moment, and new ones work
+        reader, writer = old = await asyncio.open_connection(LOOPBACK, between.port)
+        assert await says(b"seven") == b"seven"
+        between.strand()
+        reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
+        old[1].write(b"lost")
+        assert await says(b"eight") == b"eight"
+        assert b"lost" not in heard
+        assert between.open == before + 2
+        old[1].close()
+        writer.close()
 
 
 async def test_a_proxy_of_its_own_process_is_told_what_to_do() -> None:

@@ -1,0 +1,82 @@
+"""A fleet whose model servers are in the test's own process, which so knows exactly what is in flight."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from counting_servers import CountingServers, counting_servers
+from fleet_load import at_rest, shared
+from whole_fleet import Fleet
+
+from bench.witness.asking import Asked
+
+REPLICAS = (0, 1, 2)
+_REST_S = 20.0  # a lease of 15 s and the sweep's interval: what only they can end
+
+
+@asynccontextmanager
+async def counted(
+    faulty: Callable[..., Fleet],
+    redis_url: str,
+    *,
+    servers: int,
+    each: float,
+    service_s: float,
+    **sections: dict[str, Any],
+) -> AsyncIterator[tuple[Fleet, CountingServers]]:
+    """Three replicas in `lean` on the Redis at `redis_url`; `servers` model servers that take `service_s`.
+
+    The bound is `each` requests a server; everything else is as it is by default, but for `sections`. The
+    fleet ends with the block, while its Redis is still there.
+    """
+    async with counting_servers(servers, service_s) as counting:
+        bounds = dict.fromkeys(
+            ("watermark_per_backend", "upper_bound_per_backend", "lower_bound_per_backend"), each
+        )
+        config = {
+            "discovery": {"static": [{"address": address} for address in counting.addresses]},
+            "request_queue_controller": bounds,
+            "decision_log": {"enabled": True, "max_entries": 3_000_000},
+            **sections,
+        }
+        options = ("--mode", "lean", "--endpoints", "0", "--redis", redis_url, "--no-restart")
+        here = await asyncio.to_thread(lambda: faulty(*options, config=config))
+        yield here, counting
+        await asyncio.to_thread(here.stop)
+
+
+async def all_shared(here: Fleet) -> bool:
+    """Whether every replica takes part in the common queue."""
+    states = await asyncio.gather(*(shared(here, replica) for replica in REPLICAS))
+    return all(state["degraded"] is False for state in states)
+
+
+async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
+    """Wait until every count is exactly 0, as each replica tells it and inside the model servers."""
+    for replica in REPLICAS:
+        await at_rest(here, replica, within_s=_REST_S)
+    assert servers.in_flight == 0
+
+
+def turned_away(history: Iterable[Asked]) -> list[Asked]:
+    """Those answered 503 with a time to come again. AssertionError if one had any other error."""
+    failed = [asked for asked in history if asked.failed]
+    assert [asked for asked in failed if asked.status != 503 or not asked.retry_after] == []
+    assert all(int(asked.retry_after) >= 1 for asked in failed)
+    return failed
+
+
+def told_ms(times_s: Iterable[float]) -> str:
+    """Median, 99th percentile and highest of some times, in words."""
+    ordered = sorted(times_s)
+    if not ordered:
+        return "none"
+    median_s, p99_s = quantile(ordered, 0.5), quantile(ordered, 0.99)
+    return f"p50 {median_s * 1000:.0f}, p99 {p99_s * 1000:.0f}, max {ordered[-1] * 1000:.0f} ms"
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The least of `ordered` that `share` of them do not exceed."""
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -1,0 +1,40 @@
+"""Requests at a steady pace, whatever becomes of them: what is slow is asked no less."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from bench.witness.asking import Asked, Wish, ask
+
+
+class Paced:
+    """What has been asked and answered so far. One event loop."""
+
+    def __init__(self, url: str, per_s: float) -> None:
+        self.history: list[Asked] = []
+        self._url = url
+        self._pause_s = 1 / per_s
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        """Ask until cancelled; a moment that was missed is made up for."""
+        loop, number = asyncio.get_running_loop(), 0
+        began_s = loop.time()
+        while True:
+            await asyncio.sleep(began_s + number * self._pause_s - loop.time())
+            number += 1
+            tasks.create_task(self._one(number))
+
+    async def _one(self, number: int) -> None:
+        self.history.append(await ask(self._url, Wish(f"request {number}", 1)))
+
+
+@asynccontextmanager
+async def paced(url: str, per_s: float) -> AsyncIterator[Paced]:
+    """`per_s` requests a second until the block ends; then all that were asked are answered."""
+    load = Paced(url, per_s)
+    async with asyncio.TaskGroup() as tasks:
+        pacing = tasks.create_task(load.run(tasks))
+        try:
+            yield load
+        finally:
+            pacing.cancel()

@@ -1,0 +1,106 @@
+"""Redis is away for a while under load, and back: empty, or as it was (G8)."""
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counted_fleet import all_at_rest, all_shared, counted, told_ms, turned_away
+from fault_case import FULL, Case
+from own_valkey import OwnValkey, own_valkey
+
+from bench.witness.asking import Asked, Wish
+from bench.witness.load import loaded
+
+SERVERS, EACH = 4, 3
+BOUND = SERVERS * EACH
+CLIENTS = 40
+SERVICE_S = 0.4
+# Less room than clients, and less patience than the last of them would need: both kinds of refusal.
+TTL_S = 0.6
+ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
+TOLD_S = 1.0  # after its wait is over, at most
+PAUSE_S = 0.25
+SHARED_S = 5.0  # after Redis answers, at most
+LOSSES: dict[str, tuple[str, Callable[[OwnValkey], None]]] = {
+    "killed": ("SIGKILL of Redis, back empty", OwnValkey.kill),
+    "stopped": ("SIGSTOP of Redis, then SIGCONT", OwnValkey.freeze),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES if FULL else ["killed"])
+async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path, loss: str) -> None:
+    fault, lose = LOSSES[loss]
+    away_s, beside_s = case.size(4, 60), case.size(1, 15)
+    case.is_about(f"{fault} after {away_s} s")
+    async with (
+        own_valkey(tmp_path) as valkey,
+        counted(
+            faulty, valkey.url, servers=SERVERS, each=EACH, service_s=SERVICE_S, fair_request_queue=ROOM
+        ) as (here, servers),
+    ):
+        # Given more clients than there is room for
+        async with loaded(here.url, clients=CLIENTS, wish=_wish, pause_s=PAUSE_S) as load:
+            await load.more(2 * BOUND)
+            began_s = time.monotonic()
+            await asyncio.sleep(beside_s)
+            # When Redis is away for a while
+            lost_s, before = time.monotonic(), servers.peak
+            lose(valkey)
+            servers.forget_peak()
+            await asyncio.sleep(away_s)
+            if loss == "killed":
+                await valkey.start()
+            else:
+                valkey.thaw()
+            # And answers again
+            back_s, meanwhile = time.monotonic(), servers.peak
+            servers.forget_peak()
+            await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
+            shared_s = time.monotonic() - back_s
+            await asyncio.sleep(beside_s)
+            await load.more(2 * BOUND)
+            ended_s = time.monotonic()
+        # Then at no time was more in flight than the bound
+        peaks = before, meanwhile, servers.peak
+        case.tell(f"highest in flight {peaks[0]} before, {peaks[1]} meanwhile, {peaks[2]} after, of {BOUND}")
+        assert max(peaks) <= BOUND
+        # And whoever was not served was told when to come again
+        turned_away(load.history)
+        case.tell(
+            f"answers a second {_rate(load.history, began_s, lost_s)} before, "
+            f"{_rate(load.history, lost_s, back_s)} meanwhile, {_rate(load.history, back_s, ended_s)} after"
+        )
+        case.tell(_refusals("meanwhile", load.history, lost_s, back_s))
+        case.tell(_refusals("before", load.history, began_s, lost_s))
+        assert any(asked.served for asked in load.history if lost_s < asked.sent_s < back_s)
+        expired = [asked for asked in load.history if asked.reason == "rejected-ttl-expired"]
+        assert expired
+        assert max(asked.took_s for asked in expired) <= TTL_S + TOLD_S or not FULL
+        # And the replicas are one fleet again, whose counts are exactly 0 in the end
+        case.tell(f"all shared again {shared_s:.1f} s after Redis answered")
+        assert shared_s <= SHARED_S or not FULL
+        await all_at_rest(here, servers)
+
+
+def _wish(_: random.Random, number: int) -> Wish:
+    return Wish(f"request {number}", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 3}"),))
+
+
+def _rate(history: list[Asked], from_s: float, to_s: float) -> str:
+    served = sum(asked.served and from_s <= asked.done_s < to_s for asked in history)
+    return f"{served / (to_s - from_s):.0f}"
+
+
+def _refusals(when: str, history: list[Asked], from_s: float, to_s: float) -> str:
+    """How soon those who asked then were refused, by the reason they were given."""
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for asked in history:
+        if asked.failed and from_s <= asked.sent_s < to_s:
+            kinds[asked.reason.removeprefix("rejected-") or "no reason given"].append(asked.took_s)
+    told = [f"{len(times)} {kind} ({told_ms(times)})" for kind, times in sorted(kinds.items())]
+    return f"refused {when}: {', '.join(told) or 'none'}"

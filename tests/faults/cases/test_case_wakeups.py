@@ -1,0 +1,95 @@
+"""No wake-up ever arrives: everybody has his turn all the same, and about as soon."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from case_fleet import log_of
+from counted_fleet import all_at_rest, counted, quantile
+from fault_case import FULL, Case
+from own_valkey import own_valkey
+from proxy import proxy
+
+from bench.witness.asking import Asked, Wish
+from bench.witness.check import check
+from bench.witness.load import Load, loaded
+
+SERVERS, EACH = 2, 2
+BOUND = SERVERS * EACH
+CLIENTS = 16
+HEARTBEAT_S = 1.0  # `leases.heartbeat`
+LEAST_RATIO = 0.9  # for answers of a second
+# What one stretch serves: a multiple of the bound, so that it has whole rounds.
+ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
+
+
+@pytest.mark.parametrize("service_s", ROUNDS if FULL else [0.2])
+async def test_every_wakeup_dropped(
+    faulty: Callable[..., Any], case: Case, tmp_path: Path, service_s: float
+) -> None:
+    turns = case.size(1, 4)
+    count = BOUND * (ROUNDS[service_s] if FULL else 5)
+    case.is_about(f"every wake-up dropped, answers of {service_s * 1000:.0f} ms, pool full")
+    async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
+        url = f"redis://127.0.0.1:{between.port}/0"
+        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=service_s) as (here, servers):
+            # Given a full pool and clients that wait for it
+            async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
+                await load.more(2 * CLIENTS)
+                heard: list[_Stretch] = []
+                deaf: list[_Stretch] = []
+                for _ in range(turns):
+                    # When wake-ups arrive for a stretch, and none does for the next
+                    between.drop_messages = False
+                    heard.append(await _stretch(load, count))
+                    between.drop_messages = True
+                    deaf.append(await _stretch(load, count))
+            # Then nobody was refused, each had his turn, and never more than fit
+            case.tell(f"{between.dropped} wake-ups dropped")
+            assert between.dropped > 0
+            assert load.failed == []
+            assert servers.peak == BOUND
+            # And the pool was as busy as with them
+            with_s, without_s = _pace_s(heard), _pace_s(deaf)
+            case.tell(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
+            ratio = with_s / without_s
+            each = ", ".join(f"{a.pace_s / b.pace_s:.2f}" for a, b in zip(heard, deaf, strict=True))
+            case.tell(f"ratio {ratio:.2f} (turn by turn {each})")
+            assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
+            # And nobody waited a heartbeat longer
+            waits, longer = _waits(heard, service_s), _waits(deaf, service_s)
+            extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
+            case.tell(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
+            assert max(extra) <= HEARTBEAT_S or not FULL
+            await all_at_rest(here, servers)
+            assert check(load.history, await log_of(here)).faults == ()
+
+
+class _Stretch:
+    """`asked` in `took_s`, from one answer to another."""
+
+    def __init__(self, asked: list[Asked]) -> None:
+        self.asked = asked[1:]
+        self.pace_s = (asked[-1].done_s - asked[0].done_s) / len(self.asked)
+
+
+async def _stretch(load: Load, count: int) -> _Stretch:
+    """`count` answers, when all that were asked before are answered."""
+    await load.more(2 * CLIENTS)
+    first = len(load.history)
+    await load.more(count)
+    return _Stretch(load.history[first - 1 : first + count])
+
+
+def _pace_s(stretches: list[_Stretch]) -> float:
+    return sum(stretch.pace_s for stretch in stretches) / len(stretches)
+
+
+def _waits(stretches: list[_Stretch], service_s: float) -> list[float]:
+    return sorted(asked.took_s - service_s for stretch in stretches for asked in stretch.asked)
+
+
+def _wish(_: random.Random, number: int) -> Wish:
+    return Wish(f"request {number}", 1)
