@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel
 
 from app.admin import listed
 from app.admin.listed import BandName
@@ -46,15 +47,15 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
         async with in_time():
             return listed.Replicas.model_validate({"replicas": await lists.replicas()})
 
-    @routes.get("/flows", responses=_PAGED)
-    async def flows(limit: Limit = 100, cursor: Cursor = None, band: OfBand = None) -> listed.Flows:
+    @routes.get("/flows", response_model=listed.Flows, responses=_PAGED)
+    async def flows(limit: Limit = 100, cursor: Cursor = None, band: OfBand = None) -> Response:
         """Flows that wait, in the order in which they are served, then those at their limit.
 
         While they are served their tags grow: of a walk over all pages, a flow that moves may come twice,
         and none is left out.
         """
         async with in_time():
-            return listed.Flows.model_validate(await lists.flows(limit, cursor, _band(band)))
+            return _written(listed.Flows.model_validate(await lists.flows(limit, cursor, _band(band))))
 
     @routes.get("/flows/{flow:path}", responses=_NO_SUCH)
     async def flow(flow: str) -> listed.FlowDetail:
@@ -65,28 +66,28 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
             raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
         return listed.FlowDetail.model_validate(found)
 
-    @routes.get("/queue", responses=_PAGED)
+    @routes.get("/queue", response_model=listed.Queue, responses=_PAGED)
     async def queue(
         limit: Limit = 100,
         cursor: Cursor = None,
         band: OfBand = None,
         flow: Annotated[str | None, Query(description="only this flow")] = None,
-    ) -> listed.Queue:
+    ) -> Response:
         """Waiting requests in dispatch order, as far as it can be foretold; `order` says how far."""
         async with in_time():
-            return listed.Queue.model_validate(await lists.queue(limit, cursor, _band(band), flow))
+            return _written(listed.Queue.model_validate(await lists.queue(limit, cursor, _band(band), flow)))
 
-    @routes.get("/inflight", responses=_PAGED)
-    async def inflight(limit: Limit = 100, cursor: Cursor = None) -> listed.Inflight:
+    @routes.get("/inflight", response_model=listed.Inflight, responses=_PAGED)
+    async def inflight(limit: Limit = 100, cursor: Cursor = None) -> Response:
         """Requests in flight, those first whose lease ends first."""
         async with in_time():
-            return listed.Inflight.model_validate(await lists.in_flight(limit, cursor))
+            return _written(listed.Inflight.model_validate(await lists.in_flight(limit, cursor)))
 
-    @routes.get("/workloads", responses=_PAGED)
-    async def workloads(limit: Limit = 100, cursor: Cursor = None) -> listed.Workloads:
+    @routes.get("/workloads", response_model=listed.Workloads, responses=_PAGED)
+    async def workloads(limit: Limit = 100, cursor: Cursor = None) -> Response:
         """Workloads of the registry, in no order; one that comes or goes meanwhile may be missed."""
         async with in_time():
-            return listed.Workloads.model_validate(await lists.workloads(limit, cursor))
+            return _written(listed.Workloads.model_validate(await lists.workloads(limit, cursor)))
 
     @routes.get("/workloads/{workload_id:path}", responses=_NO_SUCH)
     async def workload(workload_id: str) -> listed.Workload:
@@ -107,6 +108,11 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
         return listed.Whereabouts.model_validate(found)
 
     api.include_router(routes)
+
+
+def _written(page: BaseModel) -> Response:
+    """`page` as it stands. It was checked when it was made; FastAPI would do so again, row by row."""
+    return Response(page.model_dump_json(), media_type="application/json")
 
 
 def _band(name: BandName | None) -> Band | None:
