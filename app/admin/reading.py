@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
 from app.admin import listed
 from app.admin.listed import BandName
@@ -12,7 +12,8 @@ from app.admin.problems import Refused, in_time
 from app.admin.view import Lists, StateView
 from app.request import Band
 
-MOST_ROWS = 500
+MOST_ROWS = 250  # of a page: a longer one would take a replica, and who waits for it, too long
+_MOST_WANTED = 1000
 _PAGED: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "`bad_cursor`"},
     422: {"model": Problem, "description": "`bad_limit`, `bad_band`: names what would be valid"},
@@ -20,7 +21,11 @@ _PAGED: dict[int | str, dict[str, Any]] = {
 }
 _UNREACHABLE: dict[int | str, dict[str, Any]] = {503: _PAGED[503]}
 _NO_SUCH: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "nobody knows it"}}
-Limit = Annotated[int, Query(ge=1, le=MOST_ROWS, description="rows wanted")]
+Limit = Annotated[
+    int,
+    Query(ge=1, le=_MOST_WANTED, description=f"rows wanted; a page has at most {MOST_ROWS}"),
+    AfterValidator(lambda wanted: min(wanted, MOST_ROWS)),
+]
 Cursor = Annotated[str | None, Query(description="`cursor` of the page before; left out for the first")]
 OfBand = Annotated[BandName | None, Query(description="only this band")]
 
