@@ -13,27 +13,23 @@
 local FIRST_ENDPOINT = 5
 local function publish(args)
   forget_news(args[1])
-  local wanted, ready = {}, 0
+  local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
+  for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
+  endpoints.prefetch(addresses)
   for at = FIRST_ENDPOINT, #args, 2 do
     local address, about = args[at], args[at + 1]
-    local draining = cjson.decode(about).draining or endpoints.is_marked(address)
+    local draining = cjson.decode(about).draining or marked[address]
     wanted[address] = true
     if not draining then ready = ready + 1 end
-    redis.call('HSET', key.endpoints, address, about)
-    local load = tonumber(redis.call('ZSCORE', key.load, address) or 0)
-    local count = load >= UNPICKABLE and load - UNPICKABLE or load
-    redis.call('ZADD', key.load, draining and count + UNPICKABLE or count, address)
+    later('HSET', key.endpoints, address, about)
+    endpoints.list(address, draining)
   end
+  send(key.endpoints)
   for _, address in ipairs(redis.call('HKEYS', key.endpoints)) do
     if not wanted[address] then
       redis.call('HDEL', key.endpoints, address)
       endpoints.forget_marks(address)
-      local load = tonumber(redis.call('ZSCORE', key.load, address) or 0)
-      if load == 0 or load == UNPICKABLE then
-        redis.call('ZREM', key.load, address)
-      elseif load < UNPICKABLE then
-        redis.call('ZADD', key.load, load + UNPICKABLE, address)
-      end
+      endpoints.unlist(address)
     end
   end
   if not pool.known then

@@ -38,10 +38,14 @@ class Server:
     def resident_bytes(self) -> int:
         return resident_bytes(self.pid)
 
-    def longest_us(self) -> int:
-        """The longest call since the last `forget`, 0 if none was slow."""
-        entries = self.client.slowlog_get(100_000)
-        return max((entry["duration"] for entry in entries if _is_ours(entry["command"])), default=0)
+    def slow_us(self) -> dict[bytes, int]:
+        """How long each call took since the last `forget` that was slow; alike ones by the longest."""
+        found: dict[bytes, int] = {}
+        for entry in self.client.slowlog_get(100_000):
+            command = entry["command"]
+            if _is_ours(command):
+                found[command] = max(found.get(command, 0), entry["duration"])
+        return found
 
     def forget(self) -> None:
         # Not in the background: freeing would be counted with, and slow down, what comes after.

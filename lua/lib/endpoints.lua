@@ -9,10 +9,13 @@ local changed_loads = {}
 local window, window_left -- the least loaded, and how many picks they are good for
 function endpoints.first(list) return string.match(list, '^[^,]*') end
 function endpoints.prefetch(addresses)
-  if #addresses == 0 then return end
-  local scores = redis.call('ZMSCORE', key.load, unpack(addresses))
-  for i, address in ipairs(addresses) do
-    if not loads[address] and scores[i] then loads[address] = tonumber(scores[i]) end
+  for first = 1, #addresses, AT_MOST do
+    local last = math.min(first + AT_MOST - 1, #addresses)
+    local scores = redis.call('ZMSCORE', key.load, unpack(addresses, first, last))
+    for i = first, last do
+      local address = addresses[i]
+      if not loads[address] then loads[address] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
+    end
   end
 end
 local function load_of(address)
@@ -34,6 +37,21 @@ function endpoints.release(address)
   load = load - 1
   local gone = load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0
   set_load(address, gone and -1 or load)
+end
+-- An endpoint that is published; what it has in flight stays counted.
+function endpoints.list(address, draining)
+  local load = math.max(load_of(address), 0)
+  local count = load >= UNPICKABLE and load - UNPICKABLE or load
+  set_load(address, draining and count + UNPICKABLE or count)
+end
+-- One that is published no more: it takes nothing new, and is gone once its last request has ended.
+function endpoints.unlist(address)
+  local load = load_of(address)
+  if load <= 0 or load == UNPICKABLE then
+    set_load(address, -1)
+  elseif load < UNPICKABLE then
+    set_load(address, load + UNPICKABLE)
+  end
 end
 -- Those worth looking at for one of `picks` requests: picks + want least loaded hold the best of each.
 local function least_loaded(picks, want)
@@ -150,6 +168,14 @@ function endpoints.mark(what, on, address)
   pool.ready = pool.ready + (after and -1 or 1)
   pool.bound()
   return true
+end
+-- The addresses that have a mark, as a set.
+function endpoints.marked()
+  local found = {}
+  for _, mark in ipairs(redis.call('HKEYS', key.marks)) do
+    found[string.match(mark, '\31(.*)$')] = true
+  end
+  return found
 end
 function endpoints.forget_marks(address)
   for _, what in ipairs(MARKS) do redis.call('HDEL', key.marks, mark_of(what, address)) end
