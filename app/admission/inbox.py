@@ -8,9 +8,11 @@ from app.errors import StateUnavailable
 from app.state.store import Store
 
 # One cheap command each. Where wake-ups arrive a look finds nothing; where none does, a grant is taken up
-# within the shorter pause while there is a flow of them, and within the longer one at worst.
+# within the shorter pause while there is a flow of them, and within the longer one at worst. A second without
+# any goes by before the longer one is reached again: few grants a second are a flow too.
 _SHORTEST_S = 0.01
 _LONGEST_S = 0.1
+_EASE = 1.1
 
 
 class Inbox:
@@ -26,7 +28,7 @@ class Inbox:
         while True:
             await asyncio.sleep(pause_s)
             late = await self._look() if self._gate.waiting else 0
-            pause_s = _SHORTEST_S if late else min(2 * pause_s, _LONGEST_S)
+            pause_s = _SHORTEST_S if late else min(_EASE * pause_s, _LONGEST_S)
 
     async def _look(self) -> int:
         """How much it found that nobody had been told of."""

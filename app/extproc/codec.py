@@ -98,22 +98,17 @@ def _overwrite(mutation: Any, key: str, value: str) -> None:
     option.header.raw_value = value.encode()
 
 
-def request_body(body: bytes) -> list[ProcessingResponse]:
-    """`body` in chunks, of which the last one ends the stream."""
+def request_body(body: bytes, *, ended: bool) -> list[ProcessingResponse]:
+    """`body` in chunks; the last one ends the stream if `ended` (else trailers follow)."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     answers = []
     for start in range(0, last + 1, CHUNK_BYTES):
         answer = ProcessingResponse()
         echo = answer.request_body.response.body_mutation.streamed_response
         echo.body = body[start : start + CHUNK_BYTES] if last else body
-        echo.end_of_stream = start == last
+        echo.end_of_stream = ended and start == last
         answers.append(answer)
     return answers
-
-
-def go_on(last: ProcessingResponse) -> None:
-    """Let `last` of a body's chunks end nothing: trailers follow."""
-    last.request_body.response.body_mutation.streamed_response.end_of_stream = False
 
 
 def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:

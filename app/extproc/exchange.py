@@ -15,7 +15,6 @@ exchange to another replica (G7). A placed request whose whole answer cannot hav
 one that is held through its response is settled, exactly once (G6); the access log settles the others.
 """
 
-import asyncio
 import enum
 import logging
 from collections.abc import Callable, Sequence
@@ -76,8 +75,6 @@ class Desk:
 class Exchange:
     """One request of Envoy: `receive` a message, write what it gives, at the end `close`.
 
-    `read_ahead` is called when an answer waits for the shared state while Envoy has more to say.
-
     `told` is said before the last answer of a `receive` is written, not after: Envoy ends the stream as soon
     as it has that one, often before the write returns, and would have its request taken back otherwise.
     """
@@ -88,12 +85,10 @@ class Exchange:
         "_body_bytes",
         "_code",
         "_desk",
-        "_echo",
         "_headers",
         "_length",
         "_mode",
         "_model",
-        "_read_ahead",
         "_ready",
         "_response",
         "_started_s",
@@ -101,12 +96,10 @@ class Exchange:
         "_subset",
         "_target_model",
         "_untold",
-        "_whole",
     )
 
-    def __init__(self, desk: Desk, read_ahead: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._read_ahead = read_ahead
         self._step = _OPEN
         self._started_s = desk.clock()
         self._mode = ""
@@ -115,9 +108,9 @@ class Exchange:
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._length = -1  # of the body, if its header says so
-        self._whole = b""  # the body, until it is in `_echo`
-        self._echo: list[ProcessingResponse] = []  # what gives it back to Envoy
-        self._ready: ProcessingResponse | None = None  # placed before the end of its body was told
+        self._ready: tuple[ProcessingResponse, bytes] | None = (
+            None  # placed before the end of its body was told
+        )
         self._asked: InferenceRequest | None = None
         self._model = ""
         self._target_model = ""
@@ -234,43 +227,32 @@ class Exchange:
         if part.end_of_stream:
             return await self._answer_body(ended=True)
         if self._body_bytes == self._length:
-            self._read_ahead()
             await self._place_body()
         return ()
 
     async def _place_body(self) -> None:
-        self._whole = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        ask = read_body(self._whole)
+        ask = read_body(body)
         request = self._request(ask)
         length = rename = None
         if request.target_model != request.model:
-            self._whole = ask.renamed(request.target_model)
-            length = len(self._whole)
+            body = ask.renamed(request.target_model)
+            length = len(body)
             rename = ModelRename(request.target_model, request.model)
         del ask  # a long wait should not hold the parsed body too
-        # While the shared state is asked there is time for it.
-        asyncio.get_running_loop().call_soon(self._prepare_echo)
         placement = await self._admit(request)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
-        self._ready = codec.placed(placement, request.id, length)
-
-    def _prepare_echo(self) -> None:
-        if not self._echo:
-            self._echo = codec.request_body(self._whole)
-            self._whole = b""
+        self._ready = codec.placed(placement, request.id, length), body
 
     async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
         if self._ready is None:
             await self._place_body()
         assert self._ready is not None
-        self._prepare_echo()
-        if not ended:
-            codec.go_on(self._echo[-1])
-        answers = [self._placed(self._ready), *self._echo]
-        self._ready, self._echo = None, []
-        return answers
+        answer, body = self._ready
+        self._ready = None
+        return [self._placed(answer), *codec.request_body(body, ended=ended)]
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model

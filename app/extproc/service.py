@@ -16,13 +16,11 @@ class Service:
     """Serves exchanges, and knows when none is open.
 
     A handler that calls `read` and `write` costs about 60 µs less a request than an async generator, and one
-    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it. What
-    Envoy says while a request is being placed is read meanwhile, and not after it.
+    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it.
     """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._loop = asyncio.get_running_loop()
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -39,22 +37,15 @@ class Service:
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
     async def _process(self, _: object, context: Any) -> None:
-        ahead: asyncio.Task[Any] | None = None
-
-        def read_ahead() -> None:
-            nonlocal ahead
-            ahead = self._loop.create_task(context.read())
-
-        exchange = Exchange(self._desk, read_ahead)
+        exchange = Exchange(self._desk)
         self._open += 1
         self._idle.clear()
         try:
             # No deadline here: Envoy ends the stream when its request ends, which cancels this, and
             # the server's keepalive ends the streams of an Envoy that vanished.
             while not exchange.done:
-                reading, ahead = ahead or context.read(), None
                 try:
-                    message = await reading
+                    message = await context.read()
                 except DecodeError:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
                 if message is grpc.aio.EOF:
@@ -66,16 +57,7 @@ class Service:
                     exchange.told()
                     await context.write(answers[-1])
         finally:
-            if ahead is not None:
-                ahead.add_done_callback(_forget)
-                ahead.cancel()
             self._open -= 1
             if not self._open:
                 self._idle.set()
             exchange.close()
-
-
-def _forget(read: "asyncio.Task[Any]") -> None:
-    """What was read of an exchange that is over, or why it could not be, is nobody's business."""
-    if not read.cancelled():
-        read.exception()

@@ -46,10 +46,10 @@ def test_answers_to_the_same_endpoints_do_not_mix() -> None:
 def test_a_body_is_echoed_in_chunks(size: int, ended: bool) -> None:
     # Given a body of some size, when it is echoed
     body = bytes(index % 251 for index in range(size))
-    answers = codec.request_body(body)
-    if not ended:  # trailers follow
-        codec.go_on(answers[-1])
-    chunks = [answer.request_body.response.body_mutation.streamed_response for answer in answers]
+    chunks = [
+        answer.request_body.response.body_mutation.streamed_response
+        for answer in codec.request_body(body, ended=ended)
+    ]
 
     # Then every byte is there, no chunk is too large, and only the last one ends the stream
     assert b"".join(chunk.body for chunk in chunks) == body
