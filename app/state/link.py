@@ -259,7 +259,8 @@ class Link:
         self._fault = ""
         if not self._under_way:
             self._forget_messages()
-        if message.whole and (self._single or any(self._batched.values())):
+        waits = self._single or any(self._batched.values())
+        if waits and (message.whole or self._due is None):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
 
