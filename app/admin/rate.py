@@ -1,5 +1,6 @@
 """How often one client may call the admin API: what it asks for takes time that decisions need."""
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,5 +40,5 @@ class Rate:
                 429,
                 "too_many_calls",
                 f"more than {self._per_s:g} calls a second from one client (a change counts as {CHANGE})",
-                retry_after_s=1,
+                retry_after_s=max(1, math.ceil((cost - left) / self._per_s)),
             )

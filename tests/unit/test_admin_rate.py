@@ -56,6 +56,14 @@ async def test_given_changes_when_made_then_each_counts_as_ten_calls() -> None:
     assert CHANGE == 10
 
 
+async def test_given_a_change_too_many_when_refused_then_it_is_told_how_long_ten_calls_take() -> None:
+    rate = Rate(2, Clock())
+    assert await passes(rate, call(method="POST"))
+    with pytest.raises(Refused) as refusal:
+        await rate(call(method="POST"))
+    assert refusal.value.headers == {"retry-after": "5"}
+
+
 async def test_given_addresses_without_end_when_they_ask_then_what_is_kept_of_them_is_bounded() -> None:
     rate = Rate(10, Clock())
     for number in range(5000):
