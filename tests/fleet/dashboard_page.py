@@ -94,9 +94,9 @@ class Dashboard:
 
     def check(self) -> None:
         strangers = [url for url in self.asked if not url.startswith((self.url, "data:"))]
-        assert strangers == [], "the page asked elsewhere"
+        assert strangers == [], f"the page asked elsewhere: {strangers}"
         rest = [fault for fault in self.faults if not any(part in fault for part in self.allowed)]
-        assert rest == [], "the page had errors"
+        assert rest == [], f"the page had errors: {rest}"
 
 
 @asynccontextmanager

@@ -341,7 +341,9 @@ async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here:
 async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(fleet: Any) -> None:
     restarting = fleet("--endpoints", "1", "--replicas", "2")
     async with dashboard(restarting) as page:
-        page.allowed += ["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET"]
+        # What the browser says of a connection that breaks or is refused depends on the moment of the kill;
+        # a replica that has just started says 503 until Redis has answered it.
+        page.allowed += ["net::ERR_", "status of 503"]
         # Given a page of a replica that is killed and started anew
         before = await page.text("#replica")
         restarting.kill_replica(0)
