@@ -89,7 +89,6 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     events = Events(Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled))
     source = source_of(settings.discovery)
     stopping = _on_signal()
-    source = source_of(settings.discovery)
 
     port = await grpc_server.start()
     try:

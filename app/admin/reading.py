@@ -12,7 +12,7 @@ from app.admin.problems import Refused, in_time
 from app.admin.view import Lists, StateView
 from app.request import Band
 
-MOST_ROWS = 250  # of a page: a longer one would take a replica, and who waits for it, too long
+MOST_ROWS = 200  # of a page: a longer one would take a replica, and who waits for it, too long
 _MOST_WANTED = 1000
 _PAGED: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "`bad_cursor`"},

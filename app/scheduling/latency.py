@@ -5,7 +5,7 @@ order, so that all of them hold the same window without asking each other.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 WINDOW = 100
@@ -63,11 +63,6 @@ class LatencyRing:
             come = seconds - self._base_s
             self._sum += come
             self._squares += come * come
-
-    def extend(self, seconds: Iterable[float]) -> None:
-        """Take in `seconds`, oldest first."""
-        for one in seconds:
-            self.add(one)
 
     @property
     def stats(self) -> LatencyStats | None:

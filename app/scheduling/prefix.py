@@ -68,10 +68,6 @@ class PrefixIndex:
             address: _matched(hashes, served) for address, served in self._served.items() if first in served
         }
 
-    def forget(self, address: str) -> None:
-        """Forget what `address` served: its server started anew, with an empty cache."""
-        self._served.pop(address, None)
-
     def keep(self, addresses: Collection[str]) -> None:
         """Forget every endpoint that is not in `addresses`."""
         for gone in self._served.keys() - set(addresses):

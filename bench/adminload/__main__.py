@@ -45,12 +45,12 @@ async def _reads(it: Server, at: Bound, rounds: int) -> list[Row]:
     """Each call's median and longest time, one after the other, and the CPU of replica and Valkey."""
     rows = []
     async with httpx.AsyncClient(base_url=at.admin, timeout=30, trust_env=False) as http:
-        deep = await _json(http, "/api/v1/queue?limit=250&cursor=" + await _deep(http))
+        deep = await _json(http, "/api/v1/queue?limit=200&cursor=" + await _deep(http))
         some = deep["requests"][0]
         for path in (
-            "state", "flows", "flows?limit=250", f"flows/{some['flow']}", "queue", "queue?limit=250",
-            f"queue?flow={some['flow']}", "queue?limit=250&cursor=" + await _deep(http), "inflight",
-            "workloads", "workloads?limit=250", f"workloads/{some['workload']}", "endpoints", "replicas",
+            "state", "flows", "flows?limit=200", f"flows/{some['flow']}", "queue", "queue?limit=200",
+            f"queue?flow={some['flow']}", "queue?limit=200&cursor=" + await _deep(http), "inflight",
+            "workloads", "workloads?limit=200", f"workloads/{some['workload']}", "endpoints", "replicas",
             f"requests/{some['id']}", "config",
         ):  # fmt: skip
             took_ms = []
@@ -83,7 +83,7 @@ async def _deep(http: httpx.AsyncClient) -> str:
     """A cursor that 2000 requests stand before."""
     cursor = ""
     for _ in range(8):
-        cursor = (await _json(http, f"/api/v1/queue?limit=250{cursor and '&cursor=' + cursor}"))["cursor"]
+        cursor = (await _json(http, f"/api/v1/queue?limit=200{cursor and '&cursor=' + cursor}"))["cursor"]
     return cursor
 
 

@@ -15,7 +15,8 @@ times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=40
 def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -> None:
     ring = LatencyRing(window)
 
-    ring.extend(seconds)
+    for one in seconds:
+        ring.add(one)
 
     last = seconds[-window:]
     stats = ring.stats
@@ -41,7 +42,8 @@ def test_a_small_spread_on_long_times_is_not_lost() -> None:
 def test_what_is_no_time_is_left_out() -> None:
     ring = LatencyRing()
 
-    ring.extend([float("nan"), float("inf"), -1.0])
+    for wrong in (float("nan"), float("inf"), -1.0):
+        ring.add(wrong)
 
     assert ring.stats is None
 
