@@ -11,14 +11,12 @@ from collections.abc import AsyncIterator
 
 import uvloop
 
-from app.admission.membership import Membership
 from app.admission.shared import SharedGate
+from app.assembly import assemble
 from app.config import parse
-from app.endpoints.snapshot import Endpoint, SnapshotCell
+from app.endpoints.snapshot import Endpoint
 from app.errors import PickerError
-from app.state.store import Store
 from app.state.wakeups import listen
-from app.telemetry.metrics import Metrics
 from bench.fairness.drive import Clients
 from bench.fairness.job import Job
 
@@ -43,37 +41,17 @@ class Led:
 
 @contextlib.asynccontextmanager
 async def joined(job: Job) -> AsyncIterator[SharedGate]:
-    """The gate of a replica that is part of the job's pool, as `app.assembly` puts it together."""
+    """The shared gate of a replica that is part of the job's pool; what would stand before it is left out."""
     settings = parse(job.config)
-    metrics, cell = Metrics(), SnapshotCell()
-    store = Store(
-        settings.redis.url,
-        pool=settings.pool,
-        replica=job.replica,
-        call_timeout_s=settings.redis.call_timeout,
-        connect_timeout_s=settings.redis.connect_timeout,
-        metrics=metrics,
-        on_news=lambda what, request_id: gate.hear(what, request_id),
-        on_dequeued=metrics.dequeued,
-        on_adopted=metrics.adopted,
-    )
-    in_tokens = settings.request_queue_controller.unit == "tokens"
-    gate = SharedGate(
-        store,
-        metrics=metrics,
-        endpoints=cell,
-        fallbacks=settings.scheduling.fallbacks,
-        on_unknown_pool=lambda: membership.poke(),
-        answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
-    )
-    membership = Membership(store, gate, settings, endpoints=cell, metrics=metrics, about={"host": "bench"})
+    parts = assemble(settings, job.replica)
+    store, shared, membership = parts.store, parts.shared, parts.membership
     membership.discovered([Endpoint(each.address) for each in settings.discovery.static or ()])
     async with asyncio.TaskGroup() as tasks:
-        parts = (store.run(), listen(settings.redis.url, store.keys.wake(job.replica), gate.hear))
-        running = [tasks.create_task(part) for part in (*parts, membership.run())]
+        works = (store.run(), listen(settings.redis.url, store.keys.wake(job.replica), shared.hear))
+        running = [tasks.create_task(work) for work in (*works, membership.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
-        yield gate
+        yield shared
         for task in running:
             task.cancel()
 
