@@ -162,9 +162,14 @@ class Chooser(LeastLoaded):
         readings, in_flight = self._readings(), self._in_flight()
         self._known = []
         adapters = set(self._named)
+        pages = {name: reading.metrics for name, reading in readings.items() if reading.known}
+        open_to_new = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
+        # Where most are stale it is the scraping that is late. The few that were read just now would get all
+        # requests, so their loads are not compared with nothing: what is in flight decides.
+        compared = 2 * sum(address in pages for address in open_to_new) >= len(open_to_new)
         for endpoint in snapshot.endpoints:
-            reading = readings.get(endpoint.address)
-            known = reading.metrics if reading is not None and reading.known else None
+            known = pages.get(endpoint.address)
+            loads = known if compared else None
             if known is not None:
                 adapters |= known.active_adapters | known.waiting_adapters
             self._known.append(
@@ -173,9 +178,9 @@ class Chooser(LeastLoaded):
                     labels=endpoint.labels,
                     draining=endpoint.draining or endpoint.drained,
                     healthy=not endpoint.down,
-                    waiting=known.waiting if known else None,
-                    running=known.running if known else None,
-                    kv_utilisation=known.kv_utilisation if known else None,
+                    waiting=loads.waiting if loads else None,
+                    running=loads.running if loads else None,
+                    kv_utilisation=loads.kv_utilisation if loads else None,
                     max_adapters=known.max_adapters if known else None,
                     active_adapters=known.active_adapters if known else frozenset(),
                     waiting_adapters=known.waiting_adapters if known else frozenset(),

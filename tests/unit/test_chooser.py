@@ -89,6 +89,18 @@ def test_given_labels_asked_for_when_chosen_then_only_endpoints_that_have_them_a
     assert scored.choose(selector={"gpu": "l4"}) == {}
 
 
+def test_given_most_are_stale_when_chosen_then_nobody_is_preferred_for_having_been_read() -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
+    known.scraped(A, waiting=0.0)
+    known.scraped(B, known=False)
+    known.scraped(C, known=False)
+    assert len(set(known.choose().values())) == 1
+    # But one that is down is not one of the many
+    known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C, down=True), queue_depth=3)
+    known.scraped(A, waiting=0.0)
+    assert list(known.choose()) == [A, B]
+
+
 def test_given_scraped_queues_when_chosen_then_the_shortest_comes_first_and_the_unknown_as_the_most() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.scraped(A, waiting=5.0)
