@@ -9,7 +9,7 @@
 --   served endpoint ('' unknown), ticket ('' none): flow, band, weight, cost, workload, criticality,
 --   model, endpoint, limit, joined by tabs; what follows is the replicas' own
 -- Returns {born, news, attempts, served, reply...}:
---   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown'
+--   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 local RENEW_ITEM = 4
 local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
 
@@ -32,6 +32,7 @@ local function restore(id, attempt, served, ticket)
   if not (band and band % 1 == 0 and weight and cost and criticality and limit and is_address(endpoint)) then
     return 'unknown'
   end
+  if redis.call('ZSCORE', key.buried, id) then return 'unknown' end
   local r = {
     id = id, owner = news.caller, attempt = attempt, flow = flow, band = band, weight = weight, cost = cost,
     workload = workload_id, criticality = criticality, model = model, arrived = now_us, deadline_ms = 0,

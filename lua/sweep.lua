@@ -78,6 +78,13 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = pool.rate == 0 and rate or (pool.rate + rate) / 2
 end
 
+-- Whether more is due than one call forgets.
+local function forget_buried()
+  local due = redis.call('ZRANGEBYSCORE', key.buried, '-inf', now_ms, 'LIMIT', 0, 10 * CHUNK)
+  if #due > 0 then redis.call('ZREM', key.buried, unpack(due)) end
+  return #due == 10 * CHUNK
+end
+
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
 local function age_tags(band)
   local v = pool[V[band]]
@@ -120,6 +127,7 @@ local function sweep(args)
     for _, lane in ipairs(redis.call('ZRANGE', key.parked[band], 0, CHUNK - 1)) do queue.unpark(band, lane) end
     if age_tags(band) then more = true end
   end
+  if forget_buried() then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
     pool.pressed = 0
     redis.call('UNLINK', key.victims[1], key.victims[2])

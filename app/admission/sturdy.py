@@ -14,7 +14,7 @@ import contextlib
 import enum
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.admission import ticket
@@ -36,7 +36,7 @@ from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
-_REGISTER_AT_ONCE = 512  # requests told in one go; the link sends 64 a call
+_TELL_AT_ONCE = 512  # requests; the link sends 64 a call
 _JITTER_S = 0.1  # replicas that come back together do not all begin at once
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
@@ -314,11 +314,11 @@ class SturdyGate:
         """The shared state answers again: tell it what runs, in batches, before anything else."""
         self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
         await asyncio.sleep(random.random() * _JITTER_S)
-        running = self._outbox.in_flight()
         try:
-            for at in range(0, len(running), _REGISTER_AT_ONCE):
-                told = [self._store.renew(*each) for each in running[at : at + _REGISTER_AT_ONCE]]
-                await asyncio.gather(*told)
+            await self._tell([(end.id,) for end in self._outbox.ends()], self._store.bury)
+            await asyncio.sleep(_JITTER_S)  # so that the others' ends are known, too
+            running = self._outbox.in_flight()
+            await self._tell(running, self._store.renew)
         except StateUnavailable:
             self._lose("it went again")
             return
@@ -328,6 +328,10 @@ class SturdyGate:
         self._told = True
         self._poke()
         _log.info("the shared state is back; told it of %d requests in flight", len(running))
+
+    async def _tell(self, items: Sequence[Any], how: Callable[..., asyncio.Future[str]]) -> None:
+        for at in range(0, len(items), _TELL_AT_ONCE):
+            await asyncio.gather(*(how(*each) for each in items[at : at + _TELL_AT_ONCE]))
 
     def _all_told(self) -> bool:
         """Whether nothing that runs can be missing in the shared state any more."""

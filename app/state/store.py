@@ -178,6 +178,10 @@ class Store:
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
         return self._link.submit("settle", (request_id, outcome.value, *known), lasting=True)
 
+    def bury(self, request_id: str) -> asyncio.Future[str]:
+        """buried: for 10 s nobody restores a request that has ended while Redis was away."""
+        return self._link.submit("bury", (request_id,))
+
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
         return self._link.submit("cancel", (request_id, attempt, why), lasting=True)

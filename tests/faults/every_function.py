@@ -85,6 +85,7 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.renew(names[0], 1, "10.0.0.2:8000", "")
     await me.store.renew("lost", None, "", "f\t1\t1\t1\tw1\t3\tllama\t10.0.0.1:8000\t0")
     await me.store.settle("lost", Outcome.COMPLETED)
+    await me.store.bury("over")
     await me.store.disclaim(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
     for name in names:

@@ -167,6 +167,32 @@ async def test_what_runs_is_restored_from_its_ticket_after_the_state_was_lost(fl
         await it.ledger()
 
 
+async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fleet: OpenFleet) -> None:
+    # Given two that were let go without the shared state, of which one has ended
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        notes = {name: ticket.write(ask(name), E1) for name in ("ended", "runs")}
+        assert await a.store.bury("ended") == "buried"
+        # When the replica that let them go brings both, then only the one that runs is counted
+        told = [await b.store.renew(name, 1, "", note) for name, note in notes.items()]
+        assert told == ["unknown", "restored"]
+        assert await it.counts() == (1, 0, [1])
+        # And a new request of that id is as any other
+        assert (await b.admit("ended")).what == "placed"
+        assert await a.store.bury("ended") == "buried"
+        assert await b.store.renew("ended", None, "", notes["ended"]) == "renewed"
+        await a.settle("ended", "runs")
+        # And after 10 s what is buried is forgotten
+        buried = it.keys.prefix + "buried"
+        await a.sweep()
+        assert await it.redis.zcard(buried) == 1
+        await it.redis.zincrby(buried, -10_000, "ended")
+        await it.after(1)
+        await a.sweep()
+        assert await it.redis.exists(buried) == 0
+        assert await it.at_rest()
+
+
 @pytest.mark.parametrize(
     "note", ["", "f", "f\t1\tx\t1.0\tw\t3\tm\t10.0.0.1:8000", "f\t1\t1.0\t1.0\tw\t3\tm\te\tmore"]
 )

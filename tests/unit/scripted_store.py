@@ -26,6 +26,7 @@ class ScriptedStore:
         self.admitted: list[tuple[InferenceRequest, int]] = []
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
+        self.buried: list[str] = []
         self.answering = True  # ends are taken
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
@@ -53,6 +54,10 @@ class ScriptedStore:
     ) -> asyncio.Future[str]:
         self.settled.append((request_id, actual, answer_tokens))
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
+
+    def bury(self, request_id: str) -> asyncio.Future[str]:
+        self.buried.append(request_id)
+        return _answered("buried")
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))

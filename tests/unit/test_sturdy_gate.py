@@ -225,6 +225,7 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     waiting = asyncio.create_task(bench.gate.admit(ask("waits"), held=False))
     await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
     bench.gate.renew(Alive("old", E1, placed[0].ticket))
+    bench.end("over")
     bench.tell_peers(b=True)
     async with watched(bench):
         await eventually(lambda: bench.pokes)
@@ -233,18 +234,20 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
         for _ in range(2):
             bench.gate.beat(PULSE, 0.001)
         await eventually(lambda: not bench.gate.degraded)
-        # Then all that runs is told; while another replica has not, a place is needed here and there
+        # Then all that is over is buried, and all that runs is told
+        assert bench.store.buried == ["over"]
         assert sorted(bench.store.renewed) == ["0", "1", "2", "old"]
+        # And while another replica has not, a place is needed here and there
         assert bench.gate.mode is Mode.RETURNING
         assert not waiting.done()
         bench.end("0", placed[0])
         await waiting
         assert bench.store.ages_s[-1] > 0.0
-        assert [name for name, _, _ in bench.store.settled] == ["0"]
+        assert [name for name, _, _ in bench.store.settled] == ["over", "0"]
         # And when every replica has, it is over
         bench.tell_peers()
         await eventually(lambda: bench.gate.status() is None)
-    assert [name for name, _, _ in bench.store.settled] == ["0", "0"]
+    assert [name for name, _, _ in bench.store.settled] == ["over", "0", "over", "0"]
     assert samples(bench.metrics)[("epp_degraded",)] == 0
     bench.end("1", placed[1])
     assert bench.store.settled[-1][0] == "1"
