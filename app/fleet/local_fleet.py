@@ -68,8 +68,8 @@ class LocalFleet:
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
         # Importing Envoy's types takes a second of its own; it is done while the others start.
-        await together(asyncio.to_thread(importlib.import_module, "app.fleet.envoy"), self._bring_up_ground())
-        await self._supervisor.bring_up(self._replicas)
+        imported = asyncio.to_thread(importlib.import_module, "app.fleet.envoy")
+        await together(imported, self._bring_up_pickers())
         await self._bring_up_envoy()
         await self._until_it_serves()
         self._write_state()
@@ -137,11 +137,13 @@ class LocalFleet:
         endpoints = [simulator.address for simulator in self._simulators if simulator.address]
         return overlaid(self._settings, redis_url=self._redis_url, endpoints=endpoints or None)
 
-    async def _bring_up_ground(self) -> None:
+    async def _bring_up_pickers(self) -> None:
+        """The replicas, and before them what they are told of."""
         works = [self._supervisor.bring_up(self._simulators)]
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
         await together(*works)
+        await self._supervisor.bring_up(self._replicas)
 
     async def _bring_up_envoy(self) -> None:
         from app.fleet.envoy import Envoy

@@ -260,7 +260,7 @@ class Link:
         if not self._under_way:
             self._forget_messages()
         waits = self._single or any(self._batched.values())
-        if waits and (message.whole or self._due is None):
+        if waits and (message.whole or self._due is None or not self._under_way):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
 
