@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
 _TELL_AT_ONCE = 512  # requests; the link sends 64 a call
 _JITTER_S = 0.1  # replicas that come back together do not all begin at once
+_SPREAD_S = 0.5  # within which replicas that come back together have all told what has ended
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
 
@@ -316,7 +317,7 @@ class SturdyGate:
         await asyncio.sleep(random.random() * _JITTER_S)
         try:
             await self._tell([(end.id,) for end in self._outbox.ends()], self._store.bury)
-            await asyncio.sleep(_JITTER_S)  # so that the others' ends are known, too
+            await asyncio.sleep(_SPREAD_S)
             running = self._outbox.in_flight()
             await self._tell(running, self._store.renew)
         except StateUnavailable:
