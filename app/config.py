@@ -155,7 +155,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
     """Put the environment's values into `tree`; returns which variable each place came from."""
     variables: dict[Loc, str] = {}
     for name, text in sorted(environ.items()):
-        if not name.startswith(ENV_PREFIX) or _SERVICE_LINK.fullmatch(name):
+        if not name.startswith(ENV_PREFIX) or ("__" not in name and _SERVICE_LINK.fullmatch(name)):
             continue
         loc = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
         at = tree

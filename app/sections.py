@@ -23,6 +23,7 @@ from app.units import (
     HostPort,
     Name,
     Number,
+    Token,
 )
 
 RedisUrl = Annotated[str, AfterValidator(redis_url)]
@@ -52,7 +53,7 @@ class ExtProc(Section):
 
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
-    token: Name | None = None
+    token: Token | None = None
     rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from app.request import Band
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
+_TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
 _MOST = 1e9  # counts and weights stay exact in the scripts' doubles
@@ -99,6 +100,18 @@ def starting_with(*prefixes: str) -> Callable[[str], str]:
     return check
 
 
+def bearer_token(text: str) -> str:
+    """A token as a header can carry it, without the line feed that files and secrets are apt to end in.
+
+    Raises:
+        ValueError: it is empty or too long, or has a character that a header could not bring.
+    """
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("must be 1 to 512 visible ASCII characters, without spaces")
+    return token
+
+
 def _countable(value: float) -> float:
     if abs(value) > _MOST:
         raise ValueError(f"must be at most {_MOST:g}")
@@ -119,3 +132,4 @@ Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+Token = Annotated[str, AfterValidator(bearer_token)]

@@ -1,9 +1,9 @@
 """Changes of the configuration while the fleet runs: which keys may change, and what they amount to.
 
-A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value}
-and {`weights.FLOW`: weight}), and as *overrides*, the settings that the scripts read in place of the
-published ones. Overrides always follow from the whole note, so that a fault between two keys is found
-whichever of them comes last. Pure.
+A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value},
+{`weights.FLOW`: weight}, {`fair_request_queue.band_weights.BAND`: weight}), and as *overrides*, the settings
+that the scripts read in place of the published ones. Overrides always follow from the whole note, so that a
+fault between two keys is found whichever of them comes last. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 from app.admission.published import published
 from app.config import Settings, parse
 from app.errors import ConfigError
-from app.request import finite_number
+from app.request import Band, finite_number
 
 # Every key that may change -> the shared settings that follow from it.
 _BOUNDS = ("upper_per", "lower_per")
@@ -40,6 +40,7 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
 }
 LIVE = (*AFFECTS, "weights.FLOW")
 _WEIGHTS = "weights"
+_BAND_WEIGHTS = "fair_request_queue.band_weights"
 _MOST_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
 _LONGEST_FLOW_BYTES = 256
@@ -74,7 +75,9 @@ def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
     for section, keys in patch.items():
         known = section == _WEIGHTS or any(key.startswith(section + ".") for key in AFFECTS)
         if known and isinstance(keys, dict):
-            changes |= {f"{section}.{key}": value for key, value in keys.items()}
+            for key, value in keys.items():
+                name = f"{section}.{key}"
+                changes |= _by_band(value) if name == _BAND_WEIGHTS else {name: value}
         else:
             faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
     faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
@@ -99,6 +102,10 @@ def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
     faults = list(_weight_faults(weights))
     if faults:
         raise ConfigError("\n".join(faults))
+    queue = changes.get("fair_request_queue", {})
+    if isinstance(by_band := queue.get("band_weights"), Mapping):
+        configured = settings.fair_request_queue.band_weights.items()
+        queue["band_weights"] = {**{_named(band): weight for band, weight in configured}, **by_band}
     tree = settings.model_dump(exclude_unset=True)
     for section, keys in changes.items():
         tree[section] = {**tree.get(section, {}), **keys}
@@ -113,7 +120,7 @@ def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
     """
     effective = applied(settings, note)
     shared = published(effective.settings, effective.weights)
-    names = {name for key in note for name in AFFECTS.get(key, ())}
+    names = {name for key in note for name in AFFECTS.get(_whole(key), ())}
     if effective.weights:
         names.add(_WEIGHTS)
     return {name: shared[name] for name in sorted(names)}
@@ -130,12 +137,38 @@ def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     tree: dict[str, dict[str, Any]] = {}
     for key, value in note.items():
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = value
+        keys = tree.setdefault(section, {})
+        if key.startswith(_BAND_WEIGHTS + "."):
+            name, _, band = name.partition(".")
+            value = {**keys.get(name, {}), band: value}
+        keys[name] = value
     return tree
 
 
 def _is_live(key: str) -> bool:
-    return key in AFFECTS or key.startswith(_WEIGHTS + ".")
+    return _whole(key) in AFFECTS or key.startswith(_WEIGHTS + ".")
+
+
+def _whole(key: str) -> str:
+    """The configuration's key that `key` is, or is a band of."""
+    return _BAND_WEIGHTS if key.startswith(_BAND_WEIGHTS + ".") else key
+
+
+def _by_band(weights: Any) -> dict[str, Any]:
+    """A change of `band_weights` band by band; None takes all back."""
+    if weights is None:
+        return {_BAND_WEIGHTS: None, **{f"{_BAND_WEIGHTS}.{_named(band)}": None for band in Band}}
+    if not isinstance(weights, Mapping):
+        return {_BAND_WEIGHTS: weights}
+    return {f"{_BAND_WEIGHTS}.{_named(name)}": weight for name, weight in weights.items()}
+
+
+def _named(band: object) -> str:
+    """As the configuration spells it; what is no band's name stays as it is."""
+    try:
+        return Band.parse(band).name.capitalize()
+    except ValueError:
+        return str(band)
 
 
 def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from app.config import Settings, parse
@@ -34,11 +34,11 @@ def served_models(settings: Settings) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     """`value` in types that YAML has."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Enum):
         return value.name.capitalize()
-    if isinstance(value, PurePath):
-        return str(value)
+    if isinstance(value, Path):
+        return str(value.absolute())  # a replica's own file stands elsewhere
     return value

@@ -72,7 +72,7 @@ class Admin:
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AdminFault(self._refusal(answer))
-        except (OSError, http.client.HTTPException) as fault:
+        except (OSError, http.client.HTTPException, ValueError) as fault:  # the last: no header can be so
             raise AdminFault(f"{self.url}: {fault or type(fault).__name__}") from fault
         finally:
             connection.close()

@@ -179,6 +179,9 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
         ),
         ({"fair_request_queue": {"band_weights": {"Default": 0}}}, "fair_request_queue.band_weights.Default"),
         ({"fair_request_queue": {"band_policy": "fair"}}, "fair_request_queue.band_policy"),
+        ({"admin": {"token": "two words"}}, "admin.token"),
+        ({"admin": {"token": "\u0442\u0430\u0439\u043d\u0430"}}, "admin.token"),
+        ({"admin": {"token": " \n"}}, "admin.token"),
         ({"fair_request_queue": {"default_answer_tokens": 0}}, "fair_request_queue.default_answer_tokens"),
         ({"request_queue_controller": {"unit": "bytes"}}, "request_queue_controller.unit"),
         ({"models": [{"name": "a", "criticality": "Urgent"}]}, "models.0.criticality"),
@@ -281,6 +284,16 @@ def test_given_a_wrong_variable_when_loaded_then_the_fault_names_it(
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "pool: one"), {name: value})
     assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_given_a_key_named_as_a_service_link_is_when_loaded_then_it_is_no_link() -> None:
+    settings = load(None, {"PICKER_DISCOVERY__DNS__NAME": "servers", "PICKER_DISCOVERY__DNS__PORT": "9000"})
+    assert settings.discovery.dns is not None
+    assert settings.discovery.dns.port == 9000
+
+
+def test_given_a_token_from_a_file_when_loaded_then_it_has_no_line_feed() -> None:
+    assert load(None, {"PICKER_ADMIN__TOKEN": "secret\n"}).admin.token == "secret"
 
 
 def test_given_the_links_of_a_kubernetes_service_when_loaded_then_they_are_passed_over() -> None:

@@ -72,7 +72,8 @@ def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset
 def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:
     # Given a change of every key that may change
     flat = tuning.flattened(EVERYTHING)
-    assert {key for key in flat if not key.startswith("weights.")} == tuning.AFFECTS.keys()
+    keys = {key.removesuffix(".Critical") for key in flat if not key.startswith("weights.")}
+    assert keys == tuning.AFFECTS.keys()
 
     # Then each becomes the setting that a configuration with it would publish
     assert overridden(EVERYTHING) == {
@@ -116,6 +117,22 @@ def test_given_weights_of_flows_when_one_changes_then_the_others_stay() -> None:
     note = tuning.merged({}, tuning.flattened({"weights": {"a": 1, "b": 2}}))
     note = tuning.merged(note, tuning.flattened({"weights": {"b": None, "c": 3}}))
     assert tuning.overrides(CONFIGURED, note) == {"weights": {"a": 1, "c": 3}}
+
+
+def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
+    # Given bands that the configuration weighs, and one that was changed
+    weights = {"Critical": 50, "Default": 40, "Sheddable": 10}
+    configured = parse({"fair_request_queue": {"band_weights": weights}})
+    note = tuning.merged({}, tuning.flattened({"fair_request_queue": {"band_weights": {"critical": 60}}}))
+    assert tuning.overrides(configured, note) == {"band_weights": [60, 40, 10]}
+    # When another one changes, then both are in force
+    note = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}}))
+    assert tuning.overrides(configured, note) == {"band_weights": [60, 30, 10]}
+    assert tuning.nested(note) == {"fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}}
+    # And each is taken back by itself, or all
+    one = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}}))
+    assert tuning.overrides(configured, one) == {"band_weights": [50, 30, 10]}
+    assert tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": None}})) == {}
 
 
 @pytest.mark.parametrize(
