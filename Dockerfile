@@ -1,5 +1,5 @@
-# Two images: `picker` (the last stage: a replica or a simulator) and `edge`, which adds Envoy, the very
-# binary that the tests run, and what renders its bootstrap.
+# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds Envoy, the very
+# binary that the tests run, and what renders its bootstrap, and `load`, which adds Locust.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS build
@@ -14,10 +14,14 @@ FROM build AS build-edge
 RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[local]' \
  && /opt/picker/bin/pip uninstall --yes pip setuptools
 
+FROM build AS build-load
+RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock locust \
+ && /opt/picker/bin/pip uninstall --yes pip setuptools
+
 FROM build AS build-picker
 RUN /opt/picker/bin/pip uninstall --yes pip setuptools
 
-# What both images have besides their environments: a user, and no means to install anything.
+# What all images have besides their environments: a user, and no means to install anything.
 FROM python:${PYTHON}-slim AS base
 RUN groupadd --gid 10001 picker \
  && useradd --uid 10001 --gid picker --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin picker \
@@ -33,6 +37,10 @@ RUN ln -s "$(python -c 'import glob; print(glob.glob("/opt/picker/lib/python*/si
     /usr/local/bin/envoy
 USER 10001:10001
 EXPOSE 8080 9901
+
+FROM base AS load
+COPY --from=build-load /opt/picker /opt/picker
+EXPOSE 8089
 
 FROM base AS picker
 COPY --from=build-picker /opt/picker /opt/picker

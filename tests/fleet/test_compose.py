@@ -44,7 +44,7 @@ def test_every_service_is_confined_limited_and_looked_after(services: dict[str, 
         for needed in service.get("depends_on", {}).values():
             assert needed == {"condition": "service_healthy"}, name
         # And its user is none that may do anything: its own, or the images' of this project
-        assert "user" in service or service["build"]["target"] in ("picker", "edge"), name
+        assert "user" in service or service["build"]["target"] in ("picker", "edge", "load"), name
         assert not str(service.get("user", "")).startswith("0"), name
     # And the replicas can be scaled
     assert "ports" not in services["picker"]
@@ -63,7 +63,7 @@ def test_the_images_end_without_root_and_without_tools_to_build() -> None:
     text = (ROOT / "Dockerfile").read_text()
     stages = {match[2]: match[0] for match in re.finditer(r"FROM (\S+) AS (\S+)\n(?:(?!FROM ).*\n?)*", text)}
     assert list(stages)[-1] == "picker"
-    for name in ("picker", "edge"):
+    for name in ("picker", "edge", "load"):
         # Then each image comes from the stage with a user of its own, and takes an environment only
         assert stages[name].startswith("FROM base ")
         assert "pip install" not in stages[name]
@@ -79,10 +79,24 @@ def test_the_images_end_without_root_and_without_tools_to_build() -> None:
             assert source in kept, source
 
 
+async def _loaded(client: httpx.AsyncClient, stats: str) -> int:
+    """Requests of Locust that were answered, none with a failure; waits for ten."""
+    async with asyncio.timeout(60):
+        while True:
+            told = (await client.get(stats)).json()
+            assert told["errors"] == []
+            if (
+                told["total_rps"]
+                and (count := sum(each["num_requests"] for each in told["stats"][:-1])) >= 10
+            ):
+                return int(count)
+            await asyncio.sleep(0.2)
+
+
 @pytest.mark.timeout(240)
 async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: Path) -> None:
     # Given the project's services and a Redis, started with their own commands and environments
-    stack = Stack(tmp_path, {"redis": 1, "simulator": 3, "picker": 2, "envoy": 1})
+    stack = Stack(tmp_path, {"redis": 1, "simulator": 3, "picker": 2, "envoy": 1, "locust": 1})
     try:
         await asyncio.to_thread(stack.start)
         envoy = f"http://{stack.of('envoy')[0].address}:8080"
@@ -96,6 +110,13 @@ async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: P
                 page = (await client.get(f"http://{picker.address}:8081/metrics")).text
                 assert re.search(r'^epp_requests_total\{.*code="ok".*\} [1-9]', page, re.MULTILINE)
                 assert "epp_live_replicas 2.0" in page
+            # And the page of the load starts one that is served
+            load = f"http://{stack.of('locust')[0].address}:8089"
+            users = {"user_count": 4, "spawn_rate": 4, "user_classes": "SteadyUser", "host": envoy}
+            begun = await client.post(f"{load}/swarm", data=users)
+            assert begun.json()["success"], stack.of("locust")[0].output
+            assert await _loaded(client, f"{load}/stats/requests") >= 10
+            assert (await client.post(f"{load}/stop")).is_success
             # And it goes on when one of them is gone
             lost = stack.of("picker")[0].process
             assert lost is not None

@@ -136,6 +136,12 @@ def test_the_parts_fit_each_other() -> None:
         port["port"] for rule in of(trees, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]
     }
     assert {53, 6379, settings.discovery.dns.port} <= allowed
+    # And replicas reach each other, for what they lend each other without Redis
+    rules = of(trees, "NetworkPolicy")["spec"]
+    me = {"podSelector": {"matchLabels": of(trees, "Deployment")["spec"]["selector"]["matchLabels"]}}
+    for way, who in (("ingress", "from"), ("egress", "to")):
+        open_ports = [port["port"] for rule in rules[way] if me in rule.get(who, []) for port in rule["ports"]]
+        assert open_ports == ["grpc"]
     # And the monitor finds one Service, not the headless one beside it
     monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
     without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
