@@ -140,8 +140,8 @@ def test_the_parts_fit_each_other() -> None:
     rules = of(trees, "NetworkPolicy")["spec"]
     me = {"podSelector": {"matchLabels": of(trees, "Deployment")["spec"]["selector"]["matchLabels"]}}
     for way, who in (("ingress", "from"), ("egress", "to")):
-        open_ports = [port["port"] for rule in rules[way] if me in rule.get(who, []) for port in rule["ports"]]
-        assert open_ports == ["grpc"]
+        found = [rule["ports"] for rule in rules[way] if me in rule.get(who, [])]
+        assert [port["port"] for ports in found for port in ports] == ["grpc"]
     # And the monitor finds one Service, not the headless one beside it
     monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
     without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
