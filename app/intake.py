@@ -67,8 +67,15 @@ class Ask:
     answer_tokens: int | None = None
 
     def renamed(self, target: str) -> bytes:
-        """The body with `target` as its model, everything else as it was."""
-        return orjson.dumps({**(self.document or {}), "model": target})
+        """The body with `target` as its model, everything else as it was (numbers past 64 bits rounded).
+
+        Raises:
+            BadRequest: the body is nested too deeply to be written again.
+        """
+        try:
+            return orjson.dumps({**(self.document or {}), "model": target})
+        except TypeError as fault:
+            raise BadRequest(f"the body cannot be written again with another model: {fault}") from None
 
 
 def read_body(body: bytes) -> Ask:
@@ -225,7 +232,11 @@ def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     if ask.document is None:
         return ()
     salt = ask.document.get("cache_salt")
-    return block_hashes(target_model, prompt_bytes(ask.document), salt=salt if isinstance(salt, str) else "")
+    try:
+        prompt = prompt_bytes(ask.document)
+    except TypeError:
+        return ()  # nested too deeply to be written in one form: affinity is a wish
+    return block_hashes(target_model, prompt, salt=salt if isinstance(salt, str) else "")
 
 
 def _tokens(ask: Ask) -> tuple[float, bool]:

@@ -61,6 +61,14 @@ class Outbox:
         placed = self._placed.pop(completion.id, None)
         return placed.cost if placed is not None else ticket.cost_of(note)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether it has been seen to run."""
+        return request_id in self._placed or request_id in self._alive
+
+    def has_ended(self, request_id: str) -> bool:
+        """Whether its end has been heard."""
+        return request_id in self._ended
+
     def endpoint_of(self, request_id: str) -> str:
         """Where a request was placed, '' if it was not placed here."""
         placed = self._placed.get(request_id)

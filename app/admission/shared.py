@@ -280,8 +280,9 @@ class SharedGate:
 
     def ended(self, completion: Completion) -> None:
         """Account for an end as far as this replica is concerned."""
-        self._held.pop(completion.id, None)
-        self._chooser.ended(completion)
+        held = self._held.pop(completion.id, None)
+        if held is not None or completion.ticket:  # else it was never placed
+            self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
 

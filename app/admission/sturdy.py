@@ -193,14 +193,17 @@ class SturdyGate:
             answer = self._shared.settle(completion)
             answer.add_done_callback(lambda _: self._unanswered.pop(completion.id, None))
             return
+        if self._mode is Mode.RETURNING:
+            self._shared.settle(completion)
+        if not (note or self._outbox.knows(completion.id)):
+            return  # the end of one that was never placed: Envoy tells of refused ones, too
         self._picker.ended(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
         if completion.failed:
             self._picker.failed(completion.failed)
-        if self._mode is Mode.RETURNING:
-            self._shared.settle(completion)
-        else:
+        if self._mode is Mode.LOCAL:
             self._shared.ended(completion)
-            self._metrics.completed(completion, ticket.model_of(note))
+            if not self._outbox.has_ended(completion.id):
+                self._metrics.completed(completion, ticket.model_of(note))
         self._local.earn(self._local.cost_of(self._outbox.ended(completion, note)))
 
     def renew(self, alive: Alive) -> None:

@@ -54,7 +54,8 @@ class DnsSource:
             async with asyncio.TaskGroup() as group:
                 for family in _FAMILIES:
                     group.create_task(self._refresh(family))
-            if self._known:
+            # A family without addresses says nothing while the other one has not answered yet.
+            if any(self._known.values()) or len(self._known) == len(_FAMILIES):
                 hosts = sorted({host for family in _FAMILIES for host in self._known.get(family, ())})
                 found = tuple(Endpoint(address=_address(host, self._port)) for host in hosts)
                 if found != reported:

@@ -153,7 +153,8 @@ def _failed(common: Any, served: str | None, picked: str) -> str:
     """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
     if served is None or served == picked:
         return picked if common.response_flags.upstream_connection_failure else ""
-    return picked
+    # At the first attempt already: Envoy has not heard of the picked one yet, and passed it over.
+    return picked if common.upstream_request_attempt_count != 1 else ""
 
 
 def _text(struct: Any, key: str) -> str:

@@ -19,6 +19,7 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -56,6 +57,7 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
+_KEPT_S = 1.0  # how long a place waits for the end of its body; shorter than any lease
 _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
 
 
@@ -70,6 +72,20 @@ class Desk:
     metrics: Metrics
     lines: DecisionLines
     clock: Callable[[], float]
+
+
+class _Ready(NamedTuple):
+    """What was placed before the end of its body was told. `length` is the body's, where it was rewritten.
+
+    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
+    """
+
+    answer: ProcessingResponse
+    body: bytes
+    request: InferenceRequest
+    placement: Placement
+    length: int | None
+    placed_s: float
 
 
 class Exchange:
@@ -108,9 +124,7 @@ class Exchange:
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._length = -1  # of the body, if its header says so
-        self._ready: tuple[ProcessingResponse, bytes] | None = (
-            None  # placed before the end of its body was told
-        )
+        self._ready: _Ready | None = None
         self._asked: InferenceRequest | None = None
         self._model = ""
         self._target_model = ""
@@ -226,7 +240,7 @@ class Exchange:
         self._check_size(self._body_bytes)
         if part.end_of_stream:
             return await self._answer_body(ended=True)
-        if self._body_bytes == self._length:
+        if self._ready is None and self._body_bytes == self._length:
             await self._place_body()
         return ()
 
@@ -244,15 +258,21 @@ class Exchange:
         placement = await self._admit(request)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
-        self._ready = codec.placed(placement, request.id, length), body
+        answer = codec.placed(placement, request.id, length)
+        self._ready = _Ready(answer, body, request, placement, length, self._desk.clock())
 
     async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
         if self._ready is None:
             await self._place_body()
-        assert self._ready is not None
-        answer, body = self._ready
-        self._ready = None
-        return [self._placed(answer), *codec.request_body(body, ended=ended)]
+        ready, self._ready = self._ready, None
+        assert ready is not None
+        answer = ready.answer
+        if self._mode != "standard" and self._desk.clock() - ready.placed_s > _KEPT_S:
+            # Nobody renews its lease before Envoy is told: its place may be another's by now.
+            self._desk.gate.withdraw(ready.request.id, ready.placement)
+            self._untold = None
+            answer = codec.placed(await self._admit(ready.request), ready.request.id, ready.length)
+        return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model

@@ -132,6 +132,8 @@ class Chooser(LeastLoaded):
     def ended(self, completion: Completion) -> None:
         if self._feed is None or completion.outcome is not Outcome.COMPLETED:
             return
+        if not 200 <= completion.status < 300:
+            return  # a refusal is quick, and says nothing of how long answers take
         if completion.served and completion.duration_s is not None:
             self._feed.completed(completion.served, completion.duration_s)
 

@@ -98,11 +98,12 @@ def samples(page: bytes, name: bytes) -> Iterator[Sample]:
     while (start := page.find(name, after)) >= 0:
         after = start + len(name)
         line_start = page.rfind(b"\n", 0, start) + 1
-        if page[after : after + 1] in _NAME_GOES_ON or page[line_start:start].strip(_BLANK):
-            continue
         line_end = page.find(b"\n", after)
         if line_end < 0:
             return
+        if page[after : after + 1] in _NAME_GOES_ON or page[line_start:start].strip(_BLANK):
+            after = line_end  # a line that begins otherwise is no sample of it, however often it names it
+            continue
         if line_end - after > _MOST_LINE_BYTES:
             raise BadPage(f"{name.decode()} has a line of more than {_MOST_LINE_BYTES} bytes")
         line = page[after:line_end]

@@ -193,23 +193,26 @@ TICKET = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
 
 
 @pytest.mark.parametrize(
-    ("served", "flag", "failed"),
+    ("served", "flag", "attempts", "failed"),
     [
-        ("10.0.0.1:8000", False, ""),
-        ("10.0.0.2:8000", False, "10.0.0.1:8000"),  # Envoy has gone on to a fallback
-        ("10.0.0.1:8000", True, "10.0.0.1:8000"),
-        ("", True, "10.0.0.1:8000"),
-        ("", False, ""),
+        ("10.0.0.1:8000", False, 1, ""),
+        ("10.0.0.2:8000", False, 2, "10.0.0.1:8000"),  # Envoy has gone on to a fallback
+        ("10.0.0.2:8000", False, 0, "10.0.0.1:8000"),  # and does not count
+        ("10.0.0.2:8000", False, 1, ""),  # Envoy did not know the picked one
+        ("10.0.0.1:8000", True, 1, "10.0.0.1:8000"),
+        ("", True, 0, "10.0.0.1:8000"),
+        ("", False, 0, ""),
     ],
 )
 async def test_given_a_picked_endpoint_when_it_did_not_serve_then_it_is_told_of_as_failed(
-    served: str, flag: bool, failed: str
+    served: str, flag: bool, attempts: int, failed: str
 ) -> None:
     message = entry()
     message.common_properties.metadata.filter_metadata["picker"].update({"id": "r", "ticket": TICKET})
     if served:
         message.common_properties.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: served})
     message.common_properties.response_flags.upstream_connection_failure = flag
+    message.common_properties.upstream_request_attempt_count = attempts
     (completion,) = await told(batch(message))
     assert isinstance(completion, Completion)
     assert completion.failed == failed

@@ -170,8 +170,11 @@ async def test_given_a_limit_when_chosen_then_every_endpoint_is_a_candidate() ->
 
 async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fleet() -> None:
     known = Knowledge(Endpoint(A), latency=1)
-    for outcome, served in ((Outcome.COMPLETED, A), (Outcome.UPSTREAM_FAILED, A), (Outcome.COMPLETED, None)):
-        known.chooser.ended(Completion("r", outcome, 200, served, 1, 1, 0.5, 0.1))
+    for outcome, status, served in (
+        (Outcome.COMPLETED, 200, A), (Outcome.UPSTREAM_FAILED, 200, A), (Outcome.COMPLETED, 200, None),
+        (Outcome.COMPLETED, 404, A), (Outcome.COMPLETED, 0, A),
+    ):  # fmt: skip
+        known.chooser.ended(Completion("r", outcome, status, served, 1, 1, 0.5, 0.1))
     assert len(known.feed._done) == 1
 
 

@@ -271,6 +271,17 @@ async def test_given_a_server_that_fails_one_family_when_watched_then_the_other_
         assert await reports.next() == ["10.0.0.1:8000"]
 
 
+async def test_given_addresses_of_one_family_when_their_lookup_fails_at_the_start_then_the_list_is_not_empty(
+    zone: Zone, log: Lines
+) -> None:
+    zone.records = {"A": None, "AAAA": []}
+    async with watching(by_dns(zone)) as reports:
+        await log.saying("models.test. A failed")
+        assert reports.none_waiting
+        zone.records = {"A": ["10.0.0.1"], "AAAA": []}
+        assert await reports.next() == ["10.0.0.1:8000"]
+
+
 async def test_given_a_failing_server_at_the_start_when_it_recovers_then_the_first_list_comes(
     zone: Zone, log: Lines
 ) -> None:

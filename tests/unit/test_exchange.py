@@ -138,6 +138,34 @@ async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(mode:
     assert gate.withdrawn == []
 
 
+async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    messages = [headers("lean", SIZED), body(ASK, ended=False), body(b"", ended=False)]
+    assert await converse(exchange, *messages) == []
+    answers = await converse(exchange, body())
+    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    assert len(gate.admitted) == 1
+
+
+async def test_a_place_is_asked_for_anew_when_the_end_of_its_body_was_long_in_coming() -> None:
+    # Given a request that was placed by its length
+    gate = ScriptedGate()
+    here = desk(gate)
+    exchange = Exchange(here)
+    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    # When its end comes so late that its lease may have run out, which nobody renews till Envoy is told
+    for _ in range(3):
+        here.clock()
+    answers = await converse(exchange, body())
+    # Then it is placed again, and what it had is taken back
+    assert [request.id for request, _ in gate.admitted] == ["made-1", "made-1"]
+    assert gate.withdrawn == ["made-1"]
+    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    exchange.close()
+    assert gate.withdrawn == ["made-1"]
+
+
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(mode: str) -> None:
     gate = ScriptedGate()

@@ -211,6 +211,18 @@ def test_a_models_limit_is_its_flows(model: str, limit: int) -> None:
     assert asked({"x-gateway-inference-fairness-id": "a"}, model=model, settings=TOKENS).limit == limit
 
 
+def test_a_body_nested_too_deeply_is_refused_where_it_must_be_written_again() -> None:
+    # Given a body that can be read, but is nested too deeply for the writer
+    deep = b'{"model": "m", "messages": [{"role": "user", "content": ' + b"[" * 300 + b"]" * 300 + b"}]}"
+    # When it must be written anew, then that is the client's fault
+    with pytest.raises(BadRequest, match="cannot be written again"):
+        read_body(deep).renamed("target")
+    # And where only its beginning is to be known, it has none
+    settings = parse({"scheduling": {"scorers": [{"name": "prefix-affinity", "weight": 1}]}})
+    intake = Intake(settings, new_id=lambda: "id", choose=lambda: 0.5)
+    assert intake.request(read_body(deep), {}, subset=None, trusted=False).prefix == ()
+
+
 def test_a_renamed_body_keeps_everything_else() -> None:
     # Given a body with other fields, when its model is renamed
     document = {"model": "m", "prompt": "üñí", "n": 1, "deep": {"model": "m"}, "f": 0.1}

@@ -113,6 +113,12 @@ def test_utilisation_is_the_highest_share(text: str, share: float | None) -> Non
     assert read(text).kv_utilisation == share
 
 
+def test_a_line_that_names_a_series_without_end_is_read_once() -> None:
+    """In a time that grows with the page: two megabytes would else take minutes, past any test's limit."""
+    comment = "# " + "queue " * 350_000
+    assert read(f"{comment}\nqueue 3\n").waiting == 3
+
+
 def test_the_latest_adapters_count_and_names_are_unescaped() -> None:
     # Given three label sets of different times, the latest neither first nor last
     text = (

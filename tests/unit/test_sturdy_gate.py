@@ -162,6 +162,22 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     assert samples(bench.metrics)[("epp_degraded",)] == 1
 
 
+async def test_given_refusals_that_envoy_tells_of_when_alone_then_they_are_no_ends() -> None:
+    bench = Bench()
+    bench.store.away = True
+    placement = await bench.gate.admit(ask("placed"), held=False)
+    # When the log tells of one that was never placed, and twice of one that was
+    bench.end("refused")
+    for _ in range(2):
+        bench.end("placed", placement)
+    # Then one end is counted, and told later
+    counted = {
+        key: value for key, value in samples(bench.metrics).items() if key[0] == "epp_completions_total"
+    }
+    assert sum(counted.values()) == 1
+    assert [end.id for end in bench.gate._outbox.ends()] == ["placed"]
+
+
 async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
     bench = Bench(pulse=None)
     bench.store.away = True
@@ -222,10 +238,11 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     bench = Bench()
     bench.store.away = True
     placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(3)]
+    bench.end("over", placed[0])
+    placed.append(await bench.gate.admit(ask("3"), held=False))
     waiting = asyncio.create_task(bench.gate.admit(ask("waits"), held=False))
     await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
     bench.gate.renew(Alive("old", E1, placed[0].ticket))
-    bench.end("over")
     bench.tell_peers(b=True)
     async with watched(bench):
         await eventually(lambda: bench.pokes)
@@ -236,7 +253,7 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
         await eventually(lambda: not bench.gate.degraded)
         # Then all that is over is buried, and all that runs is told
         assert bench.store.buried == ["over"]
-        assert sorted(bench.store.renewed) == ["0", "1", "2", "old"]
+        assert sorted(bench.store.renewed) == ["0", "1", "2", "3", "old"]
         # And while another replica has not, a place is needed here and there
         assert bench.gate.mode is Mode.RETURNING
         assert not waiting.done()
