@@ -24,6 +24,7 @@ end
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
 local function restore(id, attempt, served, ticket)
+  if string.find(ticket, '%z') then return 'unknown' end -- it would end a packed string early
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
   if not (pool.known and flow) then return 'unknown' end
   band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)

@@ -66,6 +66,10 @@ class LocalGate:
         self._purse, self._bound = Purse(min(free, bound)), bound
         self._queue = LocalQueue(rules)
 
+    def keep(self, most: float) -> None:
+        """Keep no more than `most`; the rest is not this replica's any more."""
+        self._purse.spend(max(self._purse.free - most, 0.0))
+
     def cost_of(self, cost: float) -> float:
         """What a request of `cost` is charged, as the scripts do."""
         return min(cost, self._bound)

@@ -14,12 +14,13 @@ MOST = 50_000  # requests of each kind that are remembered; the oldest go, and t
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request that this replica let go."""
+    """A request that this replica let go, at `placed_s`."""
 
     attempt: int
     ticket: str
     endpoint: str
     cost: float
+    placed_s: float
 
 
 class Outbox:
@@ -74,9 +75,17 @@ class Outbox:
         placed = self._placed.get(request_id)
         return placed.endpoint if placed is not None else ""
 
-    def in_flight(self) -> list[tuple[str, int | None, str, str]]:
-        """(id, attempt, served endpoint, ticket) of all believed to run; only own ones have an attempt."""
-        own = [(name, each.attempt, "", each.ticket) for name, each in self._placed.items()]
+    def in_flight(self, since_s: float) -> list[tuple[str, int | None, str, str]]:
+        """(id, attempt, served endpoint, ticket) of all believed to run; only own ones have an attempt.
+
+        Own ones placed before `since_s` must have been seen alive: if they run, whoever is told of them by
+        the access log brings them, and if they have ended nobody else may have told this replica.
+        """
+        own = [
+            (name, each.attempt, "", each.ticket)
+            for name, each in self._placed.items()
+            if each.placed_s >= since_s or name in self._alive
+        ]
         heard = (each for name, each in self._alive.items() if name not in self._placed)
         return own + [(each.id, None, each.served or "", each.ticket) for each in heard]
 

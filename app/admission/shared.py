@@ -310,6 +310,9 @@ class SharedGate:
         what, _, model = answer.result().partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
+        elif what == "unknown" and completion.ticket:
+            # Placed without the shared state, or lost with it; who placed it may not hear that it is over.
+            _ignore_loss(self._store.bury(completion.id))
 
     def renew(self, alive: Alive) -> None:
         _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.ticket))

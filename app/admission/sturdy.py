@@ -39,6 +39,7 @@ _PROBE_S = 0.2
 _TELL_AT_ONCE = 512  # requests; the link sends 64 a call
 _JITTER_S = 0.1  # replicas that come back together do not all begin at once
 _SPREAD_S = 0.5  # within which replicas that come back together have all told what has ended
+_REPORT_SLACK_S = 1.0  # by which the access log may be late with a sign of life
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
 
@@ -171,7 +172,10 @@ class SturdyGate:
             raise
         if self._mode is not Mode.SHARED:  # it may have come back just now
             endpoint = placement.endpoints[0]
-            self._outbox.placed(request.id, Placed(placement.attempt, placement.ticket, endpoint, cost))
+            now_s = self._loop.time()
+            self._outbox.placed(
+                request.id, Placed(placement.attempt, placement.ticket, endpoint, cost, now_s)
+            )
             self._picker.began(endpoint)
             self._let_go += 1
         return placement
@@ -249,18 +253,22 @@ class SturdyGate:
             tasks.create_task(self._borrower.run(), name="borrower")
 
     async def _watch(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._budget_s / 2):
-                    await self._changed.wait()
-            self._changed.clear()
-            self._look()
-            if self._mode is Mode.LOCAL and self._breaker.closed:
-                await self._tell_what_runs()
-            if self._mode is Mode.RETURNING and self._all_told():
-                self._finish()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._budget_s / 2):
+                        await self._changed.wait()
+                self._changed.clear()
+                self._look()
+                if self._mode is Mode.LOCAL and self._breaker.closed:
+                    self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+                    tasks.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
+                if self._mode is Mode.RETURNING and self._all_told():
+                    self._finish()
 
     def _look(self) -> None:
+        if self._pulse is None:
+            return  # never joined: Redis is still being reached for the first time
         now_s = self._loop.time()
         self._breaker.look(
             now_s,
@@ -289,9 +297,12 @@ class SturdyGate:
     def _go_local(self, why: str) -> None:
         if self._pulse is None:
             return  # never joined: nothing is known that could be gone by
-        fresh, self._mode, self._told = self._mode is Mode.SHARED, Mode.LOCAL, False
-        if fresh:
+        if self._mode is Mode.SHARED:
             self._open_purse()
+        elif self._told:  # so its pulse is of this return
+            # Others may be back already. What it has heard end since is free in the shared state, too.
+            self._local.keep(max(self._part(self._pulse) - self._gained, 0.0))
+        self._mode, self._told = Mode.LOCAL, False
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)
         self._shared.give_up()
@@ -300,12 +311,10 @@ class SturdyGate:
         pulse = self._pulse
         assert pulse is not None
         self._left_s, self._let_go = self._loop.time(), 0
-        live = max(len(self._live), pulse.live, 1)
-        rank = self._live.index(self._replica) if self._replica in self._live else live
-        whole = self._effective().settings.request_queue_controller.unit == "requests"
-        part = share(pulse.upper - pulse.stock, live=live, rank=rank, whole=whole)
+        part = self._part(pulse)
         if self._left_s - self._joined_s < self.newcomer_s:
             part = 0.0  # others may count without it
+        live = self._count(pulse)
         self._bound, self._share = pulse.upper, pulse.upper / live
         self._picker.begin(self._fleet_load())
         rules = rules_of(self._effective(), live)
@@ -314,18 +323,31 @@ class SturdyGate:
             if request_id in self._unanswered:
                 self._local.earn(self._local.cost_of(self._outbox.ended(*self._unanswered[request_id])))
 
-    async def _tell_what_runs(self) -> None:
-        """The shared state answers again: tell it what runs, in batches, before anything else."""
-        self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+    def _count(self, pulse: Pulse) -> int:
+        """How many replicas the bound is shared by."""
+        return max(len(self._live), pulse.live, 1)
+
+    def _part(self, pulse: Pulse) -> float:
+        """This replica's part of what was free at `pulse`."""
+        live = self._count(pulse)
+        rank = self._live.index(self._replica) if self._replica in self._live else live
+        whole = self._effective().settings.request_queue_controller.unit == "requests"
+        return share(pulse.upper - pulse.stock, live=live, rank=rank, whole=whole)
+
+    async def _tell_what_runs(self, back_s: float) -> None:
+        """The shared state answers again, since `back_s`: tell it what is over and what runs, in batches."""
         await asyncio.sleep(random.random() * _JITTER_S)
         try:
             await self._tell([(end.id,) for end in self._outbox.ends()], self._store.bury)
             await asyncio.sleep(_SPREAD_S)
-            running = self._outbox.in_flight()
+            running = self._outbox.in_flight(self._loop.time() - self._report_s - _REPORT_SLACK_S)
             await self._tell(running, self._store.renew)
         except StateUnavailable:
-            self._lose("it went again")
+            if self._back_s == back_s:
+                self._lose("it went again")
             return
+        if self._mode is not Mode.RETURNING or self._back_s != back_s:
+            return  # it went again meanwhile, and may have come back once more
         self._shared.renew_held()
         for completion in self._outbox.ends():
             self._shared.tell_end(completion)

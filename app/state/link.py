@@ -10,8 +10,9 @@ cancelled.
 
 A message has a deadline. If its connection breaks before, or the server is not the primary any more, it is
 sent once more on a new one (scripts are idempotent by request id). Then its items fail with
-StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them. A call therefore
-takes at most two deadlines, one for each time it is sent.
+StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them; also where it
+answers that it cannot take any for now (out of memory, busy, rights changed). A call therefore takes at most
+two deadlines, one for each time it is sent.
 """
 
 import asyncio
@@ -41,6 +42,9 @@ _NOT_LOADED = "ERR Function not found"
 # A reply read so long past its deadline finds a process that slept (SIGSTOP, a frozen machine). Its lease may
 # have run out, and what it grants be another's by now. Shorter than the shortest lease, 2 s.
 _SLEPT_S = 1.0
+# What a server says that is out of memory, cannot write its file, is busy, or had its rights changed.
+_FOR_NOW = ("OOM", "MISCONF", "BUSY", "NOPERM", "NOAUTH")
+_REFUSED_PAUSE_S = 0.5
 _LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
 
 
@@ -87,6 +91,8 @@ class Link:
         self._lost = asyncio.Event()
         self._lost.set()
         self._due: asyncio.TimerHandle | None = None
+        self._held_back: list[Call] = []  # refused for now, until `_patience` is over
+        self._patience: asyncio.TimerHandle | None = None
         self._under_way: deque[Message] = deque()  # in the order in which they are answered
         self._astray = ""  # what a server said that is not the primary
         self.lives = 0  # connections made so far
@@ -140,7 +146,9 @@ class Link:
                 await self._reconnect()
         finally:
             self._drop_messages("the replica has stopped", keep=False)
-            for call in self._take():
+            if self._patience is not None:
+                self._patience.cancel()
+            for call in (*self._take(), *self._held_back):
                 call.fail("the replica has stopped")
             await self._disconnect()
 
@@ -170,7 +178,9 @@ class Link:
             self._send(rest, again=True)
         else:
             self._drop_messages(self._fault, keep=True)
-            self._schedule(now=True)
+            self._send_pending()
+            if not self._under_way:
+                self.command("PING")  # its answer says that Redis is back; nothing else might for a while
 
     async def _disconnect(self) -> None:
         self._open = False
@@ -242,10 +252,27 @@ class Link:
         elif str(reply).startswith(NOT_PRIMARY):
             self._astray = str(reply)
         else:
-            self._metrics.redis_error(call.name)
-            call.fail(f"the shared state refused {call.name}: {reply}")
+            self._refused(call, str(reply))
         if not message.flying:
             self._finish(message)
+
+    def _refused(self, call: Call, why: str) -> None:
+        """An error in place of a reply. What a server refuses to all for now is asked again, if it lasts."""
+        self._metrics.redis_error(call.name)
+        if why.startswith(_FOR_NOW) and any(item.lasting for item in call.items):
+            for item in call.items:
+                item.tried = True
+            self._held_back.append(call)
+            if self._patience is None:
+                self._patience = self._loop.call_later(_REFUSED_PAUSE_S, self._ask_again)
+        else:
+            call.fail(f"the shared state refused {call.name}: {why}")
+
+    def _ask_again(self) -> None:
+        self._patience = None
+        calls, self._held_back = self._held_back, []
+        self._set_aside(calls, "the shared state refuses for now", keep=True)
+        self._schedule(now=False)
 
     def _finish(self, message: Message) -> None:
         if self._astray:

@@ -249,7 +249,7 @@ class Store:
 
     def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
-        return self._link.submit("mark", (address, what, int(on)), lasting=True)
+        return self._link.submit("mark", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> str:
         """Take a request out of the queue: evicted | running (too late) | unknown"""

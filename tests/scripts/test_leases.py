@@ -1,11 +1,12 @@
 """Leases: what nobody reports is taken back; what reports itself never is (G6)."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from decision_ledger import events_of
 from packed import doubles
-from script_fleet import Fleet, OpenFleet, addresses, ask, until
+from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 
 from app.admission import ticket
 from app.request import Alive, Outcome
@@ -193,8 +194,33 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
         assert await it.at_rest()
 
 
+async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_heard_end(
+    fleet: OpenFleet,
+) -> None:
+    # Given a request that one replica let go without the shared state, and whose end another is told of
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        note = ticket.write(ask("r"), E1)
+        b.gate.settle(replace(ended("r"), ticket=note))
+        await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
+        # When the one that let it go is back, then it brings nothing
+        assert await a.store.renew("r", 1, "", note) == "unknown"
+        # And what was refused leaves no trace
+        b.gate.settle(ended("refused"))
+        await b.beat()
+        assert await it.redis.zcard(it.keys.prefix + "buried") == 1
+        assert await it.at_rest()
+
+
 @pytest.mark.parametrize(
-    "note", ["", "f", "f\t1\tx\t1.0\tw\t3\tm\t10.0.0.1:8000", "f\t1\t1.0\t1.0\tw\t3\tm\te\tmore"]
+    "note",
+    [
+        "",
+        "f",
+        "f\t1\tx\t1.0\tw\t3\tm\t10.0.0.1:8000",
+        "f\t1\t1.0\t1.0\tw\t3\tm\te\tmore",
+        "f\t1\t1.0\t1.0\tw\0\t3\tm\t10.0.0.1:8000\t0",
+    ],
 )
 async def test_a_broken_ticket_restores_nothing(fleet: OpenFleet, note: str) -> None:
     # Given no record, when a renewal brings a ticket that cannot be read, then nothing is counted

@@ -203,6 +203,40 @@ async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
             await settled
 
 
+async def test_an_end_that_a_full_server_refuses_is_told_when_it_has_room(valkey_fleet: OpenFleet) -> None:
+    # Given one in flight on a server that is out of memory
+    async with valkey_fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        await it.redis.config_set("maxmemory", 1)
+        try:
+            # When it ends, then that waits
+            settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
+            with pytest.raises(StateUnavailable, match="OOM"):
+                await a.admit("new")
+            assert not settling.done()
+        finally:
+            await it.redis.config_set("maxmemory", 0)
+        # And is taken when there is room
+        assert await settling == "settled llama"
+        assert await it.at_rest()
+
+
+async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFleet) -> None:
+    # Given a link that nobody asks anything
+    async with valkey_fleet("a") as it:
+        (a,) = it.replicas
+        link = a.store._link
+        lives = link.lives
+        # When its connection is cut, then it is well again without a call
+        await it.redis.client_kill_filter(skipme=True)
+
+        async def well() -> bool:
+            return link.lives > lives and link.fault is None
+
+        await until(well)
+
+
 async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
     # Given an admission that is on its way when its process falls asleep
     async with valkey_fleet("a", upper_per=1) as it:

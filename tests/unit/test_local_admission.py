@@ -63,7 +63,7 @@ def test_given_any_course_of_an_outage_when_counted_then_in_flight_and_free_neve
         one, other = who % live, which % live
         if what == "place" and purses[one].spend(1.0):
             running.append(str(n))
-            books[one].placed(str(n), Placed(1, note, E1, 1.0))
+            books[one].placed(str(n), Placed(1, note, E1, 1.0, 0.0))
         elif what == "end" and running:
             name = running.pop(which % len(running))
             purses[one].earn(books[one].ended(ended(name, note), note))
@@ -81,13 +81,13 @@ def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_on
     assert book.ended(ended("before"), note) == 7.0
     assert book.ended(ended("before"), note) == 0.0
     # one that was placed here needs no ticket
-    book.placed("here", Placed(3, note, E2, 5.0))
+    book.placed("here", Placed(3, note, E2, 5.0, 0.0))
     assert book.endpoint_of("here") == E2
     assert book.ended(ended("here"), "") == 5.0
     # one that never ran frees nothing
     assert book.ended(ended("refused"), "") == 0.0
     # one that was taken back has freed its place already
-    book.placed("back", Placed(4, note, E2, 5.0))
+    book.placed("back", Placed(4, note, E2, 5.0, 0.0))
     assert book.withdrawn("back") == 5.0
     assert book.ended(ended("back"), note) == 0.0
 
@@ -95,17 +95,19 @@ def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_on
 def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_ended_is_told() -> None:
     book = Outbox()
     note = ticket.write(ask(), E1)
-    for name in ("mine", "over"):
-        book.placed(name, Placed(9, note, E1, 1.0))
+    for name in ("mine", "over", "old"):
+        book.placed(name, Placed(9, note, E1, 1.0, 0.0))
+    book.placed("new", Placed(10, note, E1, 1.0, 8.0))
     for name in ("theirs", "over-too", "mine"):
         book.alive(Alive(name, E3, note))
     book.alive(Alive("no-ticket", E3, ""))
     book.ended(ended("over"), note)
     book.ended(ended("over-too"), note)
     book.alive(Alive("over-too", E3, note))  # a late sign of life
-    assert book.in_flight() == [("mine", 9, "", note), ("theirs", None, E3, note)]
+    # An old one that nobody has seen alive is whose end another replica may have heard
+    assert book.in_flight(7.0) == [("mine", 9, "", note), ("new", 10, "", note), ("theirs", None, E3, note)]
     assert [each.id for each in book.take_ended()] == ["over", "over-too"]
-    assert (book.in_flight(), book.take_ended()) == ([], [])
+    assert (book.in_flight(0.0), book.take_ended()) == ([], [])
 
 
 def test_given_a_text_that_is_no_ticket_when_asked_then_it_costs_nothing() -> None:

@@ -286,6 +286,45 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
         assert bench.free == free - 1
 
 
+async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_is_kept() -> None:
+    # Given a replica on its way back, that has heard more ends than its part of the bound
+    bench = Bench(replace(PULSE, stock=10.0))
+    placed = await bench.gate.admit(ask("from before"), held=False)
+    bench.store.away = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await bench.gate.admit(ask("alone"), held=False)
+    bench.store.away = False
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        for n in range(8):
+            bench.end(f"theirs {n}", placed)
+        assert bench.free == 8
+        # When the shared state, which has given those places to others, goes again
+        bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
+        bench.store.away = True
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await bench.gate.admit(ask("once more"), held=False)
+        # Then its part of what was free is all it has
+        assert bench.gate.mode is Mode.LOCAL
+        assert bench.free == 0
+
+
+async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_the_beginning() -> None:
+    bench = Bench(pulse=None)
+    bench.store.fault = "not connected yet"
+    async with watched(bench):
+        await asyncio.sleep(0.3)
+        bench.store.fault = None
+        bench.gate.beat(PULSE, 0.001)
+        await asyncio.sleep(0.1)
+        assert bench.gate.mode is Mode.SHARED
+
+
 async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
     bench = Bench()
     bench.store.away = True
