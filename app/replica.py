@@ -96,6 +96,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             parts.about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
+            if settings.admin.token is None and not admin.startswith("127."):
+                _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:
                 start(store.run(), "redis-link")
