@@ -6,7 +6,8 @@ from statistics import median
 from bench.soak.fleet import Reading
 
 _MOST_GROWTH = 0.05  # of what a size was in the second quarter of the run, until its last quarter
-_SIZES = (("replica_bytes", "a replica"), ("envoy_bytes", "Envoy"), ("redis_bytes", "Redis's data"))
+_SIZES = (("replica_bytes", "a replica"), ("envoy_bytes", "Envoy"), ("redis_bytes", "Redis's data"),
+          ("files", "open files"))  # fmt: skip
 
 
 def growth(readings: Sequence[Reading], what: str) -> float:

@@ -73,6 +73,7 @@ async def ask(url: str, wish: Wish) -> Asked:
     except OSError as broken:
         fault = f"{type(broken).__name__}: {broken}"
     status, headers, body, complete = _read(bytes(received))
+    left = left and not complete  # it had meant to leave, and was answered before
     return Asked(
         wish,
         sent_s,

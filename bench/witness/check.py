@@ -8,7 +8,7 @@ from app.audit.auditor import audit
 from bench.witness.asking import Asked
 
 _BEGINS = ("queued", "bypassed")
-_OF_A_SLEEPER = frozenset(("abandoned", "cancelled"))
+_OF_A_SLEEPER = frozenset(("abandoned", "cancelled", "withdrawn"))
 _NO_END = frozenset(
     ("queued", "bypassed", "granted", "restored", "requeued", "held", "adopted", "placed", "tuned", "parked",
      "unparked", "corrected", "moved")

@@ -53,6 +53,13 @@ local function start_tag(r, finish)
   pool[new] = ahead + share
   return v
 end
+-- A lane takes its place in the order. A band that had none to serve has no claim to the turns it missed.
+local function join(band, lane, tag)
+  if redis.call('ZCARD', key.flows[band]) == 0 then
+    pool[BAND_TAG[band]] = math.max(pool[BAND_TAG[band]], pool.bv)
+  end
+  redis.call('ZADD', key.flows[band], tag, lane)
+end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
 -- written by the caller.
 function queue.insert(r)
@@ -64,11 +71,10 @@ function queue.insert(r)
   order.insert(r, lane)
   r.due_ms = queue.due_ms(r)
   later('ZADD', key.timers, r.due_ms, r.id)
-  if pool[QUEUED[band]] == 0 then pool[BAND_TAG[band]] = math.max(pool[BAND_TAG[band]], pool.bv) end
   grow(r, 1)
   if length > 0 then return nil end
   local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
-  redis.call('ZADD', key.flows[band], tag, lane)
+  join(band, lane, tag)
   if pool.pressed == 1 and band > 0 then redis.call('ZADD', key.victims[band], 'NX', 0, lane) end
   return tag
 end
@@ -126,6 +132,12 @@ function queue.correct(r, lane, change, floor)
   redis.call('ZADD', key.finish[r.band], floor + change, lane)
   return floor + change
 end
+-- The same for its band, where bands have shares: r turned out to cost `change` more.
+function queue.correct_band(r, change)
+  if settings.band_policy ~= 'weighted' then return end
+  local name = BAND_TAG[r.band]
+  pool[name] = pool[name] + change / settings.band_weights[r.band + 1]
+end
 -- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
 function queue.park(band, lane, tag)
   redis.call('ZREM', key.flows[band], lane)
@@ -137,7 +149,7 @@ function queue.unpark(band, lane)
   if not tag then return end
   redis.call('ZREM', key.parked[band], lane)
   tag = math.max(pool[V[band]], tonumber(tag))
-  redis.call('ZADD', key.flows[band], tag, lane)
+  join(band, lane, tag)
   log_lane('unparked', band, lane, tag)
 end
 -- Keep a silent replica's request for whoever brings its id, out of the order until then. Its own deadline

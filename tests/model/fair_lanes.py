@@ -68,14 +68,18 @@ class FairLanes:
         patience_ms = self._moment.settings["starvation_ms"] or (r.deadline_ms - r.arrived // 1000) // 2
         r.timer_ms = r.due_ms = min(r.arrived // 1000 + patience_ms, r.deadline_ms)
         r.state, r.overdue = "queued", False
-        if not band.lanes:
-            band.tag = max(band.tag, self.bv)
         if r.lane not in band.lanes:
+            self._join(band)
             tag = self._start(band, band.finish.get(r.lane, 0.0), self.share(r))
             band.lanes[r.lane] = Lane(self._moment, self._workloads, tag)
             if self.pressed:
                 band.preempted.setdefault(r.lane, 0)
         band.lanes[r.lane].insert(r)
+
+    def _join(self, band: Band) -> None:
+        """A lane comes into the order: a band that had none in it has no claim to the turns it missed."""
+        if all(lane.parked for lane in band.lanes.values()):
+            band.tag = max(band.tag, self.bv)
 
     def _start(self, band: Band, finish: float, share: float) -> float:
         if finish > band.v:
@@ -118,6 +122,12 @@ class FairLanes:
         else:
             band.finish[name] = band.finish.get(name, floor) + change
 
+    def correct_band(self, r: Request, change: float) -> None:
+        """r turned out to cost `change` more than its band was charged, where bands have shares."""
+        settings = self._moment.settings
+        if settings["band_policy"] == "weighted":
+            self.bands[r.band].tag += change / settings["band_weights"][r.band]
+
     def turn(self) -> Request | None:
         """Whose turn it is: bands strict or by their tags, in them the least lane, in it the head."""
         numbers = list(BANDS)
@@ -146,6 +156,7 @@ class FairLanes:
         """It comes back, without a claim to what it missed."""
         band = self.bands[number]
         if name in band.lanes and band.lanes[name].parked:
+            self._join(band)
             band.lanes[name].parked = False
             band.lanes[name].tag = max(band.v, band.lanes[name].tag)
             self._log("unparked", name)

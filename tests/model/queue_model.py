@@ -274,10 +274,11 @@ class QueueModel(PoolModel):
         return "restored"
 
     def _correct(self, r: Request, actual: float | None) -> None:
-        """Charge r's lane what it really cost. A bypass was charged nothing."""
-        if self.moment.settings["fairness"] != "weighted-fair" or r.tag is None:
+        """Charge r's lane and band what it really cost. A bypass was charged nothing."""
+        if r.tag is None or actual is None or actual == r.cost:
             return
-        if actual is not None and actual != r.cost:
+        self.lanes.correct_band(r, actual - r.cost)
+        if self.moment.settings["fairness"] == "weighted-fair":
             share = self.lanes.share(r)
             self.lanes.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
             self._log("corrected", r.id)

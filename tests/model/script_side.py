@@ -7,6 +7,7 @@ from typing import Any
 
 import redis
 from fake_struct import with_struct
+from packed import counters
 from pool_model import Reply
 
 from app.state.keys import Keys
@@ -37,7 +38,9 @@ class ScriptSide:
 
     def __init__(self, url: str, server: str) -> None:
         self.server = server
-        self._redis = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, decode_responses=True)
+        self._redis = redis.Redis.from_url(
+            url, socket_timeout=TIMEOUT_S, decode_responses=True, encoding_errors="surrogateescape"
+        )
         self._library = load_library(clock=CLOCK)
         source = with_struct(self._library) if server == "fakeredis" else self._library.source
         self._redis.function_load(source, replace=True)
@@ -68,13 +71,14 @@ class ScriptSide:
         pipe.set("clock", now_us)
         pipe.fcall(self._library.function(name), 1, self._keys.pool, *args)
         pipe.fcall(self._library.function("state"), 1, self._keys.pool, SILENCE_MS)
+        pipe.hget(self._keys.pool, "counters")
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
-        _, raw, state, log = pipe.execute()
+        _, raw, state, packed, log = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or lane_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
-        return Seen(reply, events, numbers_of(state))
+        return Seen(reply, events, numbers_of(state) | band_tags(packed))
 
 
 def lane_of(entry: dict[str, str]) -> str:
@@ -106,6 +110,12 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
     numbers["replicas"] = sorted(found["replicas"][::2])
     return numbers
+
+
+def band_tags(packed: str | None) -> dict[str, float]:
+    """Where bands stand that have shares; no reply tells of it."""
+    found = counters(packed) if packed else {}
+    return {name: found.get(name, 0.0) for name in ("band:0", "band:1", "band:2", "bv")}
 
 
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:

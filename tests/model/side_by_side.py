@@ -79,6 +79,7 @@ class SideBySide:
             "loads": model.endpoints.loads(),
             "guards": model.guards,
             "credit": model.credit,
+            "bv": model.lanes.bv,
             "overdue": sum(r.overdue for r in model.lanes.requests()),
             "rate": model.rate,
             "paused": model.moment.settings.get("paused", 0),
@@ -93,6 +94,7 @@ class SideBySide:
                 f"v:{number}": band.v,
                 f"lanes:{number}": len(band.lanes),
                 f"queued:{number}": band.queued,
+                f"band:{number}": band.tag,
             }
         return numbers
 
