@@ -55,7 +55,7 @@ async def test_no_call_waits_for_the_answer_to_the_one_before(far: Fleet, betwee
 async def test_an_end_stands_though_the_message_before_it_was_forgotten(far: Fleet, between: Proxy) -> None:
     (a,) = far.replicas
     # Given a server that forgets the library between two messages that are under way
-    between.delay_s = 1.0
+    between.delay_s = 4.0
     first = asyncio.ensure_future(a.admit("first"))
     await until(lambda: _logged(far, 1))
     await far.redis.function_flush()

@@ -12,7 +12,7 @@ from fleet_load import PATIENT, at_rest, complete, shared, stream
 @pytest.mark.parametrize("mode", ["lean", "standard", "headers"])
 async def test_a_dead_endpoint_costs_no_client_an_error(fleet: Any, mode: str) -> None:
     # Given a fleet that serves, and one of its four endpoints killed
-    here = fleet("--mode", mode, "--sim-ttft", "5", "--sim-itl", "1")
+    here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "5", "--sim-itl", "1")
     async with here.client(**PATIENT) as client:
         assert (await complete(client, "before", 2)).whole
         dead = here.kill_endpoint(0)
@@ -29,7 +29,7 @@ async def test_a_dead_endpoint_costs_no_client_an_error(fleet: Any, mode: str) -
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_taken_out_for_all(fleet: Any) -> None:
     # Given a fleet that serves, and one of its four endpoints killed
-    here = fleet("--sim-ttft", "5", "--sim-itl", "1")
+    here = fleet("--no-restart", "--sim-ttft", "5", "--sim-itl", "1")
     dead = here.kill_endpoint(0)
     async with here.client(**PATIENT) as client:
         # When a request has met it
@@ -48,7 +48,7 @@ async def test_a_drained_endpoint_finishes_what_it_has_and_gets_nothing_new(flee
     # Given answers being streamed by each of two endpoints
     here = fleet("--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(stream(client, f"runs {i}", 200)) for i in range(4)]
+        running = [tasks.create_task(stream(client, f"runs {i}", 1000)) for i in range(4)]
 
         async def streaming() -> bool:
             return bool((await shared(here))["stock"] == 4)

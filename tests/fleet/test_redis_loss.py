@@ -11,6 +11,7 @@ import pytest
 from counting_servers import CountingServers, counting_servers
 from fleet_load import PATIENT, at_rest, metric, shared
 from own_valkey import OwnValkey, own_valkey
+from whole_fleet import AS_BY_DEFAULT
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
@@ -22,6 +23,7 @@ OF_AGE_S = 6.0  # three seconds since it joined, which it did in the first three
 
 def config(servers: CountingServers) -> dict[str, Any]:
     return {
+        **AS_BY_DEFAULT,
         "discovery": {"static": [{"address": address} for address in servers.addresses]},
         # less room than clients, so that some are refused, in common and by each alone
         "fair_request_queue": {"total_capacity": 15, "flow_capacity": 15},

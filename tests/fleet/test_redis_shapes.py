@@ -7,11 +7,14 @@ from typing import Any
 
 from fleet_load import PATIENT, Answer, at_rest, complete, shared
 from redis_servers import LOOPBACK, certificate, clustered, debian, running, watched
+from whole_fleet import AS_BY_DEFAULT
 
 import app
 
 LEASE_S = 15.0
-CONFIG = {"fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True}}
+CONFIG = {
+    **AS_BY_DEFAULT, "fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True},
+}  # fmt: skip
 LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 POOL = "default"
 

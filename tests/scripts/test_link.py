@@ -160,7 +160,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
 ) -> None:
     async with (
         wire(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=0.3) as it,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=1.5) as it,
     ):
         a, b = it.replicas
         # Given a request in flight and a connection that takes everything and answers nothing

@@ -15,7 +15,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
 ) -> None:
     async with (
         wire(redis_url) as between,
-        fleet("a", through={"a": between.url}, call_timeout_s=0.3) as it,
+        fleet("a", through={"a": between.url}, call_timeout_s=1.5) as it,
     ):
         (a,) = it.replicas
         await a.admit("r1")

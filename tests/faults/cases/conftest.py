@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fault_case import FULL, Case
-from whole_fleet import Fleet, started, stop_all
+from whole_fleet import AS_BY_DEFAULT, Fleet, started, stop_all
 
 _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
@@ -50,7 +50,8 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         *options: str, config: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
     ) -> Fleet:
         folder = tmp_path_factory.mktemp("fleet")
-        running.append(started(folder, ("--debug-headers", *options), config, environment))
+        given = {**AS_BY_DEFAULT, **(config or {})} if FULL else config
+        running.append(started(folder, ("--debug-headers", *options), given, environment))
         return running[-1]
 
     yield start

@@ -50,8 +50,8 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
     case.is_about("replica clocks +5 min, −5 min and right")
     # Given a fleet whose clocks are right, and one whose replicas' clocks are not
     options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
-    right = faulty(*options, config=config(per_endpoint=1))
-    wrong = faulty(*options, config=config(per_endpoint=1), environment=wrong_clocks)
+    right = faulty(*options, config=config(lease_s=15, per_endpoint=1))
+    wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
     # When both are asked for the same, one after the other, behind an answer that takes a while

@@ -12,7 +12,7 @@ from fault_case import FULL, Case
 from own_valkey import own_valkey
 from paced import paced
 from proxy import Proxy, proxy
-from whole_fleet import Fleet
+from whole_fleet import AS_BY_DEFAULT, Fleet
 
 PER_S = 60.0
 SERVERS, EACH = 4, 200.0  # so much room that nobody waits for a turn
@@ -59,7 +59,10 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
     case.is_about(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
     async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
         url = f"redis://127.0.0.1:{between.port}/0"
-        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
+        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0, **AS_BY_DEFAULT) as (
+            here,
+            servers,
+        ):
             # Given requests at a steady pace, and how long they take while all is well
             async with paced(here.url, PER_S) as load:
                 await here.eventually(lambda: _asked(load, PER_S), what="requests that warm everything up")
