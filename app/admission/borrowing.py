@@ -62,6 +62,7 @@ class Borrower:
     async def _ask(self, address: str) -> None:
         least, most = self._local.wanted()
         if least <= 0:
+            await asyncio.sleep(_PAUSE_S)  # who waits could be paid for, and is not let go: a paused fleet
             return
         began_s = self._clock()
         given = await self._via.ask(address, least, most)

@@ -10,6 +10,7 @@ from app.version import version
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("192.0.2.1", 9)  # an address that is nobody's (RFC 5737)
 
 
 class Introduction:
@@ -44,8 +45,16 @@ class Introduction:
 
 
 def _own_address(host: str) -> str:
-    """Where others reach this host; its name may mean nothing to them."""
+    """Where others reach this host; its name may mean nothing to them.
+
+    Many a hosts file gives the own name a loopback address: then it is that of the route to the others.
+    """
     try:
-        return socket.gethostbyname(host)
+        address = socket.gethostbyname(host)
+        if not address.startswith("127."):
+            return address
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect(_ELSEWHERE)  # nothing is sent
+            return str(route.getsockname()[0])
     except OSError:
         return _LOOPBACK

@@ -16,6 +16,7 @@ from app.telemetry.metrics import Metrics
 class _Queued:
     waiting: Waiting
     turn: asyncio.Future[bool]  # True: paid for; False: ask the shared state
+    queue: LocalQueue  # of its outage; another may have begun before it leaves
 
 
 @dataclass(slots=True)
@@ -67,8 +68,8 @@ class LocalGate:
         self._queue = LocalQueue(rules)
 
     def keep(self, most: float) -> None:
-        """Keep no more than `most`; the rest is not this replica's any more."""
-        self._purse.spend(max(self._purse.free - most, 0.0))
+        """Keep no more than `most`, which may be a debt; the rest is not this replica's any more."""
+        self._purse.earn(min(most - self._purse.free, 0.0))
 
     def cost_of(self, cost: float) -> float:
         """What a request of `cost` is charged, as the scripts do."""
@@ -102,7 +103,7 @@ class LocalGate:
         if victim is not None:
             self._tell(self._by_place[victim], Evicted("had to make room for a higher band", retry_after_s=1))
             self._metrics.evicted(victim.request.band)
-        queued = _Queued(place, self._loop.create_future())
+        queued = _Queued(place, self._loop.create_future(), self._queue)
         self._queued[request.id] = queued
         self._by_place[place] = queued
         self.needy.set()
@@ -158,6 +159,7 @@ class LocalGate:
             raise
         finally:
             ask.given.cancel()  # the line passes it over, unless it has been given
+            self._dispatch()
         return ask.given.result() if not ask.given.cancelled() else 0.0
 
     def release_all(self) -> None:
@@ -209,8 +211,7 @@ class LocalGate:
 
     def _tell(self, queued: _Queued, error: RequestError | None) -> None:
         """End its wait; None: its time is up."""
-        assert self._queue is not None
-        self._queue.remove(queued.waiting)
+        queued.queue.remove(queued.waiting)
         if not queued.turn.done():
             queued.turn.set_exception(error or self._late(queued.waiting.request))
 
@@ -219,8 +220,7 @@ class LocalGate:
         return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=1)
 
     def _leave(self, queued: _Queued) -> None:
-        assert self._queue is not None
-        self._queue.remove(queued.waiting)
+        queued.queue.remove(queued.waiting)
         self._by_place.pop(queued.waiting, None)
         if self._queued.get(queued.waiting.request.id) is queued:
             del self._queued[queued.waiting.request.id]

@@ -95,6 +95,7 @@ class SturdyGate:
         self._live: tuple[str, ...] = ()
         self._joined_s = 0.0
         self._gained = 0.0  # what was placed through the shared state since that pulse
+        self._prepaid = 0.0  # by those who wait in the shared queue, too, on the way back
         self._busy = False
         self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
         self._bound = self._share = 0.0
@@ -157,7 +158,11 @@ class SturdyGate:
             return None
         try:
             if self._mode is not Mode.LOCAL:
-                placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                self._prepaid += cost
+                try:
+                    placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                finally:
+                    self._prepaid -= cost
                 self._gained += cost
             else:
                 fallbacks = self._effective().settings.scheduling.fallbacks
@@ -301,7 +306,7 @@ class SturdyGate:
             self._open_purse()
         elif self._told:  # so its pulse is of this return
             # Others may be back already. What it has heard end since is free in the shared state, too.
-            self._local.keep(max(self._part(self._pulse) - self._gained, 0.0))
+            self._local.keep(max(self._part(self._pulse) - self._gained, 0.0) - self._prepaid)
         self._mode, self._told = Mode.LOCAL, False
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)

@@ -135,12 +135,13 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`note` as the partial settings tree that would bring it about."""
     tree: dict[str, dict[str, Any]] = {}
-    for key, value in note.items():
+    for key, value in sorted(note.items()):  # a whole mapping, as earlier versions kept it, before its bands
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
         if key.startswith(_BAND_WEIGHTS + "."):
             name, _, band = name.partition(".")
-            value = {**keys.get(name, {}), band: value}
+            whole = keys.get(name)
+            value = {**(whole if isinstance(whole, Mapping) else {}), band: value}
         keys[name] = value
     return tree
 

@@ -54,8 +54,9 @@ class DnsSource:
             async with asyncio.TaskGroup() as group:
                 for family in _FAMILIES:
                     group.create_task(self._refresh(family))
-            # A family without addresses says nothing while the other one has not answered yet.
-            if any(self._known.values()) or len(self._known) == len(_FAMILIES):
+            # At the start a family without addresses says nothing while the other one has not answered yet.
+            begun = reported is not None or len(self._known) == len(_FAMILIES)
+            if begun or any(self._known.values()):
                 hosts = sorted({host for family in _FAMILIES for host in self._known.get(family, ())})
                 found = tuple(Endpoint(address=_address(host, self._port)) for host in hosts)
                 if found != reported:

@@ -49,7 +49,8 @@ def assignment(name: str, snapshot: Snapshot) -> Any:
 
     A draining endpoint stays listed, marked DRAINING: `override_host` still finds it for requests placed
     there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it. One that is
-    down is UNHEALTHY: such requests go on to their fallbacks at once.
+    down is UNHEALTHY, which keeps Envoy's own balancing away; a request that names it is still tried there,
+    and goes on to its fallbacks when the connection fails.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:

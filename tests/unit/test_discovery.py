@@ -282,6 +282,16 @@ async def test_given_addresses_of_one_family_when_their_lookup_fails_at_the_star
         assert await reports.next() == ["10.0.0.1:8000"]
 
 
+async def test_given_one_family_that_never_answers_when_the_other_has_no_address_left_then_that_is_told(
+    zone: Zone,
+) -> None:
+    zone.records = {"A": ["10.0.0.1"], "AAAA": None}
+    async with watching(by_dns(zone)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        zone.records = {"A": [], "AAAA": None}
+        assert await reports.next() == []
+
+
 async def test_given_a_failing_server_at_the_start_when_it_recovers_then_the_first_list_comes(
     zone: Zone, log: Lines
 ) -> None:

@@ -129,6 +129,10 @@ def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
     note = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}}))
     assert tuning.overrides(configured, note) == {"band_weights": [60, 30, 10]}
     assert tuning.nested(note) == {"fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}}
+    # And so they are beside a whole mapping, as earlier versions kept it, in whatever order
+    whole = {"fair_request_queue.band_weights": {"Critical": 80, "Default": 5}}
+    for mixed in ({**whole, **note}, {**note, **whole}):
+        assert tuning.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
     # And each is taken back by itself, or all
     one = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}}))
     assert tuning.overrides(configured, one) == {"band_weights": [50, 30, 10]}
@@ -140,6 +144,11 @@ def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
     [
         ({"fair_request_queue": {"queue_ttl": "5s"}}, "fair_request_queue.queue_ttl: cannot change live"),
         ({"fair_request_queue": {"nonsense": 1}}, "fair_request_queue.nonsense: cannot change live"),
+        (
+            {"fair_request_queue": {"band_weights": 5, "band_weights.Urgent": 3}},
+            "fair_request_queue.band_weights.Urgent.[key]: 'Urgent' is no criticality; "
+            "valid: Critical, Default, Sheddable (got 'Urgent')",
+        ),
         (
             {"request_queue_controller": {"unit": "tokens"}},
             "request_queue_controller.unit: cannot change live",

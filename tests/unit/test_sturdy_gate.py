@@ -314,6 +314,34 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
         assert bench.free == 0
 
 
+async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go() -> (
+    None
+):
+    # Given a replica on its way back whose places are all paid to requests that wait in the shared queue
+    bench = Bench()
+    bench.store.away = True
+    await bench.gate.admit(ask("alone"), held=False)
+    bench.store.away = False
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.store.admitting = [Verdict("queued", "30000")]
+        free = int(bench.free)
+        waiting = [asyncio.create_task(bench.gate.admit(ask(f"w{n}"), held=False)) for n in range(free)]
+        await until(lambda: bench.shared.waiting == free > 0)
+        # When the shared state, in which others have filled the stock, goes again
+        bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
+        bench.gate._lose("it went again")
+        await until(lambda: bench.gate.status()["queued"] == free)  # type: ignore[index]
+        # Then what they had paid is not theirs any more
+        assert not any(task.done() for task in waiting)
+        assert bench.free == 0
+        for task in waiting:
+            task.cancel()
+
+
 async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_the_beginning() -> None:
     bench = Bench(pulse=None)
     bench.store.fault = "not connected yet"
