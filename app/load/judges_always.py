@@ -121,6 +121,9 @@ def audited(promise: str) -> Callable[[Evidence], Finding]:
             return not_judged(why)
         checked, broken, cases = violations(run.ledgers, promise)
         finding = unless(cases, f"{checked} checks of the decision log, {broken} broken")
+        missing = [ledger.why for ledger in run.ledgers if not ledger.report]
+        if missing and not broken:
+            return not_judged(f"a part of the log could not be read: {missing[0]}")
         return finding if checked or broken else not_judged("the log had nothing to check")
 
     return judge

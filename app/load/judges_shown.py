@@ -1,5 +1,6 @@
 """Promises that a scenario is made to show. Pure."""
 
+import math
 from collections.abc import Callable, Mapping
 
 from app.load.answer import Kind
@@ -114,6 +115,9 @@ def waits_by_band(run: Evidence) -> Finding:
         band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
         for band in Band
     }
+    unseen = [band.name.capitalize() for band, wait in waits.items() if math.isnan(wait)]
+    if unseen:
+        return not_judged(f"nobody of {', '.join(unseen)} was seen to wait and be served")
     text = ", ".join(f"{band.name.capitalize()} {wait:.3f} s" for band, wait in waits.items())
     pairs = zip(waits.values(), list(waits.values())[1:], strict=False)
     wrong = [f"{higher:.3f} s before {lower:.3f} s" for higher, lower in pairs if higher > lower]
@@ -168,7 +172,12 @@ def outage_bound(run: Evidence) -> Finding:
     before = latest_before(run.samples, began_s)
     end_s = run.parameters.duration_s if ended_s is None else ended_s
     # Also while the shared state is filled again: it could let others in before it knows who runs.
-    seen = [each for each in run.on_endpoints if began_s <= each.at_s <= end_s + RECOUNTED_S]
+    every = max((each.answered for each in run.on_endpoints), default=0)
+    seen = [
+        each
+        for each in run.on_endpoints
+        if began_s <= each.at_s <= end_s + RECOUNTED_S and each.answered == every > 0
+    ]
     if before is None or not seen:
         return not_judged("the bound or the endpoints were not seen")
     over = [f"at {each.at_s:.2f} s: {each.requests}" for each in seen if each.requests > int(before.upper)]
@@ -198,11 +207,13 @@ def shared_again(run: Evidence) -> Finding:
 def turns_stay(run: Evidence) -> Finding:
     places: dict[tuple[str, int], set[str]] = {}
     later = stayed = 0
+    known = 0  # places that later turns could have found by chance, one in `endpoints` each
     for answer in sorted(run.answers, key=lambda each: each.turn):
         if answer.kind is not Kind.SERVED or not answer.served_by:
             continue
         been = places.setdefault((answer.source, answer.number), set())
         later += bool(been)
+        known += len(been)
         stayed += answer.served_by in been
         been.add(answer.served_by)
     if not later:
@@ -211,7 +222,11 @@ def turns_stay(run: Evidence) -> Finding:
     if endpoints < 2:
         return not_judged("there is one endpoint only")
     text = f"{stayed} of {later} later turns ({stayed / later:.0%}) went where an earlier one had been; "
-    return held_if(stayed >= _STAY * later, f"{text}{endpoints} endpoints")
+    chance = known / endpoints / later
+    return held_if(
+        stayed >= max(_STAY, (1 + chance) / 2) * later,
+        f"{text}{endpoints} endpoints, of which chance finds one in {chance:.0%}",
+    )
 
 
 SHOWN: Mapping[str, tuple[str, Callable[[Evidence], Finding]]] = {

@@ -17,6 +17,7 @@ from app.load.judges_shown import SHOWN
 from app.load.ledger import Ledger, Turn
 from app.load.promise import Verdict
 from app.load.sample import OnEndpoints
+from app.request import Band
 
 HELD, BROKEN, NOT_JUDGED = Verdict.HELD, Verdict.BROKEN, Verdict.NOT_JUDGED
 
@@ -254,7 +255,35 @@ def test_a_log_from_before_an_outage_counts_too() -> None:
     assert verdict(run(ledgers=(audited(good.log),)), "G1").verdict is HELD
 
 
+def unserved(evidence: Evidence, band: Band) -> Evidence:
+    """The same, but nobody of `band` was ever dispatched."""
+    turns = tuple(turn for turn in evidence.ledgers[0].turns if turn.band != band)
+    return replace(evidence, ledgers=(Ledger(None, turns),))
+
+
+def good_log() -> Ledger:
+    queue = QueueSimulator()
+    for number in range(20):
+        queue.admit(f"r{number}")
+    queue.run_dry()
+    return audited(queue.log)
+
+
 UNKNOWN: list[tuple[str, Evidence]] = [
+    ("G1", run(ledgers=(good_log(), Ledger(None, why="the log ended in the middle")))),
+    (
+        "outage-bound",  # not all endpoints answered when they were asked
+        run(
+            "redis-outage",
+            harm=OUTAGE,
+            samples=BEFORE,
+            on_endpoints=(OnEndpoints(1.0, 8, 4), OnEndpoints(6.0, 2, 1)),
+        ),
+    ),
+    (
+        "waits-by-band",  # of the highest band nobody was served
+        unserved(overload("priority-overload", default=1, sheddable_1=2, sheddable_2=2), Band.CRITICAL),
+    ),
     ("G1", run()),  # no log
     ("refusals-explained", run()),  # nothing was refused
     ("deadline", run()),
