@@ -99,6 +99,8 @@ def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
+    elif mode == "standard":
+        forwarded.append(LB_NAMESPACE)  # with an answer: who served
     return ExternalProcessor(
         grpc_service=picker_grpc(redrive()),
         # A request that goes on without a decision names no endpoint: the pool's own balancing takes it.

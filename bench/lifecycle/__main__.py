@@ -49,10 +49,12 @@ def _measure(it: Server, lives: int, most: int) -> Iterator[Row]:
     floors, costs = [], {}
     longest = 0
     for name, size in _sizes(most).items():
-        found = []
+        found, beside = [], []
         for seed in range(_ROUNDS if size.queued < 100_000 else 1):
             floors.append(floor_us(it, 5 * lives))
             found.append(life(it, size, lives, seed))
+            # The machine is twice as fast at one time as at another: growth is to what it was just then.
+            beside.append(found[-1] if size == _SMALL else life(it, _SMALL, lives, seed))
             longest = max(longest, found[-1].longest_us)
         costs[name] = median(each.us for each in found)
         bytes_each = found[0].queued_bytes
@@ -64,8 +66,8 @@ def _measure(it: Server, lives: int, most: int) -> Iterator[Row]:
             yield Row("a life, in calls of the floor", costs[name] / median(floors), _FLOORS, "")
             yield Row("memory of a queued request", bytes_each, _BYTES, "bytes")
         elif size.ordering == "fcfs":
-            base = next(iter(costs.values()))
-            yield Row(f"growth to {name}", costs[name] / base, _GROWTH, "")
+            growth = median(one.us / base.us for one, base in zip(found, beside, strict=True))
+            yield Row(f"growth to {name}", growth, _GROWTH, "")
     yield Row("the floor", median(floors), float("inf"), "us")
     for name, cost in costs.items():
         yield Row(f"a life: {name}", cost, float("inf"), "us")

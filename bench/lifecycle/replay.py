@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import hiredis
 
 from app.fleet.ports import LOOPBACK
+from app.state.calls import HEAD
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.server import Server
 
 _DEADLINE_S = 60.0
+_ASTRAY = (b"gone", b"left", b"unknown")
 _IN_FLIGHT = 12  # commands on their way at once
 # The floor: what a script costs that writes three times.
 _THREE_WRITES = """
@@ -34,7 +36,11 @@ class Life:
 
 def life(server: Server, size: Size, lives: int, seed: int) -> Life:
     """A life at `size`. The same is done twice, and a call is as long as it was the shorter time: what holds
-    only one of them up is the machine."""
+    only one of them up is the machine.
+
+    Where order depends on when requests came (`workload-aware`), a replay would serve others: it is lived the
+    second time, too, call by call.
+    """
     warm_up = 100 * BATCH
     tape: list[bytes] = []
     slow: list[dict[bytes, int]] = []
@@ -47,7 +53,7 @@ def life(server: Server, size: Size, lives: int, seed: int) -> Life:
             state.live(lives)
             state.tape = None
         else:
-            cpu_us = _play(server, tape)
+            cpu_us = _play(server, tape) if size.ordering == "fcfs" else _live(server, state, lives)
         slow.append(server.slow_us())
     first, second = slow
     longest_us = max((min(us, second[call]) for call, us in first.items() if call in second), default=0)
@@ -76,8 +82,17 @@ def floor_us(server: Server, calls: int) -> float:
         raise RuntimeError(f"redis-benchmark failed: {said.stderr or said.stdout}") from None
 
 
+def _live(server: Server, state: Lives, lives: int) -> float:
+    before = server.cpu_us()
+    state.live(lives)
+    return server.cpu_us() - before
+
+
 def _play(server: Server, commands: Sequence[bytes]) -> float:
-    """Send `commands`, some at a time; the CPU they took, in microseconds. RuntimeError if one fails."""
+    """Send `commands`, some at a time; the CPU they took, in microseconds.
+
+    RuntimeError if one fails, or finds another request than it did when it was recorded.
+    """
     reader = hiredis.Reader()
     with socket.create_connection((LOOPBACK, server.port), _DEADLINE_S) as connection:
         before = server.cpu_us()
@@ -90,5 +105,7 @@ def _play(server: Server, commands: Sequence[bytes]) -> float:
                 while (reply := reader.gets()) is not False:
                     if isinstance(reply, hiredis.ReplyError):
                         raise RuntimeError(f"the server refused: {reply}")
+                    if any(each.startswith(_ASTRAY) for each in reply[HEAD:]):
+                        raise RuntimeError(f"the replay served others: {reply}")
                     left -= 1
         return server.cpu_us() - before

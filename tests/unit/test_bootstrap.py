@@ -193,17 +193,18 @@ def test_usage_is_read_where_the_picker_does_not_see_the_answer() -> None:
         assert filter_names(built(mode)) == ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
-def test_only_headers_mode_reads_the_request_for_the_picker() -> None:
-    headers, lean = built("headers"), built("lean")
+def test_only_headers_mode_reads_the_request_and_only_standard_is_told_who_served() -> None:
+    headers, lean, standard = built("headers"), built("lean"), built("standard")
     assert "requestRules" in http_filter(headers, "json_to_metadata")
     assert "requestRules" not in http_filter(lean, "json_to_metadata")
     forwarded = {
         name: http_filter(tree, "ext_proc")["metadataOptions"]["forwardingNamespaces"]["untyped"]
-        for name, tree in (("headers", headers), ("lean", lean))
+        for name, tree in (("headers", headers), ("lean", lean), ("standard", standard))
     }
     assert forwarded == {
         "headers": ["envoy.lb.subset_hint", "picker.request"],
         "lean": ["envoy.lb.subset_hint"],
+        "standard": ["envoy.lb.subset_hint", "envoy.lb"],
     }
 
 
