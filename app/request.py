@@ -100,8 +100,9 @@ class Outcome(enum.StrEnum):
 class Completion:
     """The end of one request, from the end of its stream or from its final access-log entry.
 
-    `failed` is an endpoint that could not be connected to on the way; '' if none is known of. `ticket` is the
-    placement's, '' if Envoy did not bring it back.
+    `duration_s` is what the client waited, in the queue too; `service_s` what its endpoint took of it, None
+    if that is not known. `failed` is an endpoint that could not be connected to on the way; '' if none is
+    known of. `ticket` is the placement's, '' if Envoy did not bring it back.
     """
 
     id: str
@@ -114,6 +115,7 @@ class Completion:
     first_byte_s: float | None
     failed: str = ""
     ticket: str = ""
+    service_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

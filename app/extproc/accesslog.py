@@ -127,6 +127,7 @@ def read(entry: Any) -> Completion | Alive | None:
         first_byte_s=_seconds(common, "time_to_first_downstream_tx_byte"),
         failed=_failed(common, served, ticket.endpoint_of(note)),
         ticket=note,
+        service_s=_between(common, "time_to_first_upstream_tx_byte", "time_to_last_upstream_rx_byte"),
     )
 
 
@@ -181,6 +182,11 @@ def _seconds(common: Any, name: str) -> float | None:
     duration = getattr(common, name)
     seconds = float(duration.seconds + duration.nanos / 1e9)
     return seconds if seconds >= 0 else None
+
+
+def _between(common: Any, first: str, last: str) -> float | None:
+    began_s, ended_s = _seconds(common, first), _seconds(common, last)
+    return None if began_s is None or ended_s is None else max(ended_s - began_s, 0.0)
 
 
 def _address(common: Any) -> str | None:

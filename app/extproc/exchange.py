@@ -313,7 +313,13 @@ class Exchange:
     def _answer_of(self, request_id: str, rename: ModelRename | None) -> Response:
         desk = self._desk
         settle = desk.gate.settle
-        return Response(request_id, rename, settle=settle, clock=desk.clock, started_s=self._started_s)
+        return Response(
+            *(request_id, rename),
+            settle=settle,
+            clock=desk.clock,
+            started_s=self._started_s,
+            placed_s=desk.clock(),
+        )
 
     def _refuse(self, error: RequestError) -> Sequence[ProcessingResponse]:
         self._step = _DONE

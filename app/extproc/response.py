@@ -25,6 +25,7 @@ class Response:
     __slots__ = (
         "_clock",
         "_first_byte_s",
+        "_placed_s",
         "_rename",
         "_request_id",
         "_served",
@@ -43,6 +44,7 @@ class Response:
         settle: Callable[[Completion], object],
         clock: Callable[[], float],
         started_s: float,
+        placed_s: float,
     ) -> None:
         self.ended = False
         self._request_id = request_id
@@ -50,6 +52,7 @@ class Response:
         self._settle = settle
         self._clock = clock
         self._started_s = started_s
+        self._placed_s = placed_s
         self._status = 0
         self._served: str | None = None
         self._first_byte_s: float | None = None
@@ -100,6 +103,7 @@ class Response:
         if not self._request_id:
             return
         prompt_tokens, completion_tokens = self._usage.tokens()
+        now_s = self._clock()
         self._settle(
             Completion(
                 id=self._request_id,
@@ -108,7 +112,8 @@ class Response:
                 served=self._served,
                 prompt_tokens=prompt_tokens,
                 completion_tokens=completion_tokens,
-                duration_s=self._clock() - self._started_s,
+                duration_s=now_s - self._started_s,
                 first_byte_s=self._first_byte_s,
+                service_s=now_s - self._placed_s,
             )
         )

@@ -106,6 +106,7 @@ class Chooser(LeastLoaded):
         self._named = frozenset(adapters)
         self._adapters = self._named
         self._version = ""
+        self._addresses: frozenset[str] = frozenset()
         self._known_s = -FRESH_S
 
     def choose(self, request: InferenceRequest) -> Choice:
@@ -134,8 +135,10 @@ class Chooser(LeastLoaded):
             return
         if not 200 <= completion.status < 300:
             return  # a refusal is quick, and says nothing of how long answers take
-        if completion.served and completion.duration_s is not None:
-            self._feed.completed(completion.served, completion.duration_s)
+        # Without the wait in our own queue, which says nothing of the endpoint.
+        seconds = completion.duration_s if completion.service_s is None else completion.service_s
+        if completion.served and seconds is not None:
+            self._feed.completed(completion.served, seconds)
 
     def explain(self, request_id: str) -> Explanation | None:
         return self._ring.find(request_id)
@@ -157,9 +160,9 @@ class Chooser(LeastLoaded):
         if snapshot.version == self._version and now_s - self._known_s < FRESH_S:
             return
         if snapshot.version != self._version:
-            addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
-            self._index.keep(addresses)
-            self._latencies.keep(addresses)
+            self._addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
+            self._latencies.keep(self._addresses)
+        self._index.keep(self._addresses)  # routes to endpoints that have left come late, and from the past
         self._version, self._known_s = snapshot.version, now_s
         readings, in_flight = self._readings(), self._in_flight()
         self._known = []

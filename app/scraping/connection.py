@@ -38,6 +38,7 @@ class Connection:
         self._host, self._port = split_host_port(address)
         self._max_page_bytes = max_page_bytes
         self._exchange: _Exchange | None = None
+        self.unreached = 0  # attempts to connect, in a row, that have not succeeded
         # Compressing a page takes longer than sending it: none is asked for.
         self._request = (
             f"GET {path} HTTP/1.1\r\nHost: {address}\r\nAccept: text/plain\r\nUser-Agent: picker\r\n\r\n"
@@ -74,12 +75,14 @@ class Connection:
         made = _Exchange(loop, self._max_page_bytes)
         # Known before it is connected, so that a cancellation on the way cannot leave it open.
         self._exchange = made
+        self.unreached += 1
         try:
             await loop.create_connection(lambda: made, self._host, self._port)
         except OSError as fault:
             cancelling.heed()
             raise FetchFault("connection", f"no connection: {fault.strerror or fault}") from None
         cancelling.heed()
+        self.unreached = 0
         return made
 
 

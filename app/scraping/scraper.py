@@ -14,6 +14,7 @@ from app.scraping.metrics import EndpointMetrics
 
 Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
 
+_UNREACHED = 2  # attempts to connect that time out in a row: the endpoint cannot be connected to
 _LONGEST_PAUSE_S = 5.0
 _DEADLINE_S = 1.0
 _DOUBLINGS = 30  # far past the longest pause, and no overflow
@@ -140,7 +141,9 @@ class Scraper:
                 text = await connection.fetch()
             metrics = page.read(text, self._engine, started_ms)
         except TimeoutError:
-            kind, said = "timeout", f"no page within {self._deadline_s:g} s"
+            # A host that is gone refuses nothing, it says nothing. Once may be this replica's own standstill.
+            kind = "connection" if connection.unreached >= _UNREACHED else "timeout"
+            said = f"no page within {self._deadline_s:g} s"
         except FetchFault as fault:
             kind, said = fault.kind, str(fault)
         except page.BadPage as fault:

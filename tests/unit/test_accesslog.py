@@ -189,6 +189,19 @@ async def test_given_no_served_key_when_an_entry_ends_then_the_upstream_address_
     assert completion.served == "[fd00::1]:8000"
 
 
+async def test_what_an_endpoint_took_is_told_without_the_wait_before_it() -> None:
+    message = full()
+    common = message.common_properties
+    common.time_to_first_upstream_tx_byte.FromMilliseconds(3000)
+    common.time_to_last_upstream_rx_byte.FromMilliseconds(3400)
+    (completion, unknown) = await told(batch(message, full()))
+    assert isinstance(completion, Completion)
+    assert completion.duration_s == 3.5
+    assert completion.service_s == pytest.approx(0.4)
+    assert isinstance(unknown, Completion)
+    assert unknown.service_s is None
+
+
 TICKET = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
 
 

@@ -178,6 +178,21 @@ async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fl
     assert len(known.feed._done) == 1
 
 
+async def test_given_a_wait_in_the_queue_when_a_completion_is_told_then_without_it() -> None:
+    known = Knowledge(Endpoint(A), latency=1)
+    known.chooser.ended(Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5))
+    assert [done.seconds for done in known.feed._done] == [0.5]
+
+
+async def test_given_routes_to_one_that_has_left_when_they_come_late_then_they_are_forgotten() -> None:
+    known = Knowledge(Endpoint(A), prefix_affinity=1)
+    known.choose()
+    known.index.add(B, [b"12345678"])
+    known.tick()
+    known.choose()
+    assert known.index.match([b"12345678"]) == {}
+
+
 class Meter:
     """Counts what it is told of."""
 

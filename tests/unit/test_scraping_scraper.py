@@ -1,6 +1,8 @@
 """The scraper against real sockets: what it fetches, what it hands over, and what it does about faults."""
 
 import asyncio
+import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -124,6 +126,22 @@ async def test_an_endpoint_that_answers_too_late_is_a_fault(
     # Then that is said, and the connection is not used again
     assert outcome.newest[server.address].fault == "no page within 0.05 s"
     assert outcome.failed[server.address, "timeout"] >= 1
+
+
+async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_connected_to(
+    outcome: Outcome,
+) -> None:
+    # Given a host that says nothing to who wants a connection: here one whose queue of them is full
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as others:
+        for _ in range(8):
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        # When it is scraped, then once may have been this replica's fault, and twice is not
+        async with scraping(outcome, address, deadline_s=0.05):
+            await outcome.until(lambda: outcome.failed[address, "connection"] >= 1)
+        assert outcome.failed[address, "timeout"] == 1
 
 
 @pytest.mark.parametrize(
