@@ -198,7 +198,8 @@ async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "s3cret-!", "Bearer s3cret-!2"]
+    "header",
+    [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "s3cret-!", "Bearer s3cret-!2"],
 )
 async def test_given_a_token_when_changed_without_it_then_the_problem_is_a_401(
     store: ScriptedStore, method: str, path: str, header: str | None
@@ -216,7 +217,7 @@ async def test_given_a_token_when_changed_with_it_then_anyone_may_and_reading_ne
 ) -> None:
     app = api(store=store, settings=TOKEN)
     transport = httpx.ASGITransport(app, client=("203.0.113.9", 4711))
-    bearer = {"authorization": "bearer s3cret-!".encode()}
+    bearer = {"authorization": b"bearer s3cret-!"}
     async with httpx.AsyncClient(transport=transport, base_url="http://picker.example") as http:
         assert (await http.post("/api/v1/pause", headers=bearer)).status_code == 200
         assert (await http.get("/api/v1/config")).status_code == 200
