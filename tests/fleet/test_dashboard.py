@@ -267,6 +267,23 @@ async def test_the_keyboard_is_enough(here: Any) -> None:
     assert not (await shared(here))["paused"]
 
 
+async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any) -> None:
+    async with dashboard(here) as page:
+        # Given a question that is refused and asked again before the browser tells that it was closed
+        await page.page.evaluate(
+            "const [pause, question] = ['pause', 'confirm'].map((id) => document.getElementById(id));"
+            "pause.click(); question.close(); pause.click()"
+        )
+        # When the answer is yes, then it is done
+        await page.confirm("Pause")
+        await page.says("#toast", "stopped dispatching")
+        await page.says("#pause", "Resume dispatch")
+        await page.page.click("#pause")
+        await page.confirm("Resume")
+        await page.says("#toast", "dispatches again")
+    assert not (await shared(here))["paused"]
+
+
 async def test_names_of_clients_are_text_whatever_they_say(here: Any) -> None:
     # Given a flow and a workload whose names are markup
     workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'

@@ -42,10 +42,19 @@ export function tell(text, wanted) {
   gone = setTimeout(() => (toast.hidden = true), TOAST_MS);
 }
 
+// A dialog tells that it was closed a moment later. Who asks again within that moment must not hear of the
+// question before: that one is answered with no.
+const asked = new Map();
+
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.addEventListener("close", () => {
+    if (!dialog.open) asked.get(dialog)?.(dialog.returnValue);
+  });
+}
+
 function answered(dialog) {
+  asked.get(dialog)?.("");
   dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true });
-  });
+  return new Promise((resolve) => asked.set(dialog, resolve));
 }
