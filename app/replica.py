@@ -22,7 +22,7 @@ from app.admin.snapshot import Snapshots
 from app.admin.standing import Lookout
 from app.admission.membership import Membership
 from app.assembly import assemble
-from app.config import Settings, split_host_port
+from app.config import Settings
 from app.endpoints.discovery import source_of
 from app.extproc import accesslog, eds, shares
 from app.extproc.door import Door
@@ -34,6 +34,7 @@ from app.scheduling.chooser import Chooser
 from app.state.wakeups import listen
 from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
+from app.units import is_loopback, split_host_port
 
 _log = logging.getLogger(__name__)
 _GOODBYE_S = 1.0
@@ -96,7 +97,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             parts.about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
-            if settings.admin.token is None and not admin.startswith("127."):
+            if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:

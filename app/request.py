@@ -13,6 +13,11 @@ class Band(enum.IntEnum):
     DEFAULT = 1
     SHEDDABLE = 2
 
+    @property
+    def label(self) -> str:
+        """Its name as configurations, metrics and the API spell it: `Critical`, `Default`, `Sheddable`."""
+        return self.name.capitalize()
+
     @classmethod
     def parse(cls, value: object) -> "Band":
         """The band named `value` (`Critical`, `Default`, `Sheddable`, any case).
@@ -25,7 +30,7 @@ class Band(enum.IntEnum):
         try:
             return cls[str(value).upper()]
         except KeyError:
-            names = ", ".join(band.name.capitalize() for band in cls)
+            names = ", ".join(band.label for band in cls)
             raise ValueError(f"{str(value)[:40]!r} is no criticality; valid: {names}") from None
 
 

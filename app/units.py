@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -80,6 +80,17 @@ def endpoint_address(value: object) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an IP address that only this machine reaches; a name is none."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
 def file_path(value: object) -> Path:
     """The path `value` spells. Raises ValueError if it is no text, empty, or holds a NUL."""
     if isinstance(value, Path):
@@ -125,7 +136,7 @@ FilePath = Annotated[Path, BeforeValidator(file_path)]
 BandName = Annotated[
     Band,
     BeforeValidator(Band.parse),
-    PlainSerializer(lambda band: band.name.capitalize(), return_type=str, when_used="json"),
+    PlainSerializer(lambda band: band.label, return_type=str, when_used="json"),
 ]
 # Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]

@@ -12,7 +12,7 @@ local SETTLE_ITEM = 4
 local function correct_charge(r, actual)
   -- A bypass charges nothing, so there is nothing to correct.
   if r.tag < 0 or not actual or actual == r.cost then return end
-  queue.correct_band(r, actual - r.cost)
+  queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= 'weighted-fair' then return end
   local share = queue.share(r)
   local change = (actual - r.cost) * share / r.cost

@@ -1,12 +1,13 @@
 """Who may change the fleet over HTTP: whoever has the token, or, where there is none, this machine."""
 
 import hmac
-from ipaddress import IPv6Address, ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from app.units import is_loopback
 
 _BEARER = HTTPBearer(auto_error=False, description="admin.token of the configuration")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -41,23 +42,13 @@ class Guard:
 
 def _is_local(request: Request) -> bool:
     """Whether a process of this machine asks for itself, and not for a proxy's client or a web page."""
-    if request.client is None or not _is_loopback(request.client.host):
+    if request.client is None or not is_loopback(request.client.host):
         return False
     if any(name in request.headers for name in _FORWARDED):
         return False
     # A page from elsewhere can make a browser here send this; its name gives it away.
     host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     origin = request.headers.get("origin")
-    return (host == "localhost" or _is_loopback(host)) and (
+    return (host == "localhost" or is_loopback(host)) and (
         origin is None or urlsplit(origin).netloc == request.headers.get("host")
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback

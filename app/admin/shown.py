@@ -9,7 +9,7 @@ from app.request import Band
 from app.state.reads import Running
 from app.state.rows import Entry, Lane, WorkloadRow
 
-BANDS = tuple(band.name.capitalize() for band in Band)
+BANDS = tuple(band.label for band in Band)
 _DIGITS = 6
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from app.admission.service import ServiceMeter
 from app.admission.shared import SharedGate
+from app.units import is_loopback
 from app.version import version
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
@@ -51,7 +52,7 @@ def _own_address(host: str) -> str:
     """
     try:
         address = socket.gethostbyname(host)
-        if not address.startswith("127."):
+        if not is_loopback(address):
             return address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect(_ELSEWHERE)  # nothing is sent

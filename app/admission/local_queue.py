@@ -70,7 +70,7 @@ class LocalQueue:
 
     def lengths(self) -> dict[str, int]:
         """Queued requests by band."""
-        return {band.name.capitalize(): queue.queued for band, queue in self._bands.items()}
+        return {band.label: queue.queued for band, queue in self._bands.items()}
 
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float

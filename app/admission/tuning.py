@@ -167,7 +167,7 @@ def _by_band(weights: Any) -> dict[str, Any]:
 def _named(band: object) -> str:
     """As the configuration spells it; what is no band's name stays as it is."""
     try:
-        return Band.parse(band).name.capitalize()
+        return Band.parse(band).label
     except ValueError:
         return str(band)
 

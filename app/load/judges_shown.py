@@ -14,7 +14,11 @@ from app.request import Band
 _NEAR = 0.9  # of a fair share counts as it,
 _EDGE = 3  # less so many requests: they may wait when the counting begins or ends
 _SHORTER = 0.25  # of the other's mean wait is at most what a client within its share waits
+_AT_ONCE_S = 1.0  # a refusal after a longer time is of one that had been let in, and made way
 _STAY = 0.6  # of later turns go where an earlier one went
+_GOES_ON = (
+    0.5  # of what was served before is served without Redis: each replica has its share of the bound (G8)
+)
 _AGAIN_S = 5.0  # after Redis is back, the fleet shares again (G8)
 _OVER_S = 1.0  # after Redis went: who was in the middle of a call has been told
 
@@ -115,10 +119,10 @@ def waits_by_band(run: Evidence) -> Finding:
         band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
         for band in Band
     }
-    unseen = [band.name.capitalize() for band, wait in waits.items() if math.isnan(wait)]
+    unseen = [band.label for band, wait in waits.items() if math.isnan(wait)]
     if unseen:
         return not_judged(f"nobody of {', '.join(unseen)} was seen to wait and be served")
-    text = ", ".join(f"{band.name.capitalize()} {wait:.3f} s" for band, wait in waits.items())
+    text = ", ".join(f"{band.label} {wait:.3f} s" for band, wait in waits.items())
     pairs = zip(waits.values(), list(waits.values())[1:], strict=False)
     wrong = [f"{higher:.3f} s before {lower:.3f} s" for higher, lower in pairs if higher > lower]
     return unless(wrong, f"mean waits: {text}")
@@ -134,10 +138,11 @@ def low_not_starved(run: Evidence) -> Finding:
         served = sum(answer.kind is Kind.SERVED for answer in answers)
         cases += [each for each in answers if each.kind is Kind.FAILED or each.reason == EXPIRED]
         longest = max(_lengths(run, source), default=0.0)
-        full = sum(each.kind is Kind.REFUSED and each.reason != EXPIRED for each in answers)
+        refused = [each for each in answers if each.kind is Kind.REFUSED and each.reason != EXPIRED]
+        evicted = sum((each.head_s or 0) > _AT_ONCE_S for each in refused)
         text.append(
-            f"{source.name}: {served} served, {full} refused at once, longest wait {longest:.2f} s "
-            f"of {source.ttl_s:g} s"
+            f"{source.name}: {served} served, {len(refused) - evicted} refused at once, {evicted} evicted "
+            f"after a wait, longest wait {longest:.2f} s of {source.ttl_s:g} s"
         )
         if not served and not run.interrupted:
             cases.append(f"{source.name}: nothing was served")
@@ -156,13 +161,23 @@ def outage_serves(run: Evidence) -> Finding:
         return not_judged("there was no outage")
     began_s, ended_s = run.harm.outages[0]
     end_s = run.parameters.duration_s if ended_s is None else ended_s
-    sent = [each for each in run.answers if began_s + _OVER_S <= each.sent_s < end_s]
-    if not sent:
+    before = _served_per_s(run, 0.0, began_s)
+    if not before:
+        return not_judged("nothing was served before Redis went away")
+    away = _served_per_s(run, began_s + _OVER_S, end_s)
+    if away is None:
         return not_judged("nothing was sent while Redis was away")
-    served = [each for each in sent if each.kind is Kind.SERVED and each.sent_s + (each.head_s or 0) < end_s]
     return held_if(
-        bool(served), f"{len(served)} of {len(sent)} requests sent while Redis was away were served then"
+        away >= _GOES_ON * before,
+        f"{away:.1f} requests a second were served without Redis, {before:.1f} before it went",
     )
+
+
+def _served_per_s(run: Evidence, from_s: float, to_s: float) -> float | None:
+    """Of what was sent in a time, how much was served within it; None if nothing was sent."""
+    sent = [each for each in run.answers if from_s <= each.sent_s < to_s]
+    served = [each for each in sent if each.kind is Kind.SERVED and each.sent_s + (each.head_s or 0) < to_s]
+    return len(served) / (to_s - from_s) if sent else None
 
 
 def outage_bound(run: Evidence) -> Finding:

@@ -106,9 +106,9 @@ def _stock(axes: Axes, run: Evidence) -> None:
 
 def _queue(axes: Axes, run: Evidence) -> None:
     known = [each for each in run.samples if not each.degraded]
-    gap = dict.fromkeys((band.name.capitalize() for band in Band), math.nan)
+    gap = dict.fromkeys((band.label for band in Band), math.nan)
     queued = [gap if each.degraded else each.queued for each in run.samples]
-    names = {band: band.name.capitalize() for band in Band}
+    names = {band: band.label for band in Band}
     used = [band for band in Band if any(each.queued.get(names[band]) for each in known)] or [Band.DEFAULT]
     axes.stackplot(
         [each.at_s for each in run.samples],

@@ -101,7 +101,7 @@ def _of(run: Evidence, source: Source) -> dict[str, Any]:
     served = [answer for answer in answers if answer.kind is Kind.SERVED]
     return {
         "flow": source.flow,
-        "band": source.band.name.capitalize(),
+        "band": source.band.label,
         "sent": len(answers),
         "served": len(served),
         "refused": sum(answer.kind is Kind.REFUSED for answer in answers),

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 from app.errors import ConfigError
 from app.fleet.probe import get
 from app.load.scenario import Scenario
+from app.units import is_loopback
 
 USUAL = "http://127.0.0.1:8080"  # where `picker up` puts its Envoy
 USUAL_ADMIN = "http://127.0.0.1:8081"
@@ -47,7 +47,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
         port = -1
     if parts.scheme != "http" or not parts.hostname or port == -1 or parts.path not in ("", "/"):
         raise ConfigError(f"{option}: {url!r} is no http://host:port")
-    if not allow_remote and not _is_loopback(parts.hostname):
+    if not allow_remote and not (parts.hostname == "localhost" or is_loopback(parts.hostname)):
         raise ConfigError(
             f"{option}: {parts.hostname} is not this machine's loopback. A load can harm whoever uses that "
             "fleet; if it is yours to load, say so with --allow-remote"
@@ -112,13 +112,6 @@ async def check_needs(target: Target, scenario: Scenario) -> None:
             faults.append(f"{key}: {wanted} (it has {value})")
     if faults:
         raise ConfigError(f"{scenario.name} needs a fleet with {', '.join(faults)}; --own starts one")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -49,5 +49,5 @@ def _of(request: InferenceRequest | None, code: str, mode: str, seconds: float) 
     fields: dict[str, object] = {"mode": mode, "took_s": round(seconds, 6)}
     if request is None:
         return {"decision": code, **fields}
-    band = request.band.name.capitalize()
+    band = request.band.label
     return {**about(request.id, request.flow, code), "model": request.model, "band": band, **fields}

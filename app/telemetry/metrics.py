@@ -100,7 +100,7 @@ class Metrics:
         self._pool = PoolMetrics(registry, self._endpoint)
         # What has never happened is a rate of 0 and not a series that is missing.
         for band in Band:
-            self._preemptions.add((band.name.capitalize(),), 0)
+            self._preemptions.add((band.label,), 0)
         for script in _SCRIPTS:
             self._errors.add((script,), 0)
 
@@ -151,7 +151,7 @@ class Metrics:
 
     def evicted(self, band: Band) -> None:
         """A queued request of this replica had to make room."""
-        self._preemptions.add((band.name.capitalize(),))
+        self._preemptions.add((band.label,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """The queue refused a request; `error_type` is the Dropped error's code."""
@@ -194,7 +194,8 @@ class Metrics:
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
         self._owned.set(owned)
-        self._ages.replace({(self._endpoint(address),): age_s for address, age_s in ages_s.items()})
+        name = LabelCap()  # a gauge is of the endpoints of now; a replica may live to see any number of them
+        self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
         """Show shared state, of the shape of `app.admin.view.StateView.state`."""
@@ -206,9 +207,10 @@ class Metrics:
 
     def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
         """What the scorers give each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
+        name = LabelCap()
         self._scores.replace(
             {
-                (self._endpoint(address), scorer): score
+                (name(address), scorer): score
                 for address, parts in scores.items()
                 for scorer, score in parts.items()
             }

@@ -32,7 +32,7 @@ local function place_granted(r, candidates, turn, picks)
   queue.insert(r)
   local lane = queue.lane(r)
   local tag = queue.correct(r, lane, -queue.share(r), r.tag)
-  queue.correct_band(r, -r.cost)
+  queue.charge_band(r, -r.cost)
   record.write(r)
   log('requeued', r, tag)
   if redis.call('ZSCORE', key.flows[r.band], lane) then queue.park(r.band, lane, tag) end

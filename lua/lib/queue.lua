@@ -117,9 +117,8 @@ function queue.serve(r, tag, by)
     redis.call('ZADD', key.flows[r.band], tag + share, lane)
   end
   if settings.band_policy == 'weighted' then
-    local name = BAND_TAG[r.band]
-    if by == 'turn' then pool.bv = math.max(pool.bv, pool[name]) end
-    pool[name] = pool[name] + r.cost / settings.band_weights[r.band + 1]
+    if by == 'turn' then pool.bv = math.max(pool.bv, pool[BAND_TAG[r.band]]) end
+    queue.charge_band(r, r.cost)
   end
   return share
 end
@@ -132,11 +131,11 @@ function queue.correct(r, lane, change, floor)
   redis.call('ZADD', key.finish[r.band], floor + change, lane)
   return floor + change
 end
--- The same for its band, where bands have shares: r turned out to cost `change` more.
-function queue.correct_band(r, change)
+-- Charge its band `cost` more, where bands have shares; negative, it takes back what was charged.
+function queue.charge_band(r, cost)
   if settings.band_policy ~= 'weighted' then return end
   local name = BAND_TAG[r.band]
-  pool[name] = pool[name] + change / settings.band_weights[r.band + 1]
+  pool[name] = pool[name] + cost / settings.band_weights[r.band + 1]
 end
 -- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
 function queue.park(band, lane, tag)

@@ -112,7 +112,7 @@ class FairLanes:
         if self._moment.settings["band_policy"] == "weighted":
             if by == "turn":
                 self.bv = max(self.bv, band.tag)
-            band.tag += r.cost / self._moment.settings["band_weights"][r.band]
+            self.charge_band(r, r.cost)
 
     def correct(self, r: Request, change: float, floor: float) -> None:
         """Change what r's lane has been charged; `floor` is its tag where none is kept."""
@@ -122,11 +122,11 @@ class FairLanes:
         else:
             band.finish[name] = band.finish.get(name, floor) + change
 
-    def correct_band(self, r: Request, change: float) -> None:
-        """r turned out to cost `change` more than its band was charged, where bands have shares."""
+    def charge_band(self, r: Request, cost: float) -> None:
+        """Its band is charged `cost` more, where bands have shares; negative, it gets that back."""
         settings = self._moment.settings
         if settings["band_policy"] == "weighted":
-            self.bands[r.band].tag += change / settings["band_weights"][r.band]
+            self.bands[r.band].tag += cost / settings["band_weights"][r.band]
 
     def turn(self) -> Request | None:
         """Whose turn it is: bands strict or by their tags, in them the least lane, in it the head."""

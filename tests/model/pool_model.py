@@ -158,7 +158,7 @@ class PoolModel:
         self._give_back(r)
         self.lanes.insert(r)
         self.lanes.correct(r, -self.lanes.share(r), r.tag)
-        self.lanes.correct_band(r, -r.cost)
+        self.lanes.charge_band(r, -r.cost)
         self._log("requeued", r.id)
         if not self.lanes.bands[r.band].lanes[r.lane].parked:
             self.lanes.park(r)

@@ -277,7 +277,7 @@ class QueueModel(PoolModel):
         """Charge r's lane and band what it really cost. A bypass was charged nothing."""
         if r.tag is None or actual is None or actual == r.cost:
             return
-        self.lanes.correct_band(r, actual - r.cost)
+        self.lanes.charge_band(r, actual - r.cost)
         if self.moment.settings["fairness"] == "weighted-fair":
             share = self.lanes.share(r)
             self.lanes.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)

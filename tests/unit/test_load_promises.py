@@ -160,7 +160,19 @@ FAULTS: list[tuple[str, Evidence, str]] = [
                 for each in run("redis-outage").answers
             ),
         ),
-        "0 of ",
+        "0.0 requests a second were served without",
+    ),
+    (
+        "outage-serves",  # one in three seconds is not going on
+        run(
+            "redis-outage",
+            harm=OUTAGE,
+            answers=tuple(
+                refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != 14 else each
+                for each in run("redis-outage").answers
+            ),
+        ),
+        "before it went",
     ),
     (
         "outage-bound",

@@ -185,6 +185,15 @@ def test_given_scores_when_shown_then_each_scorer_has_its_series_and_gone_endpoi
     assert not any("endpoint=10.0.0.1:8000" in key for key in page)
 
 
+def test_given_a_thousand_endpoints_gone_when_new_ones_come_then_gauges_name_them() -> None:
+    metrics = Metrics()
+    metrics.scrape_ages(1000, {f"10.0.{n // 250}.{n % 250}:8000": 0.1 for n in range(1000)})
+    metrics.scrape_ages(1, {"10.9.9.9:8000": 0.1})
+    metrics.scores({"10.9.9.9:8000": {"queue": 0.5}})
+    named = [key for key in samples(metrics) if "endpoint=10.9.9.9:8000" in key]
+    assert len(named) == 2
+
+
 @pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
 def test_given_a_hostile_model_name_when_counted_then_the_page_still_parses(name: str) -> None:
     metrics = Metrics()
