@@ -10,6 +10,7 @@ from app.config import Settings
 from app.errors import ConfigError
 from app.fleet.clusters import LB_NAMESPACE, picker_grpc
 from app.fleet.envoy_types import (
+    OTHER_HOST_DRAWS,
     BackoffStrategy,
     ExternalProcessor,
     HeaderForwardingRules,
@@ -151,7 +152,7 @@ def redrive() -> RetryPolicy:
                 typed_config=packed(PreviousHostsPredicate()),
             )
         ],
-        host_selection_retry_max_attempts=5,
+        host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
     )
 
 

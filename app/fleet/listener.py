@@ -3,6 +3,7 @@
 from app.config import Settings
 from app.fleet.clusters import DESTINATION_HEADER, LB_NAMESPACE, POOL, picker_grpc
 from app.fleet.envoy_types import (
+    OTHER_HOST_DRAWS,
     AccessLog,
     ApiVersion,
     CidrRange,
@@ -113,7 +114,7 @@ def _routes(settings: Settings, *, debug_headers: bool) -> RouteConfiguration:
                         typed_config=packed(PreviousHostsPredicate()),
                     )
                 ],
-                host_selection_retry_max_attempts=5,
+                host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
             ),
         ),
     )

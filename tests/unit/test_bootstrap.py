@@ -145,6 +145,8 @@ def test_queued_request_is_asked_again_of_another_replica(mode: Mode) -> None:
     assert retry["numRetries"] == 3
     assert "unavailable" in retry["retryOn"]
     assert retry["retryHostPredicate"][0]["name"] == "envoy.retry_host_predicates.previous_hosts"
+    # A dead replica has the fewest streams: of two, balancing draws it three times in four.
+    assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
 
 
 def test_each_listed_endpoint_gets_a_try() -> None:
