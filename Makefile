@@ -31,7 +31,7 @@ load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-nei
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
-	$(BIN)/pytest -n 3 --dist loadfile tests/unit tests/scripts tests/model
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/model tests/scripts tests/unit
 	$(BIN)/pytest tests/fleet tests/faults
 else
 	$(BIN)/pytest $(ARGS)
