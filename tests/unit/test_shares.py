@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import grpc
+import psutil
 import pytest
 from local_requests import ask, rules
 from scripted_store import until
@@ -45,6 +46,23 @@ async def test_given_a_replica_with_places_when_asked_then_it_gives() -> None:
     async with lender(gives) as address, peers() as them:
         assert await them.ask(address, 1.0, 5.0) == 2.0
         assert await them.ask(address, 1.0, 1.0) == 1.0
+
+
+async def test_given_an_outage_that_is_over_when_nobody_asks_then_no_connection_is_kept() -> None:
+    def connections() -> int:
+        return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
+
+    before = connections()
+    async with lender(gives) as address:
+        them = GrpcPeers("p", idle_s=1)
+        assert await them.ask(address, 1.0, 5.0) == 2.0
+        assert connections() > before
+        async with asyncio.timeout(20):
+            while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
+                await asyncio.sleep(0.05)
+        # And the next outage finds it there
+        assert await them.ask(address, 1.0, 5.0) == 2.0
+        await them.close()
 
 
 async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given() -> None:
