@@ -12,8 +12,8 @@ _DECODER = json.JSONDecoder()
 
 
 class UsageTail:
-    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage stands, and its first 4 KiB,
-    for servers that tell it before a long text.
+    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage stands, and its first
+    4 KiB, for servers that tell it before a long text.
 
     Nothing is parsed until the end: that costs the same for one token as for ten thousand. Text inside a
     JSON string can't be mistaken for the field, because its quotes are escaped.
