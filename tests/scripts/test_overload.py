@@ -44,6 +44,26 @@ async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) ->
         assert events_of(await it.log(), "d1") == ["queued", "preempted"]
 
 
+async def test_a_critical_flow_gets_its_places_however_full_the_queue_is(fleet: OpenFleet) -> None:
+    # Given a queue with room for two flows, full of a critical one and a default one
+    async with fleet("a", upper_per=1, total_capacity=6, flow_capacity=3) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for n in range(3):
+            await a.admit(f"c{n}", flow="c", band=Band.CRITICAL)
+            await a.admit(f"d{n}", flow="d", band=Band.DEFAULT)
+        # When another critical flow comes, then it gets all of its places, and no more
+        for n in range(3):
+            assert (await a.admit(f"e{n}", flow="e", band=Band.CRITICAL)).what == "queued"
+        refused = await a.admit("e3", flow="e", band=Band.CRITICAL)
+        assert refused.detail.startswith("insufficient-flow-capacity")
+        log = await it.log()
+        assert [entry.request for entry in log if entry.event == "preempted"] == ["d2", "d1", "d0"]
+        # And what the queue cannot hold is refused, critical as it is: nothing critical makes way
+        assert (await a.admit("f0", flow="f", band=Band.CRITICAL)).detail.startswith("too-many-flows")
+        await it.ledger()
+
+
 async def test_where_only_critical_requests_queue_others_are_refused(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, overload="reject-noncritical", total_capacity=1) as it:
         (a,) = it.replicas
