@@ -60,6 +60,12 @@ class BadRequest(RequestError):
     kind = "invalid_request_error"
 
 
+class BodyStalled(RequestError):
+    status = 408
+    code = "body_stalled"
+    kind = "invalid_request_error"
+
+
 class PayloadTooLarge(RequestError):
     status = 413
     code = "payload_too_large"

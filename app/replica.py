@@ -29,6 +29,7 @@ from app.extproc.door import Door
 from app.extproc.exchange import Desk
 from app.extproc.server import Server
 from app.extproc.service import Service
+from app.extproc.uploads import Uploads
 from app.intake import Intake
 from app.scheduling.chooser import Chooser
 from app.state.wakeups import listen
@@ -71,8 +72,9 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         lines=DecisionLines(clock),
         clock=clock,
     )
+    uploads = Uploads(clock)
     grpc_server = Server(
-        Service(desk),
+        Service(desk, uploads),
         door,
         settings.extproc,
         extra=(
@@ -108,6 +110,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(parts.sturdy.run(), "redis-watch")
                 start(parts.scraping.run(), "scraping")
                 start(events.run(), "events")
+                start(uploads.run(), "uploads")
                 if parts.feed is not None:
                     start(parts.feed.run(), "routes")
                 if isinstance(parts.chooser, Chooser):

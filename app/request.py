@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 
 class Band(enum.IntEnum):
@@ -87,10 +88,14 @@ class Placement:
     ticket: str
     attempt: int = 0
 
-    @property
-    def header(self) -> str:
-        """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike."""
-        return ",".join(self.endpoints)
+    def header(self, tries: int = 0) -> str:
+        """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.
+
+        It names endpoints again until there are `tries`: past its end, Envoy tries any of the pool.
+        """
+        missing = tries - len(self.endpoints)
+        again = islice(cycle(self.endpoints), missing) if missing > 0 else ()
+        return ",".join((*self.endpoints, *again))
 
 
 class Outcome(enum.StrEnum):

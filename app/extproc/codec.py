@@ -64,13 +64,16 @@ def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
     return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
 
 
-def placed(placement: Placement, request_id: str, content_length: int | None) -> ProcessingResponse:
+def placed(
+    placement: Placement, request_id: str, content_length: int | None, tries: int = 0
+) -> ProcessingResponse:
     """The request-headers answer that sends a request to its endpoints.
 
-    `request_id` is '' for a request without admission; `content_length` None for an unchanged body.
+    `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
+    is how many endpoints to name at least, where the request may go to no other.
     """
     answer = ProcessingResponse()
-    answer.CopyFrom(_towards(placement.header))
+    answer.CopyFrom(_towards(placement.header(tries)))
     if content_length is not None:
         _overwrite(answer.request_headers.response.header_mutation, "content-length", str(content_length))
     if request_id:

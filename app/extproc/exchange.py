@@ -30,7 +30,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from app.admission.gate import Gate
 from app.config import Settings
-from app.errors import BadRequest, Dropped, PayloadTooLarge, RequestError, Unsupported
+from app.errors import BadRequest, BodyStalled, Dropped, PayloadTooLarge, RequestError, Unsupported
 from app.extproc import codec
 from app.extproc.door import Door
 from app.extproc.rename import ModelRename
@@ -137,6 +137,11 @@ class Exchange:
         """Nothing more is to be read; what `receive` gave last is still to be written."""
         return self._step is _DONE
 
+    @property
+    def uploading(self) -> bool:
+        """More of the request is to come, and nothing else is awaited."""
+        return self._step is _BODY
+
     async def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         """Take Envoy's next message; the answers to write now, in order.
 
@@ -188,6 +193,12 @@ class Exchange:
             self._response.cut()
         self._untold = self._response = None
 
+    def give_up(self) -> Sequence[ProcessingResponse]:
+        """The rest of the body does not come: nothing of it is kept; what to tell Envoy."""
+        self.close()
+        self._body, self._ready = [], None
+        return self._refuse(BodyStalled("the rest of the body did not come"))
+
     def _begin(self, message: ProcessingRequest) -> bool:
         """Read the first message; says whether a body follows it."""
         self._mode = _mode(message)
@@ -214,7 +225,7 @@ class Exchange:
             placement = await self._desk.gate.route(self._subset)
             if self._mode == "standard":
                 self._response = self._answer_of("", None)
-            return [self._placed(codec.placed(placement, "", None))]
+            return [self._placed(codec.placed(placement, "", None, self._tries(None)))]
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
@@ -224,7 +235,8 @@ class Exchange:
                 f"headers mode cannot send model {request.model} as {request.target_model}; "
                 "lean and standard can"
             )
-        return [self._placed(codec.placed(await self._admit(request), request.id, None))]
+        placement = await self._admit(request)
+        return [self._placed(codec.placed(placement, request.id, None, self._tries(request)))]
 
     async def _take_body(self, part: HttpBody) -> Sequence[ProcessingResponse]:
         """Keep a chunk; the answers once the body has ended.
@@ -258,7 +270,7 @@ class Exchange:
         placement = await self._admit(request)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
-        answer = codec.placed(placement, request.id, length)
+        answer = codec.placed(placement, request.id, length, self._tries(request))
         self._ready = _Ready(answer, body, request, placement, length, self._desk.clock())
 
     async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
@@ -271,7 +283,8 @@ class Exchange:
             # Nobody renews its lease before Envoy is told: its place may be another's by now.
             self._desk.gate.withdraw(ready.request.id, ready.placement)
             self._untold = None
-            answer = codec.placed(await self._admit(ready.request), ready.request.id, ready.length)
+            placement = await self._admit(ready.request)
+            answer = codec.placed(placement, ready.request.id, ready.length, self._tries(ready.request))
         return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
 
     def _request(self, ask: Ask) -> InferenceRequest:
@@ -286,6 +299,12 @@ class Exchange:
         placement = await self._desk.door.admit(request, held=self._mode == "standard")
         self._untold = (request.id, placement)
         return placement
+
+    def _tries(self, request: InferenceRequest | None) -> int:
+        """How many endpoints the answer names at least: as many as Envoy tries, where only some may serve."""
+        if self._subset is None and (request is None or not request.selector):
+            return 0
+        return 1 + self._desk.settings.scheduling.fallbacks
 
     def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED

@@ -8,6 +8,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from app.extproc.exchange import Desk, Exchange
+from app.extproc.uploads import Uploads
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -19,8 +20,9 @@ class Service:
     that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, uploads: Uploads) -> None:
         self._desk = desk
+        self._uploads = uploads
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -41,14 +43,17 @@ class Service:
         self._open += 1
         self._idle.clear()
         try:
-            # No deadline here: Envoy ends the stream when its request ends, which cancels this, and
-            # the server's keepalive ends the streams of an Envoy that vanished.
+            # Bodies have a deadline (uploads). The rest has none: Envoy ends the stream when its request
+            # ends, which cancels this, and the server's keepalive ends those of an Envoy that vanished.
             while not exchange.done:
+                if exchange.uploading:
+                    self._uploads.wait(exchange, context)
                 try:
                     message = await context.read()
                 except DecodeError:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
-                if message is grpc.aio.EOF:
+                self._uploads.came(exchange)
+                if message is grpc.aio.EOF or exchange.done:
                     return
                 answers = await exchange.receive(message)
                 if answers:
@@ -60,4 +65,5 @@ class Service:
             self._open -= 1
             if not self._open:
                 self._idle.set()
+            self._uploads.came(exchange)
             exchange.close()

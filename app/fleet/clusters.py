@@ -1,5 +1,6 @@
 """Envoy's two clusters: the pickers it asks and the pool it sends requests to."""
 
+import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
@@ -8,6 +9,7 @@ from app.fleet.envoy_types import (
     ApiConfigSourceApiType,
     ApiVersion,
     BackoffStrategy,
+    BindConfig,
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
@@ -16,6 +18,7 @@ from app.fleet.envoy_types import (
     ClusterEdsClusterConfig,
     ClusterLbPolicy,
     ClusterLoadAssignment,
+    CommonHttpProtocolOptions,
     ConfigSource,
     Endpoint,
     GrpcService,
@@ -24,6 +27,7 @@ from app.fleet.envoy_types import (
     HealthCheckGrpcHealthCheck,
     HealthStatus,
     HealthStatusSet,
+    Http1ProtocolOptions,
     Http2ProtocolOptions,
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
@@ -40,6 +44,10 @@ from app.fleet.envoy_types import (
     Percent,
     RetryPolicy,
     RoutingPriority,
+    SocketOption,
+    SocketOptionSocketState,
+    TcpKeepalive,
+    UpstreamConnectionOptions,
     address,
     extension,
     packed,
@@ -57,6 +65,8 @@ _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _NO_LIMIT = 100_000
 _STREAM_WINDOW_BYTES = 1024 * 1024
 _CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
+_IDLE_S = 4  # uvicorn, which most model servers run on, closes what was idle for 5 s, maybe under a request
+_LOST_MS = 20_000
 
 
 def pool() -> Cluster:
@@ -73,6 +83,20 @@ def pool() -> Cluster:
         type=ClusterDiscoveryType.EDS,
         eds_cluster_config=ClusterEdsClusterConfig(service_name=POOL, eds_config=_fleet_source()),
         connect_timeout=seconds(1),
+        upstream_connection_options=UpstreamConnectionOptions(
+            tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
+        ),
+        upstream_bind_config=BindConfig(socket_options=_lost_data()),
+        typed_extension_protocol_options={
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
+                HttpProtocolOptions(
+                    common_http_protocol_options=CommonHttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+                    explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+                        http_protocol_options=Http1ProtocolOptions()
+                    ),
+                )
+            )
+        },
         circuit_breakers=_no_circuit_breakers(),
         common_lb_config=ClusterCommonLbConfig(
             healthy_panic_threshold=Percent(value=0),
@@ -90,6 +114,25 @@ def pool() -> Cluster:
             policies=[_policy("envoy.load_balancing_policies.override_host", override)]
         ),
     )
+
+
+def _lost_data() -> list[SocketOption]:
+    """What a model server has not acknowledged is given up, where the system can: else TCP tries for 15 min.
+
+    A host that vanishes says nothing. Keepalive finds it where Envoy only waits, this where it has sent.
+    """
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is None:
+        return []
+    return [
+        SocketOption(
+            description="TCP_USER_TIMEOUT",
+            level=socket.IPPROTO_TCP,
+            name=option,
+            int_value=_LOST_MS,
+            state=SocketOptionSocketState.STATE_PREBIND,
+        )
+    ]
 
 
 def picker(hosts: Sequence[tuple[str, int]]) -> Cluster:

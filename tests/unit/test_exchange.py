@@ -34,7 +34,7 @@ from app.request import Outcome
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 400_000}).encode()
-DESTINATION = {"x-gateway-destination-endpoint": PLACEMENT.header}
+DESTINATION = {"x-gateway-destination-endpoint": PLACEMENT.header()}
 SPLIT = parse({"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]})
 
 

@@ -28,6 +28,7 @@ from app.config import parse
 from app.errors import StartupError
 from app.extproc.server import Server
 from app.extproc.service import SERVICE, Service
+from app.extproc.uploads import STALLED_S, Uploads
 from app.request import Outcome
 
 ASK = b'{"model": "m"}'
@@ -64,19 +65,24 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(*extra: grpc.GenericRpcHandler, **extproc: object) -> AsyncIterator[Replica]:
+async def replica(
+    *extra: grpc.GenericRpcHandler, stalled_s: float = STALLED_S, **extproc: object
+) -> AsyncIterator[Replica]:
     """A ready replica; `extproc` overrides settings of that section."""
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
     settings = parse({"extproc": {**quick, **extproc}})
     gate, metrics = ScriptedGate(), Counted()
     counter = desk(gate, metrics, settings)
-    server = Server(Service(counter), counter.door, settings.extproc, extra)
+    uploads = Uploads(asyncio.get_running_loop().time, stalled_s)
+    server = Server(Service(counter, uploads), counter.door, settings.extproc, extra)
     port = await server.start()
+    watch = asyncio.create_task(uploads.run())
     try:
         await server.set_ready(True)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield Replica(gate, server, channel, metrics)
     finally:
+        watch.cancel()
         await server.stop()
 
 
@@ -130,6 +136,26 @@ async def test_a_refusal_ends_the_stream() -> None:
         [answer] = await told(call, headers("lean"), body(b"{"), answers=1)
         assert answer.immediate_response.status.code == 400
         assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_body_that_stands_still_is_refused_and_what_it_held_is_free(mode: str) -> None:
+    async with replica(stalled_s=0.3) as fleet:
+        # Given two clients that vanish amid their upload: of one the half came, of the other all but its end
+        whole = len(ASK)
+        half, endless = fleet.exchange(), fleet.exchange()
+        await told(half, headers(mode, {"content-length": str(2 * whole)}), body(ASK, ended=False), answers=0)
+        await told(endless, headers(mode, {"content-length": str(whole)}), body(ASK, ended=False), answers=0)
+        # When nothing more comes, then both are refused, and the place of the second is given back
+        for call in (half, endless):
+            [answer] = await told(call, answers=1)
+            assert answer.immediate_response.status.code == 408
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+        assert len(fleet.gate.withdrawn) == 1
+        assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
+        # And nothing is left that a drain would wait for
+        await fleet.server.stop()
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
