@@ -7,11 +7,13 @@ is back, never one that two do.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from app.admission.local import LocalGate
 
 _PAUSE_S = 0.2  # after a peer that had nothing, and said so at once
+_IDLE_S = 10.0  # the outage is over: connections to all the others are not kept for the next one
 ASK_S = 0.5  # a peer that has nothing keeps the question open for so long
 
 
@@ -22,7 +24,9 @@ class Peers(Protocol):
         """What the replica at `address` gives, 0 if nothing; None if it does not answer."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Keep no connection; `ask` makes them anew."""
+        ...
 
 
 class Borrower:
@@ -35,8 +39,10 @@ class Borrower:
         *,
         peers: Callable[[], Mapping[str, str]],
         active: Callable[[], bool],
+        idle_s: float = _IDLE_S,
     ) -> None:
         self._local, self._via, self._peers, self._active = local, via, peers, active
+        self._idle_s = idle_s
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -45,7 +51,9 @@ class Borrower:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    await self._local.needy.wait()
+                    if not await self._needed():
+                        await self._via.close()
+                        continue
                     for address in self._peers().values() if self._active() else ():
                         if address not in asking or asking[address].done():
                             asking[address] = tasks.create_task(self._ask(address))
@@ -58,6 +66,13 @@ class Borrower:
                         await asyncio.sleep(_PAUSE_S)
         finally:
             await self._via.close()
+
+    async def _needed(self) -> bool:
+        """Whether somebody waits within the idle time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._idle_s):
+                await self._local.needy.wait()
+        return self._local.needy.is_set()
 
     async def _ask(self, address: str) -> None:
         least, most = self._local.wanted()

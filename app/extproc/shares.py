@@ -16,7 +16,6 @@ SERVICE: Final = "picker.fleet.Shares"
 _ASK: Final = f"/{SERVICE}/Ask"
 _MARGIN_S = 0.5
 _LONGEST_BYTES = 1024
-_IDLE_S = 10.0  # an outage is over: connections to every other replica are not kept for the next one
 
 
 def handler(pool: str, lend: Callable[[float, float], Awaitable[float]]) -> Any:
@@ -38,17 +37,16 @@ def handler(pool: str, lend: Callable[[float, float], Awaitable[float]]) -> Any:
 
 
 class GrpcPeers:
-    """`app.admission.borrowing.Peers` over gRPC; a channel for each address, not connected while idle."""
+    """`app.admission.borrowing.Peers` over gRPC; a channel for each address, kept until `close`."""
 
-    def __init__(self, pool: str, idle_s: float = _IDLE_S) -> None:
+    def __init__(self, pool: str) -> None:
         self._pool = pool
-        self._options = (("grpc.client_idle_timeout_ms", int(idle_s * 1000)),)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+            channel = self._channels[address] = grpc.aio.insecure_channel(address)
         question = orjson.dumps({"pool": self._pool, "least": least, "most": most})
         try:
             answer = await channel.unary_unary(_ASK)(question, timeout=ASK_S + _MARGIN_S)
@@ -58,7 +56,7 @@ class GrpcPeers:
         return given if 0 <= given <= most else 0.0
 
     async def close(self) -> None:
-        """Close every channel."""
-        for channel in self._channels.values():
+        """Close every channel; a later question opens its own anew."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
             await channel.close()
-        self._channels.clear()

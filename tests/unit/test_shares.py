@@ -48,23 +48,6 @@ async def test_given_a_replica_with_places_when_asked_then_it_gives() -> None:
         assert await them.ask(address, 1.0, 1.0) == 1.0
 
 
-async def test_given_an_outage_that_is_over_when_nobody_asks_then_no_connection_is_kept() -> None:
-    def connections() -> int:
-        return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
-
-    before = connections()
-    async with lender(gives) as address:
-        them = GrpcPeers("p", idle_s=1)
-        assert await them.ask(address, 1.0, 5.0) == 2.0
-        assert connections() > before
-        async with asyncio.timeout(20):
-            while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
-                await asyncio.sleep(0.05)
-        # And the next outage finds it there
-        assert await them.ask(address, 1.0, 5.0) == 2.0
-        await them.close()
-
-
 async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given() -> None:
     async with lender(gives) as address, peers("other") as strangers:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
@@ -128,6 +111,31 @@ async def test_given_a_request_that_waits_when_another_replica_has_places_then_i
         running.cancel()
         await asyncio.wait((running,))
     assert rich.free + poor.free == 0.0
+
+
+async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection_is_kept() -> None:
+    def connections() -> int:
+        return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
+
+    now_s, before = asyncio.get_running_loop().time(), connections()
+    poor = LocalGate(Metrics())
+    poor.open(0.0, 10.0, rules())
+    async with lender(gives) as address:
+        borrower = Borrower(
+            poor, GrpcPeers("p"), peers=lambda: {"rich": address}, active=lambda: True, idle_s=0.3
+        )
+        running = asyncio.create_task(borrower.run())
+        # Given a request that went by another's place, when a while has passed
+        assert await poor.admit(ask("one"), 1.0, now_s)
+        assert connections() > before
+        async with asyncio.timeout(20):
+            while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
+                await asyncio.sleep(0.05)
+        # Then the next outage finds the other all the same
+        poor.open(0.0, 10.0, rules())
+        assert await poor.admit(ask("other"), 1.0, asyncio.get_running_loop().time())
+        running.cancel()
+        await asyncio.wait((running,))
 
 
 async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> None:
