@@ -91,10 +91,12 @@ class SturdyGate:
         self._outbox = Outbox()
         self._picker = LocalPicker(chooser, endpoints, self._loop.time)
         self._pulse: Pulse | None = None  # the last one while all was well
+        self._pulse_s = 0.0
         self.newcomer_s = _NEWCOMER_S
         self._live: tuple[str, ...] = ()
         self._joined_s = 0.0
         self._gained = 0.0  # what was placed through the shared state since that pulse
+        self._regained = 0.0  # by ends since Redis answers again, which it has heard, too
         self._prepaid = 0.0  # by those who wait in the shared queue, too, on the way back
         self._busy = False
         self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
@@ -213,7 +215,9 @@ class SturdyGate:
             self._shared.ended(completion)
             if not self._outbox.has_ended(completion.id):
                 self._metrics.completed(completion, ticket.model_of(note))
-        self._local.earn(self._local.cost_of(self._outbox.ended(completion, note)))
+        freed = self._local.cost_of(self._outbox.ended(completion, note))
+        self._regained += freed
+        self._local.earn(freed)
 
     def renew(self, alive: Alive) -> None:
         if self._mode is not Mode.SHARED:
@@ -226,7 +230,7 @@ class SturdyGate:
         now_s = self._loop.time()
         if self._mode is not Mode.LOCAL and pulse.born != "0":
             self._joined_s = self._joined_s or now_s
-            self._pulse, self._gained = pulse, 0.0
+            self._pulse, self._pulse_s, self._gained = pulse, now_s, 0.0
         if not self._breaker.closed:
             self._breaker.probed(now_s, took_s)
             self._changed.set()
@@ -267,6 +271,7 @@ class SturdyGate:
                 self._look()
                 if self._mode is Mode.LOCAL and self._breaker.closed:
                     self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+                    self._regained = 0.0
                     tasks.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
                 if self._mode is Mode.RETURNING and self._all_told():
                     self._finish()
@@ -304,9 +309,11 @@ class SturdyGate:
             return  # never joined: nothing is known that could be gone by
         if self._mode is Mode.SHARED:
             self._open_purse()
-        elif self._told:  # so its pulse is of this return
+        elif self._pulse_s > self._back_s:
             # Others may be back already. What it has heard end since is free in the shared state, too.
             self._local.keep(max(self._part(self._pulse) - self._gained, 0.0) - self._prepaid)
+        else:
+            self._local.keep(self._local.free - self._regained)
         self._mode, self._told = Mode.LOCAL, False
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)
@@ -323,7 +330,9 @@ class SturdyGate:
         self._bound, self._share = pulse.upper, pulse.upper / live
         self._picker.begin(self._fleet_load())
         rules = rules_of(self._effective(), live)
-        self._local.open(max(part - self._gained, 0.0), pulse.upper, rules, paused=pulse.paused)
+        # Who waits in the shared queue since an outage before has paid then, and is paid back now.
+        free = max(part - self._gained, 0.0) - self._prepaid
+        self._local.open(free, pulse.upper, rules, paused=pulse.paused)
         for request_id in self._store.unsent_ends():
             if request_id in self._unanswered:
                 self._local.earn(self._local.cost_of(self._outbox.ended(*self._unanswered[request_id])))

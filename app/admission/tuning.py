@@ -141,7 +141,8 @@ def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if key.startswith(_BAND_WEIGHTS + "."):
             name, _, band = name.partition(".")
             whole = keys.get(name)
-            value = {**(whole if isinstance(whole, Mapping) else {}), band: value}
+            kept = whole.items() if isinstance(whole, Mapping) else ()
+            value = {**{_named(each): weight for each, weight in kept}, band: value}
         keys[name] = value
     return tree
 

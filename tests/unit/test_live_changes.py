@@ -130,7 +130,7 @@ def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
     assert tuning.overrides(configured, note) == {"band_weights": [60, 30, 10]}
     assert tuning.nested(note) == {"fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}}
     # And so they are beside a whole mapping, as earlier versions kept it, in whatever order
-    whole = {"fair_request_queue.band_weights": {"Critical": 80, "Default": 5}}
+    whole = {"fair_request_queue.band_weights": {"critical": 80, "Default": 5}}
     for mixed in ({**whole, **note}, {**note, **whole}):
         assert tuning.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
     # And each is taken back by itself, or all

@@ -314,9 +314,35 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
         assert bench.free == 0
 
 
-async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go() -> (
-    None
-):
+@pytest.mark.parametrize("pulsed", [False, True])
+async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_then_they_pay_nobody(
+    pulsed: bool,
+) -> None:
+    # Given a full pool, and a replica that Redis answers again, which has heard ends and told nothing yet
+    full = replace(PULSE, stock=10.0)
+    bench = Bench(full)
+    placed = await bench.gate.admit(ask("before"), held=False)
+    bench.gate._lose("it went")
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        for _ in range(2):
+            bench.gate.beat(full, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING)
+        for n in range(4):
+            bench.end(f"theirs {n}", placed)
+        assert (bench.gate.degraded, bench.free) == (True, 4)
+        # When the shared state, which has heard them too and given the places to others, goes again
+        if pulsed:
+            bench.gate.beat(full, 0.001)
+        bench.gate._lose("it went again")
+        # Then they are not this replica's to give
+        assert bench.free == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go(
+    shared: bool,
+) -> None:
     # Given a replica on its way back whose places are all paid to requests that wait in the shared queue
     bench = Bench()
     bench.store.away = True
@@ -331,6 +357,9 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
         free = int(bench.free)
         waiting = [asyncio.create_task(bench.gate.admit(ask(f"w{n}"), held=False)) for n in range(free)]
         await until(lambda: bench.shared.waiting == free > 0)
+        if shared:
+            bench.tell_peers()
+            await eventually(lambda: bench.gate.mode is Mode.SHARED)
         # When the shared state, in which others have filled the stock, goes again
         bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
         bench.gate._lose("it went again")
