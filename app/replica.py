@@ -89,7 +89,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     )
     lists = FleetLists(store, membership, lookout, parts.chooser, replica)
     controls = FleetControls(store, membership, settings)
-    events = Events(Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled))
+    snapshots = Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled)
+    events = Events(snapshots, snapshots.recent)
     source = source_of(settings.discovery)
     stopping = _on_signal()
 

@@ -29,6 +29,10 @@ def event(name: str, data: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(data))
 
 
+def _bytes(events: list[tuple[str, Any]]) -> bytes:
+    return b"".join(event(name, data) for name, data in events)
+
+
 class Listener:
     """One open stream. `dropped` is set when it must end, whether or not it is being read."""
 
@@ -59,10 +63,12 @@ class Listener:
 
 
 class Events:
-    """The listeners of one replica. `look` reads what there is to tell, as (event, data)."""
+    """The listeners of one replica. `look` reads what there is to tell, as (event, data); `recent` says what
+    a listener is told first that joins others.
+    """
 
-    def __init__(self, look: Look) -> None:
-        self._look = look
+    def __init__(self, look: Look, recent: Callable[[], list[tuple[str, Any]]] = list) -> None:
+        self._look, self._recent = look, recent
         self._listeners: set[Listener] = set()
         self._wanted = asyncio.Event()
         self._closed = False
@@ -77,6 +83,8 @@ class Events:
         if self._closed or len(self._listeners) >= MOST_LISTENERS:
             return None
         listener = Listener()
+        if recent := _bytes(self._recent()):
+            listener.tell(recent)
         self._listeners.add(listener)
         self._wanted.set()
         return listener
@@ -102,7 +110,7 @@ class Events:
     async def _said(self) -> bytes:
         try:
             async with asyncio.timeout(_LOOK_S):
-                return b"".join(event(name, data) for name, data in await self._look())
+                return _bytes(await self._look())
         except TimeoutError:
             detail = f"the shared state did not answer within {_LOOK_S:g} s"
         except RequestError as fault:

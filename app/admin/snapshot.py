@@ -1,5 +1,7 @@
 """What the event stream tells each second."""
 
+import math
+import time
 from typing import Any
 
 from app.admin.shown import BANDS
@@ -9,6 +11,7 @@ from app.state.reads import Reads
 ROWS = 50
 _SCANNED = 200  # workloads among which the busiest are looked for
 _MOST_DECISIONS = 100
+_IDLE_S = 5.0  # after so long without a look nobody listens, and the next one begins anew
 
 
 class Snapshots:
@@ -19,9 +22,13 @@ class Snapshots:
         self._lists = lists
         self._reads = reads
         self._logging = logging
-        self._last_seq: int | None = None
+        self._found: list[dict[str, Any]] | None = None  # by the look before, where there was one
+        self._asked_s = -math.inf
 
     async def __call__(self) -> list[tuple[str, Any]]:
+        if self._idle():
+            self._found = None
+        self._asked_s = time.monotonic()
         state = await self._view.state()
         flows = await self._lists.flows(ROWS, None, None)
         workloads = await self._lists.workloads(_SCANNED, None)
@@ -46,12 +53,25 @@ class Snapshots:
     async def _decisions(self) -> dict[str, Any]:
         """The entries since the last time, newest last; `skipped` is how many more there were."""
         found = [_entry(fields) for fields in await self._reads.decisions(_MOST_DECISIONS)]
-        last, newest = self._last_seq, found[-1]["seq"] if found else 0
-        self._last_seq = newest
-        if last is None or newest < last:  # the first look, or another life of the pool
+        before, self._found = self._found, found
+        last, newest = _newest(before or []), _newest(found)
+        if before is None or newest < last:  # the first look, or another life of the pool
             return {"entries": found, "skipped": 0}
         fresh = [entry for entry in found if entry["seq"] > last]
         return {"entries": fresh, "skipped": newest - last - len(fresh)}
+
+    def recent(self) -> list[tuple[str, Any]]:
+        """What one who joins others has to be told, for the next look to go on from."""
+        if self._idle() or not self._found:
+            return []
+        return [("decisions", {"entries": self._found, "skipped": 0})]
+
+    def _idle(self) -> bool:
+        return time.monotonic() - self._asked_s > _IDLE_S
+
+
+def _newest(entries: list[dict[str, Any]]) -> int:
+    return int(entries[-1]["seq"]) if entries else 0
 
 
 def _entry(fields: dict[str, str]) -> dict[str, Any]:

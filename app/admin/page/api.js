@@ -4,6 +4,7 @@ import { askToken } from "./dialogs.js";
 
 const KEY = "picker-token";
 const DEADLINE_MS = 8000;
+const TOKEN = /^[\x21-\x7e]{1,512}$/; // what a header can bring; a pasted one may hold what nobody sees
 
 export class Problem extends Error {
   constructor(status, detail) {
@@ -25,7 +26,8 @@ export async function change(path) {
       return await call("POST", path);
     } catch (fault) {
       if (fault.status !== 401) throw fault;
-      const token = await askToken(wrong && sessionStorage.getItem(KEY) !== null);
+      let token = await askToken(wrong && sessionStorage.getItem(KEY) !== null);
+      while (token && !TOKEN.test(token)) token = await askToken(true);
       if (!token) throw fault;
       sessionStorage.setItem(KEY, token);
     }

@@ -16,6 +16,8 @@ export async function offer(button, { title, text, yes, path, done }) {
     return false;
   } finally {
     button.disabled = false;
-    if (button.isConnected) button.focus({ preventScroll: true });
+    // Not from somebody who has gone on to something else: a space would press the button.
+    const idle = [document.body, button, null].includes(document.activeElement);
+    if (button.isConnected && idle) button.focus({ preventScroll: true });
   }
 }

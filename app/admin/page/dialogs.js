@@ -43,7 +43,7 @@ export function tell(text, wanted) {
 }
 
 // A dialog tells that it was closed a moment later. Who asks again within that moment must not hear of the
-// question before: that one is answered with no.
+// question before: that one has the answer it was closed with, or no where it is still open.
 const asked = new Map();
 
 for (const dialog of document.querySelectorAll("dialog")) {
@@ -53,7 +53,7 @@ for (const dialog of document.querySelectorAll("dialog")) {
 }
 
 function answered(dialog) {
-  asked.get(dialog)?.("");
+  asked.get(dialog)?.(dialog.open ? "" : dialog.returnValue);
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => asked.set(dialog, resolve));

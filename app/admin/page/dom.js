@@ -59,17 +59,22 @@ export class Rows {
 
   show(items) {
     const focused = document.activeElement;
-    const next = new Map();
+    const wanted = new Map();
     for (const item of items) {
       let key = this.key(item);
-      while (next.has(key)) key += " again";
+      while (wanted.has(key)) key += " again";
+      wanted.set(key, item);
+    }
+    // Who has gone goes first: what stays is then not moved, and a button that is pressed gets its click.
+    for (const [key, { tr }] of this.kept) if (!wanted.has(key)) tr.remove();
+    const next = new Map();
+    for (const [key, item] of wanted) {
       const made = this.kept.get(key) ?? this.make();
       made.update(item);
       const place = this.body.children[next.size] ?? null;
       if (place !== made.tr) this.body.insertBefore(made.tr, place);
       next.set(key, made);
     }
-    while (this.body.children.length > next.size) this.body.lastElementChild.remove();
     this.kept = next;
     // Moving a row takes the focus from it.
     if (focused !== document.activeElement && this.body.contains(focused)) focused.focus({ preventScroll: true });

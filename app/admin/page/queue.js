@@ -90,6 +90,7 @@ function show({ requests, total, cursor, order }) {
 }
 
 function turn() {
+  after = null; // the next page's cursor comes with this one
   byId("queue-follow").checked = pages.length === 1; // a page further back is not pulled from under the reader
   load();
 }
