@@ -284,6 +284,53 @@ async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any) ->
     assert not (await shared(here))["paused"]
 
 
+async def test_a_yes_is_done_though_another_question_follows_at_once(here: Any) -> None:
+    async with dashboard(here) as page:
+        # Given a question answered yes, and one more asked before the browser tells that the first was closed
+        await page.page.evaluate(
+            "const [pause, yes] = ['pause', 'confirm-yes'].map((id) => document.getElementById(id));"
+            "pause.click(); yes.click(); pause.click()"
+        )
+        # Then what was agreed to is done, and the second is still open
+        await page.says("#toast", "stopped dispatching")
+        await page.confirm("Cancel")
+        await page.says("#pause", "Resume dispatch")
+        await page.page.click("#pause")
+        await page.confirm("Resume")
+        await page.says("#toast", "dispatches again")
+    assert not (await shared(here))["paused"]
+
+
+async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves(here: Any) -> None:
+    async with dashboard(here) as page:
+        # Given rows, and the pointer down on the button of the last
+        answer = await page.page.evaluate(
+            """async () => {
+              const { Rows, el } = await import(`${location.origin}/static/dom.js`);
+              const body = document.body.appendChild(el("table")).appendChild(el("tbody"));
+              const rows = new Rows(body, (each) => each, () => {
+                const tr = el("tr");
+                tr.appendChild(el("td")).appendChild(el("button"));
+                return { tr, update() {} };
+              });
+              rows.show(["a", "b", "c", "d"]);
+              let moved = 0;
+              const watch = new MutationObserver((all) => {
+                for (const each of all) moved += each.addedNodes.length;
+              });
+              watch.observe(body, { childList: true });
+              const kept = body.lastElementChild;
+              // When the first of them leaves
+              rows.show(["b", "c", "d"]);
+              await Promise.resolve();
+              body.parentElement.remove();
+              return [moved, kept === body.lastElementChild, body.children.length];
+            }"""
+        )
+        # Then no other is taken out and put in again, which would cost it the click
+        assert answer == [0, True, 3]
+
+
 async def test_names_of_clients_are_text_whatever_they_say(here: Any) -> None:
     # Given a flow and a workload whose names are markup
     workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'
