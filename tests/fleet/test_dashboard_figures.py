@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import page_figures as figures
 import pytest
 from dashboard_page import Dashboard, dashboard, listening
 from fleet_load import PATIENT, at_rest
+from page_reading import UNREADABLE
 
 SLOW = ("--no-restart", "--endpoints", "3", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
@@ -162,3 +163,29 @@ def kept(page: Dashboard) -> list[Any]:
     answers: list[Any] = []
     page.page.on("response", lambda answer: "/api/v1/queue" in answer.url and answers.append(answer))
     return answers
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_on_a_phone_every_figure_can_be_read_and_none_lies_beside_the_screen(
+    here: Any, scheme: Literal["light", "dark"]
+) -> None:
+    # Given load, and a screen of 390 pixels
+    phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
+    async with load(here), listening(here) as snapshots, dashboard(here, **phone) as page:
+        await page.until(
+            "() => ['flows', 'workloads'].every((id) => document.querySelector(`#rows-${id} tr`))"
+        )
+        # When each cell of each view is scrolled to
+        found = await page.page.evaluate(UNREADABLE, ["endpoints", "workloads", "replicas", "flows"])
+        # Then each is there, whole, under its column's title, and stands out from its ground
+        assert found["faults"] == []
+        assert found["cells"] >= 3 * 7 + 1 * 5 + 3 * 7 + 1 * 8
+        assert found["width"] <= 390
+        # And each is still the API's
+        shown = await page.page.evaluate(figures.PAGE)
+        shot = await snapshots.taken(shown["at"])
+        figures.bands(shown["bands"], shot)
+        figures.flows(shown["flows"], shot)
+        figures.workloads(shown["workloads"], shot)
+        figures.endpoints(shown["endpoints"], shot)
+        figures.replicas(shown["replicas"], shot)
