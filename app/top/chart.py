@@ -52,8 +52,7 @@ def charts(moments: Sequence[Moment], unit: str, *, width: int, height: int) -> 
 def _stock(moments: Sequence[Moment], unit: str, width: int, height: int) -> list[Text]:
     last = moments[-1]
     said = _words("in flight", moments, lambda each: each.stock, unit, width)
-    bounds = f"; dispatch below {number(last.lower)}, aim {number(last.watermark)}, never above"
-    said.append(f"{bounds} {number(last.upper)}")
+    said.append(f"; bounds {number(last.lower)} to {number(last.upper)}")
     said.truncate(width, overflow="ellipsis")
     drawn = _drawn(moments, lambda each: each.stock, ("upper", "lower", "watermark"), width, height - 1)
     return [said, *drawn]
@@ -122,7 +121,7 @@ def _cell(
         return " ", ""
     bound = next((each for each in bounds if _row(getattr(moment, each), most, height) == row), None)
     eighths = max(0, min(8, round(8 * (of(moment) / most * height - row))))
-    if bound is None:
+    if bound is None or 0 < eighths < 8:
         return _BLOCKS[eighths], "cyan"
     return "─", f"{_STYLES[bound]} on cyan" if eighths == 8 else _STYLES[bound]
 

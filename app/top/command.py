@@ -75,7 +75,7 @@ def _once(admin: Admin, console: Console, view: int) -> int:
             raise AdminFault(page.fault)
         news = replace(news, page=page)
     if not console.is_terminal:
-        height = max(_HEIGHT, height_of(len(place.things(news))))
+        height = max(_HEIGHT, height_of(VIEWS[view], len(place.things(news)), console.width))
     console.print(frame(news, place, url=admin.url, width=console.width, height=height))
     return 0
 

@@ -50,9 +50,10 @@ def room(view: View, width: int, height: int) -> int:
     return max(1, height - _ABOVE - _BELOW - _detail_lines(view, width, height))
 
 
-def height_of(rows: int) -> int:
-    """The height of a frame that has room for so many rows and leaves no column out."""
-    return rows + _ABOVE + _BELOW
+def height_of(view: View, rows: int, width: int) -> int:
+    """The height of a frame that has room for so many rows of a view."""
+    bare = max(rows + _ABOVE + _BELOW, _LEAST_FOR_DETAIL)
+    return bare + _detail_lines(view, width, bare)
 
 
 def _detail_lines(view: View, width: int, height: int) -> int:

@@ -74,7 +74,9 @@ def detail(view: View, thing: Thing, *, width: int, lines: int) -> list[Text]:
     """Exactly `lines` lines: the whole name of a row, and what its columns left out for want of room."""
     cells, shown = view.cells(thing, 1.0), view.shown(width)
     parts = [str(cells[view.named])]
-    parts += [f"{each.title} {cells[at]}" for at, each in enumerate(view.columns) if at not in shown]
+    parts += [
+        f"{each.title} {cells[at]}" for at, each in enumerate(view.columns) if at not in (*shown, view.named)
+    ]
     said = " · ".join(parts)
     room = width * lines
     said = said if len(said) <= room else f"{said[: room - 1]}…"

@@ -6,6 +6,7 @@ from app.top.chart import charts
 from app.top.feed import News
 from app.top.frame import Place, height_of
 from app.top.operator import Operator
+from app.top.views import VIEWS
 
 
 def test_given_a_queue_when_drawn_at_80_by_24_then_its_first_requests_are_there_in_order() -> None:
@@ -82,11 +83,14 @@ def test_given_five_minutes_of_stock_when_drawn_then_its_line_its_bounds_and_its
     # Given a stock that went up from 0 to 8, of bounds of 7.2 and 8.8
     drawn = [str(line) for line in charts(moments(), "requests", width=80, height=18)]
     assert len(drawn) == 18
-    assert drawn[0].startswith("in flight 8 requests now; 0 to 8 over 4 m 59 s; dispatch below 7.2")
-    # Then each bound has a line with its figure, from the first moment to the last
+    assert drawn[0].startswith("in flight 8 requests now; 0 to 8 over 4 m 59 s; bounds 7.2 to 8.8")
+    # Then each bound has a line with its figure, broken at most where the stock just crosses it
     for bound in ("8.8", "7.2"):
         (line,) = [line for line in drawn[1:12] if line.startswith(f"{bound:>8}")]
-        assert set(line[9:]) == {"─"}
+        assert line[9:].count("─") >= 69
+    # And the stock's end is seen below the upper one
+    assert drawn[3].startswith("       8 ")
+    assert drawn[3][-1] in "▁▂▃▄▅▆▇"
     # And the columns go up, and stay
     heights = [
         sum(cell == "█" for cell in column)
@@ -121,6 +125,7 @@ def test_given_a_narrow_terminal_when_an_endpoint_is_chosen_then_its_adapters_ar
 
 
 def test_given_no_terminal_when_drawn_then_the_frame_has_room_for_each_row() -> None:
-    drawn = lines(news(), Place(QUEUE), width=160, height=height_of(30))
-    assert sum("Default" in line for line in drawn[6:]) == 30
+    for width in (80, 160):
+        drawn = lines(news(), Place(QUEUE), width, height_of(VIEWS[QUEUE], 30, width))
+        assert sum("Default" in line for line in drawn[6:]) == 30
     assert "4f1d9c00-0000-4000-8000-000000000007" in "\n".join(drawn)
