@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.text import Text
@@ -88,9 +88,10 @@ def _drawn(
         said = number(getattr(moments[-1], name)) if name in bounds else name
         if row == height - 1 and not said:
             said = number(most)
-        line = Text(f"{said:>{_SCALE_CELLS}} ", "dim", no_wrap=True)
-        for moment in columns:
-            line.append(*_cell(moment, of, bounds, most, row, height))
+        line = Text(no_wrap=True).append(f"{said:>{_SCALE_CELLS}} ", "dim")
+        cells = [_cell(moment, of, bounds, most, row, height) for moment in columns]
+        for style, stretch in groupby(cells, key=lambda cell: cell[1]):  # few escapes: it may go over SSH
+            line.append("".join(sign for sign, _ in stretch), style)
         lines.append(line)
     return lines
 

@@ -66,7 +66,10 @@ def table(
     scale = _scale(things)
     for row, thing in enumerate(things[first : first + rows], first):
         cells = view.cells(thing, scale)
-        made.add_row(*(cells[at] for at in shown), style="reverse" if row == selected else "")
+        told = [cells[at] for at in shown]
+        if row == selected:  # the rest keeps its own colours: a bar turned inside out says the opposite
+            told[0] = Text(str(told[0]), "reverse")
+        made.add_row(*told, style="bold" if row == selected else "")
     return made
 
 

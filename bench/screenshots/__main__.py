@@ -26,6 +26,7 @@ _PATIENCE_MS = 120_000
 _CELLS, _LINES, _ROWS = 80, 24, 14  # of picker top, as over SSH
 _DESK: ViewportSize = {"width": 1280, "height": 1010}
 _PHONE: ViewportSize = {"width": 390, "height": 1400}
+_PALM: ViewportSize = {"width": 390, "height": 844}
 PAGES: tuple[tuple[str, Literal["light", "dark"], ViewportSize], ...] = (
     ("light", "light", _DESK),
     ("dark", "dark", _DESK),
@@ -52,11 +53,9 @@ def main(seconds: float, folder: Path) -> None:
             for page, file in pages:
                 page.bring_to_front()  # one behind another may wait long for its next frame
                 _save(page.screenshot(timeout=_PATIENCE_MS), file)
-            phone = pages[-1][0]
-            _save(
-                phone.locator("#endpoints").screenshot(timeout=_PATIENCE_MS),
-                folder / "dashboard-phone-endpoints.png",
-            )
+            page.set_viewport_size(_PALM)
+            page.evaluate("location.hash = 'endpoints'")
+            _save(page.screenshot(timeout=_PATIENCE_MS), folder / "dashboard-phone-endpoints.png")
             chromium.close()
             news = feed.news(read(api, "", _ROWS))
         for name in ("flows", "queue", "stock"):

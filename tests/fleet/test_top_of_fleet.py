@@ -83,30 +83,37 @@ class Terminal:
         os.close(self._theirs)
 
 
-async def test_one_frame_goes_to_a_pipe(here: Any) -> None:
-    # Given a script, when it asks for one frame of each view
-    url = here.state["replicas"][1]["admin"]
-    for view in ("flows", "workloads", "endpoints", "replicas", "queue", "log", "stock"):
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [*TOP, url, "--once", "--view", view],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=PLAIN,
-        )
-        # Then it has it, and no escape sequences
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "2 of 2 ready" in done.stdout
-        assert "2 of 2 live" in done.stdout
-        assert "\x1b" not in done.stdout
-        if view == "endpoints":
-            assert all(endpoint["address"] in done.stdout for endpoint in here.state["endpoints"])
-            assert "Adapters" in done.stdout  # no column is left out where no terminal is too narrow
-        if view == "log":
-            assert "the decision log is off" in done.stdout
-        if view == "stock":
-            assert "in flight 0 requests now" in done.stdout
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        ("flows", "no flows"),
+        ("workloads", "no workloads"),
+        ("endpoints", "Adapters"),  # no column is left out where no terminal is too narrow
+        ("replicas", "Version"),
+        ("queue", "nothing waits"),
+        ("log", "the decision log is off"),
+        ("stock", "in flight 0 requests now"),
+    ],
+)
+async def test_one_frame_goes_to_a_pipe(here: Any, view: str, said: str) -> None:
+    # Given a script, when it asks for one frame of a view
+    done = await once(here.state["replicas"][1]["admin"], view)
+    # Then it has it, and no escape sequences
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 of 2 ready" in done.stdout
+    assert "2 of 2 live" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert said in done.stdout
+    if view == "endpoints":
+        assert all(endpoint["address"] in done.stdout for endpoint in here.state["endpoints"])
+
+
+async def once(url: str, view: str) -> subprocess.CompletedProcess[str]:
+    """One frame of a view, as a script gets it."""
+    command = [*TOP, url, "--once", "--view", view]
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, env=PLAIN
+    )
 
 
 async def test_a_replica_that_is_not_there_is_told_at_once() -> None:
@@ -160,14 +167,7 @@ async def test_the_queue_is_read_in_its_order_page_by_page_and_a_request_of_it_i
         order = [(each["flow"], each["id"]) for each in listed]
         assert sorted(flow for flow, _ in order) == names
         # When a script asks for the queue, then it has each request, in the API's order
-        frame = await asyncio.to_thread(
-            subprocess.run,
-            [*TOP, admin, "--once", "--view", "queue"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=PLAIN,
-        )
+        frame = await once(admin, "queue")
         rows = [line.split() for line in frame.stdout.splitlines() if "flow-" in line]
         assert [row[1] for row in rows] == [flow for flow, _ in order]
         assert all(request in frame.stdout for _, request in order)

@@ -55,7 +55,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 const HOW = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
-  const { tr, cells } = row("addr head", "", "n", "n", "n", "n", "act");
+  const { tr, cells } = row("addr head", "", "n", "n", "n", "n long", "act");
   const address = cells[0].appendChild(el("span"));
   const adapters = cells[0].appendChild(el("small"));
   const status = cells[1].appendChild(el("span", "state"));
@@ -100,7 +100,7 @@ function drain(button, { address, status, in_flight: there }) {
 }
 
 const replicas = new Rows(byId("rows-replicas"), (replica) => replica.id, () => {
-  const { tr, cells } = row("name head", "", "n", "n", "", "n", "");
+  const { tr, cells } = row("name head", "", "n", "n", "long", "n", "");
   const state = cells[1].appendChild(el("span", "state"));
   const link = cells[4].appendChild(el("a"));
   return {
