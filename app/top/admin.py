@@ -1,17 +1,19 @@
-"""One replica's admin API, as `picker top` uses it: the stream of events, and changes."""
+"""One replica's admin API, as `picker top` uses it: the stream of events, the queue's pages, and changes."""
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from app.errors import PickerError
 
 _SILENCE_S = 5.0  # a snapshot comes each second
-_CHANGE_S = 5.0
+_CALL_S = 5.0
 _MOST_LINE_BYTES = 4 << 20
-_WANTED = {"snapshot": "state", "unavailable": "detail"}  # events, and what each must have
+# Events, and what each must have.
+_WANTED = {"snapshot": "state", "decisions": "entries", "unavailable": "detail"}
 
 
 class AdminFault(PickerError):
@@ -40,7 +42,8 @@ class Admin:
         self._token = token
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The fleet each second, as ("snapshot", figures) or ("unavailable", {"detail"}), until it ends.
+        """The fleet each second until it ends, as ("snapshot", figures) and, while decisions are logged,
+        ("decisions", {"entries", "skipped"}); or as ("unavailable", {"detail"}).
 
         Close the iterator to leave.
 
@@ -59,20 +62,35 @@ class Admin:
         finally:
             connection.close()
 
+    def queue(self, limit: int, cursor: str) -> dict[str, Any]:
+        """A page of waiting requests in dispatch order; `cursor` is of the page before, or empty.
+
+        Raises:
+            AdminFault: it refuses, says nothing for 5 s, or what it says cannot be read.
+        """
+        asked = urlencode({"limit": limit, **({"cursor": cursor} if cursor else {})})
+        page = self._call("GET", f"queue?{asked}")
+        if not isinstance(page, dict) or not isinstance(page.get("requests"), list):
+            raise AdminFault(f"{self.url}: a queue that says nothing")
+        return page
+
     def change(self, path: str) -> None:
         """POST `path` (below /api/v1).
 
         Raises:
             AdminFault: it was not done; or, after a silence of 5 s, may not have been.
         """
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        connection = self._connect(_CHANGE_S)
+        self._call("POST", path, {"authorization": f"Bearer {self._token}"} if self._token else {})
+
+    def _call(self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
+        connection = self._connect(_CALL_S)
         try:
-            connection.request("POST", f"{self._path}/api/v1/{path}", headers=headers)
+            connection.request(method, f"{self._path}/api/v1/{path}", headers=dict(headers))
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AdminFault(self._refusal(answer))
-        except (OSError, http.client.HTTPException, ValueError) as fault:  # the last: no header can be so
+            return json.loads(answer.read(_MOST_LINE_BYTES))
+        except (OSError, http.client.HTTPException, ValueError) as fault:  # the last: no header, or no JSON
             raise AdminFault(f"{self.url}: {fault or type(fault).__name__}") from fault
         finally:
             connection.close()

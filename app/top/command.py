@@ -5,21 +5,25 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
 
 from app.top.admin import Admin, AdminFault
-from app.top.feed import Feed
-from app.top.frame import Place, frame
+from app.top.feed import Feed, Page
+from app.top.frame import Place, frame, height_of, room
 from app.top.keys import keyboard
 from app.top.operator import Operator
-from app.top.tables import VIEWS
+from app.top.pages import Pages, read
+from app.top.views import VIEWS
 
 _FIRST_S = 8.0
 _LOOK_S = 0.25
-_HEIGHT = 24  # of a frame that goes to no terminal
+_HEIGHT = 24  # of a frame that goes to no terminal, if not more rows are to be had
+_WIDTH = 160  # likewise, unless COLUMNS says otherwise: every column has room
+_MOST_ROWS = 100  # of the queue, in one frame
 _TOKEN = "PICKER_ADMIN__TOKEN"
 
 
@@ -44,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """
     admin = Admin(args.admin, os.environ.get(_TOKEN))
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_WIDTH)
     view = next(at for at, each in enumerate(VIEWS) if each.name == args.view)
     if args.once:
         return _once(admin, console, view)
@@ -56,33 +62,57 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(admin: Admin, console: Console, view: int) -> int:
+    name = VIEWS[view].name
     with Feed(admin) as feed:
-        news = feed.first(_FIRST_S)
+        news = feed.first(_FIRST_S, decisions=name == "log")
     if news.shot is None:
         raise AdminFault(news.fault or f"{admin.url} said nothing for {_FIRST_S:g} s")
-    height = console.height - 1 if console.is_terminal else _HEIGHT
-    console.print(frame(news, Place(view), url=admin.url, width=console.width, height=height))
+    place, height = Place(view), console.height - 1
+    if name == "queue":
+        limit = room(VIEWS[view], console.width, height) if console.is_terminal else _MOST_ROWS
+        page = read(admin, "", limit)
+        if page.fault:
+            raise AdminFault(page.fault)
+        news = replace(news, page=page)
+    if not console.is_terminal:
+        height = max(_HEIGHT, height_of(VIEWS[view], len(place.things(news)), console.width))
+    console.print(frame(news, place, url=admin.url, width=console.width, height=height))
     return 0
 
 
 def _follow(admin: Admin, console: Console, view: int) -> None:
-    operator = Operator(admin.change)
-    operator.place = Place(view)
     with (
         Feed(admin) as feed,
+        Pages(admin) as pages,
         keyboard() as keys,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
+
+        def change(path: str) -> None:
+            admin.change(path)
+            pages.again()
+
+        operator = Operator(change)
+        operator.place = Place(view)
         feed.first(_LOOK_S)
         while not operator.leaving:
-            news = feed.news()
+            news = feed.news(_page(pages, operator.place, console))
             shown = frame(news, operator.place, url=admin.url, width=console.width, height=console.height)
             live.update(shown, refresh=True)
             pressed = keys.pressed(_LOOK_S)
             if pressed == "gone":
                 return
             for key in pressed:
-                operator.press(key, news.shot)
+                operator.press(key, news)
+
+
+def _page(pages: Pages, place: Place, console: Console) -> Page | None:
+    """The page of the queue that is looked at, as long as the terminal is high."""
+    view = VIEWS[place.view]
+    if view.name != "queue":
+        pages.away()
+        return None
+    return pages.look(place.cursor, room(view, console.width, console.height))
 
 
 def _leave(number: int, _: FrameType | None) -> None:

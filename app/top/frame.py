@@ -1,30 +1,63 @@
 """What is on the terminal: pure, from news and from where the operator is."""
 
 import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from app.top.chart import charts
 from app.top.feed import News
-from app.top.tables import VIEWS, View, table
+from app.top.tables import ROOMY, Thing, View, detail, table
+from app.top.views import VIEWS
 from app.top.words import bar, number, plain, seconds
 
 _ABOVE = 6  # lines above the table's rows: head, figures, tabs and the table's own head
 _BELOW = 2
+_DETAIL = 2  # lines for the chosen row, where not every column has room
+_LEAST_FOR_DETAIL = 16  # lines of the terminal
+_HINTS: dict[str, str] = {
+    "endpoints": "d drain/undrain  ",
+    "queue": "e evict  n/b pages  ",
+    "log": "space hold  ",
+}
 _STOCK_CELLS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the operator is: the view, the selected row, a question that waits for y, and what was done."""
+    """Where the operator is: the view, the selected row, a question that waits for y, and what was done.
+
+    `cursor`: behind which the queue's page begins; `held`: the decisions that are kept as they were.
+    """
 
     view: int = 0
     row: int = 0
     question: str = ""
     said: str = ""
+    cursor: str = ""
+    held: tuple[dict[str, Any], ...] | None = None
+
+    def things(self, news: News) -> Sequence[Thing]:
+        """The rows of its view."""
+        return VIEWS[self.view].things(news if self.held is None else replace(news, decisions=self.held))
+
+
+def room(view: View, width: int, height: int) -> int:
+    """How many rows of a view a terminal has lines for."""
+    return max(1, height - _ABOVE - _BELOW - _detail_lines(view, width, height))
+
+
+def height_of(view: View, rows: int, width: int) -> int:
+    """The height of a frame that has room for so many rows of a view."""
+    bare = max(rows + _ABOVE + _BELOW, _LEAST_FOR_DETAIL)
+    return bare + _detail_lines(view, width, bare)
+
+
+def _detail_lines(view: View, width: int, height: int) -> int:
+    return _DETAIL if width < ROOMY and height >= _LEAST_FOR_DETAIL and view.columns else 0
 
 
 def frame(news: News, place: Place, *, url: str, width: int, height: int) -> RenderableType:
@@ -33,20 +66,29 @@ def frame(news: News, place: Place, *, url: str, width: int, height: int) -> Ren
         why = plain(news.fault) or "waiting for the first figures"
         return Group(Text(f"picker top: {url}", "bold"), Text(why), Text(), _foot(place, VIEWS[0]))
     shot, view = news.shot, VIEWS[place.view]
-    rows = max(1, height - _ABOVE - _BELOW)
-    things = view.things(shot)
-    row = min(place.row, max(0, len(things) - 1))
+    head: list[RenderableType] = [*_head(shot["state"], shot, news), _tabs(place, news)]
+    lines = max(1, height - len(head) - 1)
+    return Group(*head, *_body(view, place, news, width, height, lines), _foot(place, view, news.fault))
+
+
+def _body(
+    view: View, place: Place, news: News, width: int, height: int, lines: int
+) -> Sequence[RenderableType]:
+    """Exactly `lines` lines."""
+    if not view.columns:
+        unit = (news.shot or {})["state"].get("unit", "requests")
+        return charts(news.moments, unit, width=width, height=lines)
+    things = place.things(news)
+    if not things:
+        why = Text(view.none(news) or f"no {view.name}", "dim", no_wrap=True, overflow="ellipsis")
+        return [Text(), why, *[Text()] * (lines - 2)][-lines:]
+    rows = room(view, width, height)
+    row = min(place.row, len(things) - 1)
     first = max(0, min(row - rows // 2, len(things) - rows))
-    body: list[RenderableType] = [*_head(shot["state"], shot, news), _tabs(place, shot)]
-    if things:
-        selected = row if view.name == "endpoints" or row else None
-        body.append(table(view, shot, first=first, rows=rows, selected=selected, width=width))
-    else:
-        body += [Text(), Text(f"no {view.name}", "dim")]
-    blank = height - _ABOVE - min(len(things) - first, rows) - 1
-    return Group(
-        *body, *([Text()] * max(0, blank if things else height - _ABOVE - 2)), _foot(place, view, news.fault)
-    )
+    drawn = table(view, things, first=first, rows=rows, selected=row, width=width)
+    more = detail(view, things[row], width=width, lines=_detail_lines(view, width, height))
+    blank = lines - 1 - min(len(things) - first, rows) - len(more)
+    return [drawn, *[Text()] * blank, *more]
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
@@ -114,13 +156,19 @@ def _why(state: Mapping[str, Any], ready: int) -> str:
     return "waiting: to be dispatched now"
 
 
-def _tabs(place: Place, shot: Mapping[str, Any]) -> Text:
+def _tabs(place: Place, news: News) -> Text:
     line = _line()
     for at, view in enumerate(VIEWS):
-        said, total = len(view.things(shot)), view.total(shot)
-        count = f"{number(said, 0)} of {number(total, 0)}" if said < total else number(total, 0)
-        line.append(f" {at + 1} {view.name} ({count}) ", "reverse" if at == place.view else "dim")
-        line.append(" ")
+        name = f"{at + 1} {view.name}"
+        if at != place.view:
+            line.append(f"{name} ", "dim")
+        elif not view.columns:
+            line.append(f" {name} ", "reverse")
+        else:
+            said, total = len(place.things(news)), view.total(news)
+            paged = view.name != "queue" and said < total
+            count = f"{number(said, 0)} of {number(total, 0)}" if paged else number(total, 0)
+            line.append(f" {name} ({count}{', held' if place.held is not None else ''}) ", "reverse")
     return line
 
 
@@ -131,5 +179,5 @@ def _foot(place: Place, view: View, fault: str = "") -> Text:
         return _line((place.said, "bold"))
     if fault:
         return _line((plain(fault), "bold red"))
-    drain = "d drain/undrain  " if view.name == "endpoints" else ""
-    return _line((f"q quit  p pause/resume  {drain}tab or 1-4 views  ↑↓ rows", "dim"))
+    keys = f"q quit  p pause/resume  {_HINTS.get(view.name, '')}tab or 1-{len(VIEWS)} views  ↑↓ rows"
+    return _line((keys, "dim"))

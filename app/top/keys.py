@@ -11,12 +11,17 @@ from typing import Literal
 
 Key = str  # a character, or one of the names below
 UP, DOWN, TAB, BACK_TAB, ESCAPE = "up", "down", "tab", "back-tab", "escape"
+PAGE_DOWN, PAGE_UP = "page-down", "page-up"
 _SEQUENCES = {
     "\x1b[A": UP,
     "\x1bOA": UP,
     "\x1b[B": DOWN,
     "\x1bOB": DOWN,
     "\x1b[Z": BACK_TAB,
+    "\x1b[6~": PAGE_DOWN,
+    "\x1b[5~": PAGE_UP,
+    "n": PAGE_DOWN,
+    "b": PAGE_UP,
     "\t": TAB,
     "k": UP,
     "j": DOWN,

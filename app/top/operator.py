@@ -6,10 +6,15 @@ from typing import Any
 
 from app.top import keys
 from app.top.admin import AdminFault, part
+from app.top.feed import News
 from app.top.frame import Place
 from app.top.keys import Key
-from app.top.tables import VIEWS
+from app.top.views import VIEWS
 from app.top.words import plain
+
+_NUMBERS = tuple(str(at + 1) for at in range(len(VIEWS)))
+_LEAP = 10  # rows
+_STEPS = {keys.UP: -1, keys.DOWN: 1, keys.PAGE_UP: -_LEAP, keys.PAGE_DOWN: _LEAP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +31,61 @@ class Operator:
     def __init__(self, change: Callable[[str], None]) -> None:
         self._change = change
         self._waiting: Change | None = None
+        self._pages = [""]  # the cursors of the queue's pages up to the one that is looked at
         self.place = Place()
         self.leaving = False
 
-    def press(self, key: Key, shot: Mapping[str, Any] | None) -> None:
-        """`shot` is what the operator saw when pressing it."""
+    def press(self, key: Key, news: News) -> None:
+        """`news` is what the operator saw when pressing it."""
         if self._waiting is not None:
             self._answer(key)
         elif key == "q":
             self.leaving = True
         elif key in (keys.TAB, keys.BACK_TAB):
             step = 1 if key == keys.TAB else -1
-            self.place = Place((self.place.view + step) % len(VIEWS))
-        elif key in "1234" and len(key) == 1:
-            self.place = Place(int(key) - 1)
-        elif shot is None:
+            self._go((self.place.view + step) % len(VIEWS))
+        elif key in _NUMBERS:
+            self._go(_NUMBERS.index(key))
+        elif news.shot is None:
             self.place = replace(self.place, said="")
-        elif key in (keys.UP, keys.DOWN):
-            last = max(0, len(VIEWS[self.place.view].things(shot)) - 1)
-            row = min(self.place.row, last) + (1 if key == keys.DOWN else -1)
-            self.place = replace(self.place, row=max(0, min(last, row)), said="")
+        elif key in _STEPS:
+            self._move(_STEPS[key], key, news)
         elif key == "p":
-            self._pause(shot["state"])
-        elif key == "d" and VIEWS[self.place.view].name == "endpoints" and shot["endpoints"]:
-            self._drain(shot["endpoints"][min(self.place.row, len(shot["endpoints"]) - 1)])
+            self._pause(news.shot["state"])
+        else:
+            self._choose(key, news)
+
+    def _go(self, view: int) -> None:
+        self._pages = [""]
+        self.place = Place(view)
+
+    def _move(self, step: int, key: Key, news: News) -> None:
+        """Up or down by rows; through the queue by its pages."""
+        paged = VIEWS[self.place.view].name == "queue" and key in (keys.PAGE_DOWN, keys.PAGE_UP)
+        if paged and step > 0 and news.page and news.page.following:
+            self._turn([*self._pages, news.page.following])
+        elif paged and step < 0 and len(self._pages) > 1:
+            self._turn(self._pages[:-1])
+        elif not paged:
+            last = max(0, len(self.place.things(news)) - 1)
+            row = min(self.place.row, last) + step
+            self.place = replace(self.place, row=max(0, min(last, row)), said="")
+
+    def _turn(self, pages: list[str]) -> None:
+        self._pages = pages
+        self.place = replace(self.place, row=0, cursor=pages[-1], said="")
+
+    def _choose(self, key: Key, news: News) -> None:
+        """What a view's own keys do with its chosen row."""
+        view, things = VIEWS[self.place.view].name, self.place.things(news)
+        chosen = things[min(self.place.row, len(things) - 1)] if things else None
+        if key == "d" and view == "endpoints" and chosen:
+            self._drain(chosen)
+        elif key == "e" and view == "queue" and chosen:
+            self._evict(chosen)
+        elif key == " " and view == "log":
+            held = news.decisions if self.place.held is None else None
+            self.place = replace(self.place, held=held, said="")
         else:
             self.place = replace(self.place, said="")
 
@@ -72,6 +108,11 @@ class Operator:
             self._ask(
                 f"Send nothing new to {address}?", Change(f"{path}/drain", f"{address} gets nothing new")
             )
+
+    def _evict(self, request: Mapping[str, Any]) -> None:
+        name = request["id"]
+        question = f"Evict {name} of {request['flow']}?"
+        self._ask(question, Change(f"requests/{part(name)}/evict", f"{name} has left the queue"))
 
     def _ask(self, question: str, change: Change) -> None:
         self._waiting = change

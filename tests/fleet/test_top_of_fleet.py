@@ -8,18 +8,30 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
-from fleet_load import shared
+from fleet_load import PATIENT, at_rest, shared
 
 LINES, CELLS = 24, 80
+ROWS = 14  # of the queue, on so many lines
+PLAIN = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 TOP = (sys.executable, "-P", "-m", "app.cli", "top", "--admin")
 
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
     return shared_fleet("--no-restart", "--endpoints", "2", "--replicas", "2")
+
+
+@pytest.fixture
+def logged(fleet: Any) -> Any:
+    """A fleet that logs its decisions, and keeps what waits for as long as the test needs."""
+    config = {"decision_log": {"enabled": True}, "fair_request_queue": {"queue_ttl": "60s"}}
+    return fleet("--no-restart", "--endpoints", "2", "--replicas", "2", config=config)
 
 
 class Terminal:
@@ -35,7 +47,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**PLAIN, "TERM": "xterm-256color"},
         )
         self.seen = ""
         asyncio.get_running_loop().add_reader(self._ours, self._read)
@@ -71,25 +83,42 @@ class Terminal:
         os.close(self._theirs)
 
 
-async def test_one_frame_goes_to_a_pipe(here: Any) -> None:
-    # Given a script, when it asks for one frame of each view
-    url = here.state["replicas"][1]["admin"]
-    for view in ("flows", "workloads", "endpoints", "replicas"):
-        done = await asyncio.to_thread(
-            subprocess.run, [*TOP, url, "--once", "--view", view], capture_output=True, text=True, timeout=60
-        )
-        # Then it has it, and no escape sequences
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "2 of 2 ready" in done.stdout
-        assert "2 of 2 live" in done.stdout
-        assert "\x1b" not in done.stdout
-        if view == "endpoints":
-            assert all(endpoint["address"] in done.stdout for endpoint in here.state["endpoints"])
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        ("flows", "no flows"),
+        ("workloads", "no workloads"),
+        ("endpoints", "Adapters"),  # no column is left out where no terminal is too narrow
+        ("replicas", "Version"),
+        ("queue", "nothing waits"),
+        ("log", "the decision log is off"),
+        ("stock", "in flight 0 requests now"),
+    ],
+)
+async def test_one_frame_goes_to_a_pipe(here: Any, view: str, said: str) -> None:
+    # Given a script, when it asks for one frame of a view
+    done = await once(here.state["replicas"][1]["admin"], view)
+    # Then it has it, and no escape sequences
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 of 2 ready" in done.stdout
+    assert "2 of 2 live" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert said in done.stdout
+    if view == "endpoints":
+        assert all(endpoint["address"] in done.stdout for endpoint in here.state["endpoints"])
+
+
+async def once(url: str, view: str) -> subprocess.CompletedProcess[str]:
+    """One frame of a view, as a script gets it."""
+    command = [*TOP, url, "--once", "--view", view]
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, timeout=60, env=PLAIN
+    )
 
 
 async def test_a_replica_that_is_not_there_is_told_at_once() -> None:
     done = await asyncio.to_thread(
-        subprocess.run, [*TOP, "127.0.0.1:1", "--once"], capture_output=True, text=True, timeout=60
+        subprocess.run, [*TOP, "127.0.0.1:1", "--once"], capture_output=True, text=True, timeout=60, env=PLAIN
     )
     assert done.returncode == 1
     assert "refused" in done.stderr
@@ -125,6 +154,72 @@ async def test_on_a_terminal_keys_drain_and_pause_and_the_terminal_is_left_as_it
         assert terminal.settings() == terminal.before
     finally:
         terminal.close()
+
+
+async def test_the_queue_is_read_in_its_order_page_by_page_and_a_request_of_it_is_evicted(
+    logged: Any,
+) -> None:
+    # Given a paused fleet with more requests than a terminal has lines
+    admin = logged.state["replicas"][0]["admin"]
+    names = [f"flow-{number:02}" for number in range(30)]
+    async with paused(logged, names):
+        listed = (await logged.admin("/api/v1/queue")).json()["requests"]
+        order = [(each["flow"], each["id"]) for each in listed]
+        assert sorted(flow for flow, _ in order) == names
+        # When a script asks for the queue, then it has each request, in the API's order
+        frame = await once(admin, "queue")
+        rows = [line.split() for line in frame.stdout.splitlines() if "flow-" in line]
+        assert [row[1] for row in rows] == [flow for flow, _ in order]
+        assert all(request in frame.stdout for _, request in order)
+        terminal = Terminal(admin)
+        try:
+            # When a terminal of 24 lines shows it, then the first are there, and the others on the next pages
+            await terminal.shows("Picker Fleet")
+            await terminal.press("5", then=order[ROWS - 1][0])
+            assert order[ROWS][0] not in terminal.seen
+            await terminal.press("\x1b[6~", then=order[2 * ROWS - 1][0])
+            await terminal.press("b", then=order[0][0])
+            # When the second is chosen and evicted, then it is asked about first
+            flow, request = order[1]
+            await terminal.press("j", then=request)
+            await terminal.press("e", then=f"Evict {request} of {flow}?")
+            assert (await shared(logged, 1))["queued"] == 30
+            await terminal.press("y", then="has left the queue")
+            assert (await shared(logged, 1))["queued"] == 29
+            # And the log tells of it, newest first, and the chart of what waited
+            await terminal.press("6", then="evicted")
+            await terminal.press("7", then="requests now")
+            assert "bounds" in terminal.seen
+            assert await terminal.left_by("q") == 0
+            assert terminal.settings() == terminal.before
+        finally:
+            terminal.close()
+
+
+@asynccontextmanager
+async def paused(fleet: Any, flows: Sequence[str]) -> AsyncIterator[None]:
+    """A paused fleet with one request of each flow in its queue; at rest on leaving."""
+    url = f"{fleet.state['replicas'][0]['admin']}/api/v1"
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=10.0) as admin,
+        fleet.client(**PATIENT) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        assert (await admin.post(f"{url}/pause")).status_code == 200
+        try:
+            for flow in flows:
+                body = {"model": "llama", "prompt": flow, "max_tokens": 2}
+                headers = {"x-gateway-inference-fairness-id": flow}
+                tasks.create_task(client.post("/v1/completions", json=body, headers=headers))
+
+            async def all_wait() -> bool:
+                return bool((await shared(fleet))["queued"] == len(flows))
+
+            await fleet.eventually(all_wait, what=f"{len(flows)} queued")
+            yield
+        finally:
+            assert (await admin.post(f"{url}/resume")).status_code == 200
+    await at_rest(fleet)
 
 
 async def status_of(fleet: Any, address: str) -> str:

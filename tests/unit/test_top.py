@@ -1,81 +1,30 @@
 """`picker top` without a terminal: what a frame says, what keys do, and what names cannot do."""
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
+from top_news import NOTHING, lines, news, shot
 
 from app.top.admin import Admin, AdminFault
 from app.top.feed import News
-from app.top.frame import Place, frame
+from app.top.frame import Place
 from app.top.keys import parsed
 from app.top.operator import Operator
+from app.top.views import VIEWS
 from app.top.words import bar, number, percent, plain, seconds
-
-HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]gold\u202e"
-
-
-def shot(flows: int = 3, **state: Any) -> dict[str, Any]:
-    """A snapshot with so many flows, the last of them with a hostile name."""
-    names = [*(f"flow-{number}" for number in range(flows - 1)), HOSTILE]
-    return {
-        "at": 1_700_000_000.0,
-        "state": {
-            "pool": "default",
-            "replica": "r-1",
-            "degraded": False,
-            "paused": False,
-            "stock": 8,
-            "bounds": {"lower": 7.2, "watermark": 8, "upper": 8.8},
-            "unit": "requests",
-            "queued": 12,
-            "overdue": 2,
-            "drain_rate": 21.25,
-            "guard_dispatches_total": 4,
-            "bands": [{"band": "Default", "queued": 12, "oldest_s": 4.04}],
-            **state,
-        },
-        "flows": [
-            {
-                "flow": name,
-                "band": "Default",
-                "queued": 4,
-                "oldest_s": 4.04,
-                "weight": 1,
-                "parked": False,
-                "in_flight": None,
-                "served_cost_per_s": 1.5,
-                "share": 0.5,
-                "fair_share": 0.25,
-            }
-            for name in names
-        ],
-        "flows_total": 1000,
-        "workloads": [],
-        "workloads_total": 0,
-        "endpoints": [
-            {"address": "10.0.0.1:8000", "status": "ready", "in_flight": 2},
-            {"address": "10.0.0.2:8000", "status": "drained", "in_flight": 0},
-        ],
-        "replicas": [{"id": "r-1", "live": True, "degraded": False, "this": True}],
-    }
-
-
-def lines(news: News, place: Place, width: int = 80, height: int = 24) -> list[str]:
-    """The frame as a terminal of that size gets it."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    with console.capture() as caught:
-        console.print(frame(news, place, url="http://r", width=width, height=height), end="")
-    return caught.get().splitlines()
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 50), (60, 12)])
-@pytest.mark.parametrize("view", [0, 1, 2, 3])
-def test_given_a_terminal_when_drawn_then_the_frame_fits_it(width: int, height: int, view: int) -> None:
-    drawn = lines(News(shot(flows=50), 0.2, ""), Place(view), width, height)
-    assert len(drawn) <= height
+@pytest.mark.parametrize("view", range(len(VIEWS)))
+@pytest.mark.parametrize("known", [{}, {"page": None, "decisions": None, "moments": ()}])
+def test_given_a_terminal_when_drawn_then_the_frame_fills_it(
+    width: int, height: int, view: int, known: dict[str, Any]
+) -> None:
+    drawn = lines(news(**known), Place(view), width, height)
+    assert len(drawn) == height
     assert max(map(len, drawn)) <= width
+    if width >= 80:
+        assert f"{view + 1} {VIEWS[view].name}" in drawn[4]
     assert drawn[-1].startswith("q quit")
 
 
@@ -125,7 +74,7 @@ def test_given_more_rows_than_lines_when_going_down_then_the_row_stays_in_sight(
     operator = Operator(lambda path: None)
     seen = shot(flows=50)
     for _ in range(40):
-        operator.press("down", seen)
+        operator.press("down", News(seen, 0.2, ""))
     text = "\n".join(lines(News(seen, 0.2, ""), operator.place))
     assert "flow-40" in text
     assert "flow-0 " not in text
@@ -136,14 +85,14 @@ def test_given_a_drain_when_confirmed_then_it_is_made_and_otherwise_not() -> Non
     made: list[str] = []
     operator = Operator(made.append)
     for key in ("3", "down", "d"):
-        operator.press(key, shot())
+        operator.press(key, News(shot(), 0.2, ""))
     assert operator.place.question == "Give 10.0.0.2:8000 requests again?"
     # When anything but y is pressed, then nothing is done, and q does not leave
-    operator.press("q", shot())
+    operator.press("q", News(shot(), 0.2, ""))
     assert (made, operator.leaving, operator.place.question) == ([], False, "")
     # When y is pressed, then it is
-    operator.press("d", shot())
-    operator.press("y", shot())
+    operator.press("d", News(shot(), 0.2, ""))
+    operator.press("y", News(shot(), 0.2, ""))
     assert made == ["endpoints/10.0.0.2%3A8000/undrain"]
     assert operator.place.said == "10.0.0.2:8000 takes requests"
 
@@ -152,8 +101,8 @@ def test_given_a_drain_when_confirmed_then_it_is_made_and_otherwise_not() -> Non
 def test_given_a_pause_key_when_confirmed_then_the_other_state_is_asked_for(paused: bool, path: str) -> None:
     made: list[str] = []
     operator = Operator(made.append)
-    operator.press("p", shot(paused=paused))
-    operator.press("y", shot(paused=paused))
+    operator.press("p", News(shot(paused=paused), 0.2, ""))
+    operator.press("y", News(shot(paused=paused), 0.2, ""))
     assert made == [path]
 
 
@@ -162,21 +111,21 @@ def test_given_a_refusal_when_a_change_is_made_then_the_apis_words_are_shown() -
         raise AdminFault("http://r: 401, the bearer token of this fleet is needed")
 
     operator = Operator(refuse)
-    operator.press("p", shot())
-    operator.press("y", shot())
+    operator.press("p", News(shot(), 0.2, ""))
+    operator.press("y", News(shot(), 0.2, ""))
     assert "the bearer token of this fleet is needed" in lines(News(shot(), 0.2, ""), operator.place)[-1]
 
 
 def test_given_views_when_tabbed_through_then_they_come_around() -> None:
     operator = Operator(lambda path: None)
     seen = []
-    for _ in range(4):
-        operator.press("tab", None)
+    for _ in VIEWS:
+        operator.press("tab", NOTHING)
         seen.append(operator.place.view)
-    assert seen == [1, 2, 3, 0]
-    operator.press("back-tab", None)
-    assert operator.place.view == 3
-    operator.press("q", None)
+    assert seen == [1, 2, 3, 4, 5, 6, 0]
+    operator.press("back-tab", NOTHING)
+    assert operator.place.view == 6
+    operator.press("q", NOTHING)
     assert operator.leaving
 
 
@@ -189,6 +138,7 @@ def test_given_views_when_tabbed_through_then_they_come_around() -> None:
         ("\x1b[15~p", ["p"]),  # a key that means nothing here
         ("\x1b", ["escape"]),
         ("jk", ["down", "up"]),
+        ("\x1b[6~\x1b[5~nb", ["page-down", "page-up", "page-down", "page-up"]),
     ],
 )
 def test_given_what_a_terminal_sends_when_parsed_then_keys_come_out(raw: str, keys: list[str]) -> None:

@@ -45,6 +45,8 @@ export function row(...classes) {
   return { tr, cells };
 }
 
+const ROLES = { rowgroup: "thead, tbody", row: "tr", columnheader: "th" };
+
 /**
  * Rows that follow a list. A row lives as long as its key is in the list, so that focus, and a button under
  * a finger, survive the next second's figures. `make()` gives `{tr, update(item)}`.
@@ -55,6 +57,24 @@ export class Rows {
     this.key = key;
     this.make = make;
     this.kept = new Map();
+    const table = body.closest("table");
+    this.labels = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+    // On a narrow screen a table is laid out as blocks, which must not cost it its meaning.
+    table.setAttribute("role", "table");
+    for (const [role, of] of Object.entries(ROLES)) {
+      for (const node of table.querySelectorAll(of)) node.setAttribute("role", role);
+    }
+  }
+
+  /** A new row; each of its cells knows its column's name, for screens that have no room for a head. */
+  made() {
+    const made = this.make();
+    made.tr.setAttribute("role", "row");
+    [...made.tr.cells].forEach((cell, at) => {
+      cell.setAttribute("role", "cell");
+      cell.dataset.label = this.labels[at];
+    });
+    return made;
   }
 
   show(items) {
@@ -69,7 +89,7 @@ export class Rows {
     for (const [key, { tr }] of this.kept) if (!wanted.has(key)) tr.remove();
     const next = new Map();
     for (const [key, item] of wanted) {
-      const made = this.kept.get(key) ?? this.make();
+      const made = this.kept.get(key) ?? this.made();
       made.update(item);
       const place = this.body.children[next.size] ?? null;
       if (place !== made.tr) this.body.insertBefore(made.tr, place);

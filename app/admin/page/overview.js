@@ -12,7 +12,7 @@ const charts = [
 ];
 
 const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
-  const { tr, cells } = row("", "bar", "n", "n", "n wide");
+  const { tr, cells } = row("", "bar", "n", "n", "n");
   const bars = cells[1].appendChild(el("span", "bars"));
   const fill = bars.appendChild(el("span", "meter")).appendChild(el("i"));
   const count = bars.appendChild(el("span"));

@@ -16,7 +16,7 @@ let visible = false;
 let lookUp = () => {};
 
 const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
-  const { tr, cells } = row("n", "name", "name", "wide", "n", "n wide", "n wide", "n wide", "name wide", "act");
+  const { tr, cells } = row("n", "name head", "name", "", "n", "n", "n", "n", "name", "act");
   const id = cells[1].appendChild(el("button", "link"));
   id.type = "button";
   const button = cells[9].appendChild(el("button", "", "Evict"));

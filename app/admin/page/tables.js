@@ -8,7 +8,7 @@ import { number, percent, plural, seconds } from "./format.js";
 const LESS = 0.8; // below this part of its fair share a bar changes its colour
 
 const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, flow.flow]), () => {
-  const { tr, cells } = row("name", "wide", "n", "n", "n wide", "share", "n wide", "wide");
+  const { tr, cells } = row("name head", "", "n", "n", "n", "share", "n", "");
   const split = cells[5].appendChild(el("span", "split"));
   const meter = split.appendChild(el("span", "meter"));
   meter.setAttribute("aria-hidden", "true"); // the figures beside it say the same
@@ -38,7 +38,7 @@ const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, 
 });
 
 const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, () => {
-  const { tr, cells } = row("name", "n", "n", "n", "n wide");
+  const { tr, cells } = row("name head", "n", "n", "n", "n");
   return {
     tr,
     update(workload) {
@@ -55,7 +55,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 const HOW = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
-  const { tr, cells } = row("addr", "", "n", "n wide", "n wide", "n wide", "act");
+  const { tr, cells } = row("addr head", "", "n", "n", "n", "n long", "act");
   const address = cells[0].appendChild(el("span"));
   const adapters = cells[0].appendChild(el("small"));
   const status = cells[1].appendChild(el("span", "state"));
@@ -100,7 +100,7 @@ function drain(button, { address, status, in_flight: there }) {
 }
 
 const replicas = new Rows(byId("rows-replicas"), (replica) => replica.id, () => {
-  const { tr, cells } = row("name", "", "n", "n", "wide", "n wide", "wide");
+  const { tr, cells } = row("name head", "", "n", "n", "long", "n", "");
   const state = cells[1].appendChild(el("span", "state"));
   const link = cells[4].appendChild(el("a"));
   return {

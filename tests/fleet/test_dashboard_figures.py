@@ -1,0 +1,192 @@
+"""Every figure of the dashboard is the one the API gives for the same moment, while load runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import httpx
+import page_figures as figures
+import pytest
+from dashboard_page import Dashboard, dashboard, listening
+from fleet_load import PATIENT, at_rest
+from page_reading import UNREADABLE
+
+SLOW = ("--no-restart", "--endpoints", "3", "--sim-ttft", "300", "--sim-itl", "1")
+CONFIG = {
+    "decision_log": {"enabled": True},
+    "models": [{"name": "llama"}, {"name": "poet"}],  # the second is an adapter of each simulator
+    "objectives": [
+        {"name": "gold", "criticality": "Critical"},
+        {"name": "heavy", "criticality": "Default", "weight": 3},
+        {"name": "batch", "criticality": "Sheddable"},
+    ],
+    "fair_request_queue": {
+        "band_policy": "weighted",
+        "flow_capacity": 500,
+        "ordering": "workload-aware",
+        "queue_ttl": "60s",
+        "starvation_after": "2s",
+    },
+    "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
+}
+pytestmark = pytest.mark.timeout(300)  # a fleet, a browser and its load share what the machine has
+FLOWS = (
+    ("one", "gold", "llama"),
+    ("two", "heavy", "poet"),
+    ("three", "", "llama"),
+    ("four", "batch", "llama"),
+)
+CLIENTS = 5  # of each flow
+LOOKS = 3
+WITHIN_S = 90
+ANOTHER = "(at) => Number(document.getElementById('main').dataset.at) !== at"
+QUEUE = """() => [[...document.querySelectorAll('#rows-queue tr')].map(
+  (row) => [...row.cells].map((cell) => cell.textContent)),
+  document.getElementById('order-queue').textContent]"""
+
+
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    return shared_fleet(*SLOW, config=CONFIG)
+
+
+@asynccontextmanager
+async def load(fleet: Any) -> AsyncIterator[None]:
+    """Clients of four flows that ask again as soon as they are answered; at rest on leaving."""
+    done = asyncio.Event()
+
+    async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
+        headers = {
+            "x-gateway-inference-fairness-id": flow,
+            "x-workload-context": f'{{"workload_id": "of-{flow}", "criticality": 3}}',
+            **({"x-gateway-inference-objective": objective} if objective else {}),
+        }
+        body = {"model": model, "prompt": flow, "max_tokens": 2}
+        while not done.is_set():
+            assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+
+    async with fleet.client(**PATIENT) as http, asyncio.TaskGroup() as tasks:
+        for flow in FLOWS * CLIENTS:
+            tasks.create_task(client_of(http, *flow))
+        try:
+            yield
+        finally:
+            done.set()
+    await at_rest(fleet)
+
+
+@asynccontextmanager
+async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
+    """Meanwhile an operator keeps requests from this endpoint."""
+    async with httpx.AsyncClient(
+        trust_env=False,
+        timeout=10.0,
+        base_url=f"{fleet.state['replicas'][0]['admin']}/api/v1/endpoints/{address}",
+    ) as client:
+        assert (await client.post("/drain")).status_code == 200
+        try:
+            yield
+        finally:
+            assert (await client.post("/undrain")).status_code == 200
+
+
+def lacking(shot: dict[str, Any]) -> set[str]:
+    """Which of the figures that may be dashes this snapshot does not have, or has as they always are."""
+    there = {
+        "a wait": figures.oldest_s(shot) is not None,
+        "overdue": shot["state"]["overdue"] > 0,
+        "a share": any(each["share"] for each in shot["flows"]),
+        "a fair share": any(each["fair_share"] not in (None, 1) for each in shot["flows"]),
+        "a weight": any(each["weight"] == 3 for each in shot["flows"]),
+        "a workload's rate": any(each["rate"] > 0 for each in shot["workloads"]),
+        "a workload's wait": any(each["average_wait_s"] > 0 for each in shot["workloads"]),
+        "a score": any(each["score"] for each in shot["workloads"]),
+        "KV": any(each["kv_utilisation"] is not None for each in shot["endpoints"]),
+        "adapters": any(each["adapters"] for each in shot["endpoints"]),
+        "latency": any(each.get("latency_std_s") for each in shot["endpoints"]),
+        "a drained endpoint": any(each["status"] == "drained" for each in shot["endpoints"]),
+        "what replicas hold": any(each["waiting"] for each in shot["replicas"]),
+    }
+    return {name for name, has in there.items() if not has}
+
+
+async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: Any) -> None:
+    # Given load of four flows, one of them through an adapter, and an endpoint that an operator has drained
+    address = here.state["endpoints"][2]["address"]
+    async with load(here), drained(here, address), listening(here) as snapshots, dashboard(here) as page:
+        seen: set[float] = set()
+        missing: set[str] | None = None
+        async with asyncio.timeout(WITHIN_S):
+            while len(seen) < LOOKS or missing:  # until each kind of figure was there to be compared
+                # When the page shows a snapshot that it has not shown before
+                shown = await page.page.evaluate(figures.PAGE)
+                if shown["at"] in seen:
+                    await page.until(ANOTHER, shown["at"])
+                    continue
+                seen.add(shown["at"])
+                shot = await snapshots.taken(shown["at"])
+                # Then each of its figures is the one that another listener was told
+                figures.tiles(shown["tiles"], shot)
+                figures.stock(shown["stock"], shot)
+                figures.facts(shown["facts"], shot)
+                figures.bands(shown["bands"], shot)
+                figures.flows(shown["flows"], shot)
+                figures.workloads(shown["workloads"], shot)
+                figures.endpoints(shown["endpoints"], shot)
+                figures.replicas(shown["replicas"], shot)
+                assert len(shown["replicas"]) == 3
+                missing = lacking(shot) if missing is None else missing & lacking(shot)
+        await page.says("#connection", "live")
+        await page.until("/requests? waits?:/.test(document.getElementById('why').textContent)")
+
+
+async def test_every_figure_of_the_queue_is_of_the_answer_that_the_page_got(here: Any) -> None:
+    # Given load, and a page whose answers of the queue are kept
+    async with load(here), dashboard(here) as page:
+        answers = kept(page)
+        await page.page.locator("#queue").scroll_into_view_if_needed()
+        seen: set[str] = set()
+        async with asyncio.timeout(WITHIN_S):
+            while len(seen) < LOOKS:
+                rows, order = await page.page.evaluate(QUEUE)
+                if not rows or str(rows) in seen:
+                    await asyncio.sleep(0.05)
+                    continue
+                # Then what it shows is one of them, in each figure
+                if any([figures.queue(rows, await answer.json()) for answer in list(answers)]):
+                    seen.add(str(rows))
+                    assert "dispatch order" in order.lower()
+
+
+def kept(page: Dashboard) -> list[Any]:
+    """The answers of the queue that this page gets, from now on."""
+    answers: list[Any] = []
+    page.page.on("response", lambda answer: "/api/v1/queue" in answer.url and answers.append(answer))
+    return answers
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_on_a_phone_every_figure_can_be_read_and_none_lies_beside_the_screen(
+    here: Any, scheme: Literal["light", "dark"]
+) -> None:
+    # Given load, and a screen of 390 pixels
+    phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
+    async with load(here), listening(here) as snapshots, dashboard(here, **phone) as page:
+        await page.until(
+            "() => ['flows', 'workloads'].every((id) => document.querySelector(`#rows-${id} tr`))"
+        )
+        # When each cell of each view is scrolled to
+        found = await page.page.evaluate(UNREADABLE, ["endpoints", "workloads", "replicas", "flows"])
+        # Then each is there, whole, under its column's title, and stands out from its ground
+        assert found["faults"] == []
+        assert found["cells"] >= 3 * 7 + 1 * 5 + 3 * 7 + 1 * 8
+        assert found["width"] <= 390
+        # And each is still the API's
+        shown = await page.page.evaluate(figures.PAGE)
+        shot = await snapshots.taken(shown["at"])
+        figures.bands(shown["bands"], shot)
+        figures.flows(shown["flows"], shot)
+        figures.workloads(shown["workloads"], shot)
+        figures.endpoints(shown["endpoints"], shot)
+        figures.replicas(shown["replicas"], shot)

@@ -1,0 +1,118 @@
+"""What `picker top` is told of a fleet, and its frames as lines."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from app.top.chart import Moment
+from app.top.feed import News, Page
+from app.top.frame import Place, frame
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]gold\u202e"
+NOTHING = News(None, 0.0, "")
+QUEUE, LOG = 4, 5
+
+
+def shot(flows: int = 3, **state: Any) -> dict[str, Any]:
+    """A snapshot with so many flows, the last of them with a hostile name."""
+    names = [*(f"flow-{number}" for number in range(flows - 1)), HOSTILE]
+    return {
+        "at": 1_700_000_000.0,
+        "state": {
+            "pool": "default",
+            "replica": "r-1",
+            "degraded": False,
+            "paused": False,
+            "stock": 8,
+            "bounds": {"lower": 7.2, "watermark": 8, "upper": 8.8},
+            "unit": "requests",
+            "queued": 12,
+            "overdue": 2,
+            "drain_rate": 21.25,
+            "guard_dispatches_total": 4,
+            "bands": [{"band": "Default", "queued": 12, "oldest_s": 4.04}],
+            **state,
+        },
+        "flows": [
+            {
+                "flow": name,
+                "band": "Default",
+                "queued": 4,
+                "oldest_s": 4.04,
+                "weight": 1,
+                "parked": False,
+                "in_flight": None,
+                "served_cost_per_s": 1.5,
+                "share": 0.5,
+                "fair_share": 0.25,
+            }
+            for name in names
+        ],
+        "flows_total": 1000,
+        "workloads": [],
+        "workloads_total": 0,
+        "endpoints": [
+            {"address": "10.0.0.1:8000", "status": "ready", "in_flight": 2},
+            {"address": "10.0.0.2:8000", "status": "drained", "in_flight": 0},
+        ],
+        "replicas": [{"id": "r-1", "live": True, "degraded": False, "this": True}],
+    }
+
+
+def page(count: int = 30, total: int = 100_000, following: str | None = "next") -> Page:
+    """A page of the queue, its last request with a hostile flow and id."""
+    requests = [
+        {
+            "id": f"4f1d9c00-0000-4000-8000-{number:012}",
+            "flow": f"flow-{number}",
+            "band": "Default",
+            "position": number + 1,
+            "age_s": 3.04,
+            "deadline_in_s": 26.96,
+            "overdue": number == 0,
+            "cost": 1.0,
+            "workload": "chat",
+            "score": {"total": 0.254},
+            "owner": "r-77a0",
+        }
+        for number in range(count)
+    ]
+    if requests:
+        requests[-1] |= {"id": HOSTILE, "flow": HOSTILE}
+    return Page("", tuple(requests), total, following)
+
+
+def entry(number: int) -> dict[str, Any]:
+    return {
+        "seq": number,
+        "at": 1_700_000_000.25 + number,
+        "event": "expired" if number % 2 else "placed",
+        "request": f"request-{number}",
+        "flow": f"flow-{number}",
+        "band": "Default",
+        "endpoint": "10.0.0.1:8000",
+        "stock": 8.0,
+        "queued": number,
+        "by": "turn",
+        "note": "0.25",
+    }
+
+
+def moments(count: int = 300, start: float = 1_700_000_000.0) -> tuple[Moment, ...]:
+    """A stock that goes up from 0 to 8 and stays; below it a queue of 3."""
+    return tuple(Moment(start + at, min(8.0, at / 10), 3.0, 7.2, 8.0, 8.8) for at in range(count))
+
+
+def news(**other: Any) -> News:
+    """All that can be known."""
+    known = {"decisions": tuple(map(entry, reversed(range(40)))), "moments": moments(), "page": page()}
+    return News(**{"shot": shot(flows=50), "silent_s": 0.2, "fault": "", **known, **other})
+
+
+def lines(news: News, place: Place, width: int = 80, height: int = 24) -> list[str]:
+    """The frame as a terminal of that size gets it."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    with console.capture() as caught:
+        console.print(frame(news, place, url="http://r", width=width, height=height), end="")
+    return caught.get().splitlines()
