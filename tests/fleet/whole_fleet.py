@@ -111,8 +111,10 @@ class Fleet:
         """A client of the fleet's Redis; to be closed by its user (`async with`)."""
         return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
-    async def admin(self, path: str, replica: int = 0, *, patient: bool = True) -> httpx.Response:
-        """Answer of one replica's admin API.
+    async def admin(
+        self, path: str, replica: int = 0, *, method: str = "GET", patient: bool = True
+    ) -> httpx.Response:
+        """Answer of one replica's admin API to a read, or to a change that may be made twice.
 
         It gives Redis 2 s and then says `state_unavailable`, rightly, also when all that happened is that the
         machine stood still. So it is asked again while it says so, for 30 s; not for who is not `patient`.
@@ -121,7 +123,7 @@ class Fleet:
         end_s = clock() + _ADMIN_PATIENCE_S
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
             while True:
-                answer = await client.get(f"{self.state['replicas'][replica]['admin']}{path}")
+                answer = await client.request(method, f"{self.state['replicas'][replica]['admin']}{path}")
                 if not patient or not says_unavailable(answer) or clock() >= end_s:
                     return answer
                 await asyncio.sleep(_ADMIN_PAUSE_S)
