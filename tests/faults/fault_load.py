@@ -27,7 +27,7 @@ JOINED = {
     "decision_log": {"enabled": True},
 }  # fmt: skip
 UPPER = 4  # of one endpoint
-REAP_S = 3.0  # a sweep finds what has run out within its interval, and the machine may be busy
+REAP_S = 10.0  # a sweep finds what has run out within its interval, and the machine may stand still
 HANGS_S = 30.0  # no request takes so long unless it hangs
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05

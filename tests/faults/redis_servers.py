@@ -24,6 +24,8 @@ from app.state.keys import Keys
 READY_S = 30.0
 SERVICE = "main"
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
+PATIENT_MS = 15_000  # where nothing dies: a primary that merely stood still would be replaced, writes lost
+REPLACED_S = 60.0  # an election that fails, since the machine stood still, is repeated after 10 s
 SLOTS = 16384
 _POLL_S = 0.02
 _TRIES = 3  # another process may take a port between its choice and its use
@@ -154,7 +156,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(folder: Path, *options: str) -> Iterator[Watched]:
+def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
     """Redis with a replica in step, and Sentinels that agree on them. `options` are the servers'."""
     server, sentinel = debian("redis-server"), debian("redis-sentinel")
     fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
@@ -164,7 +166,7 @@ def watched(folder: Path, *options: str) -> Iterator[Watched]:
         second = stack.enter_context(running(server, folder / "1", *fast, *of_first))
         wait(lambda: second.info("replication")["master_link_status"] == "up", "a replica in step")
         sentinels = [
-            stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port))
+            stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
             for number in range(3)
         ]
         found = Watched([first, second], sentinels)
@@ -173,14 +175,14 @@ def watched(folder: Path, *options: str) -> Iterator[Watched]:
 
 
 @contextlib.contextmanager
-def _sentinel(binary: str, folder: Path, primary: int) -> Iterator[Server]:
+def _sentinel(binary: str, folder: Path, primary: int, silence_ms: int) -> Iterator[Server]:
     folder.mkdir(parents=True)
     port = free_port()
     config = folder / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind {LOOPBACK}\ndir {folder}\n"
         f"sentinel monitor {SERVICE} {LOOPBACK} {primary} 2\n"
-        f"sentinel down-after-milliseconds {SERVICE} {SILENCE_MS}\n"
+        f"sentinel down-after-milliseconds {SERVICE} {silence_ms}\n"
         f"sentinel failover-timeout {SERVICE} 5000\n"
     )
     with (folder / "log").open("ab") as log:
@@ -233,13 +235,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def clustered(folder: Path, binary: str | None = None) -> Iterator[Cluster]:
+def clustered(folder: Path, binary: str | None = None, *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
     """Six nodes whose Cluster serves every slot."""
     binary = binary or valkey_binary()
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(6):
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(SILENCE_MS))
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(silence_ms))
             bus = ("--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
             servers.append(stack.enter_context(running(binary, folder / str(number), *options, *bus)))
         _join(servers)

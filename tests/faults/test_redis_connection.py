@@ -187,7 +187,7 @@ async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool:
     routes = RouteFeed(
         url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
     )
-    readings = Feed(url, pool, "a", now_ms=lambda: int(clock() * 1000))
+    readings = Feed(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         following = [

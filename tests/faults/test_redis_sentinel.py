@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import SERVICE, Watched, watched
+from redis_servers import PATIENT_MS, REPLACED_S, SERVICE, Watched, watched
 from script_fleet import running, until
 
 
@@ -17,7 +17,7 @@ async def test_a_killed_primary_is_followed_by_its_replacement(tmp_path: Path, p
                 former = redis.primary()
                 # When the primary dies
                 await asyncio.to_thread(former.kill)
-                await until(lambda: _is_replaced(redis, former.port))
+                await until(lambda: _is_replaced(redis, former.port), REPLACED_S)
                 # Then the load goes on through another server
                 await load.served_more(200)
             # And every request had its answer, and over-admission was no more than what ran when it died
@@ -28,14 +28,14 @@ async def test_a_killed_primary_is_followed_by_its_replacement(tmp_path: Path, p
 
 async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:
     # Given a fleet under load on a watched Redis
-    with watched(tmp_path) as redis:
+    with watched(tmp_path, silence_ms=PATIENT_MS) as redis:
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True) as it:
             async with loaded(it) as load:
                 await load.served_more(50)
                 former = redis.primary()
                 # When an operator has the Sentinels change the primary, which lives on
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
-                await until(lambda: _is_replaced(redis, former.port))
+                await until(lambda: _is_replaced(redis, former.port), REPLACED_S)
                 await load.served_more(100)
             # Then it goes on through the new one
             assert load.highest <= 2 * UPPER

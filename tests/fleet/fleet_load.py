@@ -20,15 +20,15 @@ class Answer:
     whole: bool
     endpoint: str | None
     text: str
+    retry_after: str | None = None
 
 
 async def complete(client: httpx.AsyncClient, prompt: str, tokens: int, **fields: Any) -> Answer:
     """A plain completion of `tokens` tokens; its usage is checked."""
     ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, **fields}
     response = await client.post("/v1/completions", json=ask)
-    text = response.text
-    whole = response.status_code == 200 and json.loads(text)["usage"]["completion_tokens"] == tokens
-    return Answer(response.status_code, whole, response.headers.get("x-served-by"), text)
+    whole = response.status_code == 200 and response.json()["usage"]["completion_tokens"] == tokens
+    return _answer(response, whole)
 
 
 async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
@@ -39,7 +39,14 @@ async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
     told = [json.loads(event) for event in events if event != "[DONE]"]
     pieces = [choice["text"] for event in told for choice in event["choices"] if choice["text"]]
     whole = response.status_code == 200 and events[-1] == "[DONE]" and len(pieces) == tokens
-    return Answer(response.status_code, whole, response.headers.get("x-served-by"), response.text)
+    return _answer(response, whole)
+
+
+def _answer(response: httpx.Response, whole: bool) -> Answer:
+    headers = response.headers
+    return Answer(
+        response.status_code, whole, headers.get("x-served-by"), response.text, headers.get("retry-after")
+    )
 
 
 class Caller:

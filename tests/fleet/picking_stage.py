@@ -182,7 +182,7 @@ async def staged(redis_url: str, config: Mapping[str, Any], folder: Path, pool: 
     settings = parse(
         {
             "pool": pool,
-            "redis": {"url": redis_url, "call_timeout": "5s"},
+            "redis": {"url": redis_url, "call_timeout": "5s", "decision_budget": "2s"},
             "extproc": {"listen": "127.0.0.1:0"},
             "admin": {"listen": "127.0.0.1:0"},
             "discovery": {"file": str(file)},

@@ -75,8 +75,7 @@ async def paused_with(
     here: Any, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, asked: list[tuple[str, str, str]]
 ) -> list[asyncio.Task[int]]:
     """Pause `here` and let requests of `asked` (flow, objective, workload) wait, one behind the other."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as admin:
-        await admin.post(f"{here.state['replicas'][1]['admin']}/api/v1/pause")
+    assert (await here.admin("/api/v1/pause", 1, method="POST")).status_code == 200
     running = []
     for count, (flow, objective, workload) in enumerate(asked, 1):
         running.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
@@ -145,8 +144,7 @@ async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foret
             == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
         )
         # When the fleet goes on
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as admin:
-            await admin.post(f"{here.state['replicas'][0]['admin']}/api/v1/resume")
+        assert (await here.admin("/api/v1/resume", 0, method="POST")).status_code == 200
     assert {task.result() for task in waiting} == {200}
     # Then they have been served in the order foretold
     assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
@@ -155,8 +153,10 @@ async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foret
 
 async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet: Any) -> None:
     # Given a fleet under more load than it serves at once, two flows of weights 3 and 1
+    # (long answers: also on a busy machine places must be what is short, or nobody has to wait for another)
+    slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
     here = fleet(
-        *SLOW, config={**CONFIG, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]}
+        *slower, config={**CONFIG, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]}
     )
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         going = True
@@ -177,7 +177,7 @@ async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet
             rich = flows.get("rich")
             return flows if len(flows) == 2 and rich and abs((rich["share"] or 0) - 0.75) < 0.15 else None
 
-        flows = await here.eventually(steady, within_s=40.0, what="a steady service")
+        flows = await here.eventually(steady, within_s=90.0, what="a steady service")
         # Then the shares told are near the weights', and add up to the band's
         assert flows["rich"]["fair_share"] == 0.75
         assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
@@ -226,7 +226,7 @@ async def test_events_tell_state_and_decisions_and_end_with_the_replica(fleet: A
                     State.model_validate(data["state"])
                     assert data["workloads_total"] == len(data["workloads"])
                     assert data.keys() >= {"at", "flows", "flows_total", "endpoints", "replicas"}
-                else:
+                elif name != "unavailable":  # one look took longer than it may; what it missed comes later
                     assert (name, data["skipped"]) == ("decisions", 0)
                     entries += data["entries"]
                 if snapshots and len(entries) >= len(log):

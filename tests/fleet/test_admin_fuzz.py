@@ -17,20 +17,21 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from whole_fleet import says_unavailable
 
 CONFIG = {
     "admin": {"rate": 1e6},
     "decision_log": {"enabled": True},
     "fair_request_queue": {"ordering": "workload-aware"},
 }
-CHECKS = [
-    not_a_server_error,
+DESCRIBED = [
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
     response_schema_conformance,
 ]
 EXAMPLES = 15  # for each call
+TRIES = 5  # of one case, while the machine stands still longer than the API waits for Redis
 
 
 @pytest.fixture
@@ -82,7 +83,10 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
 
 
 def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
-    """How often each call was made. AssertionError, or what schemathesis raises, for a wrong answer."""
+    """How often each call was made. AssertionError, or what schemathesis raises, for a wrong answer.
+
+    That Redis does not answer in time is one only if it is so several times on end.
+    """
     schema = schemathesis.openapi.from_dict(described)
     tried: dict[str, int] = {}
     for found in schema.get_all_operations():
@@ -90,7 +94,12 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
 
         def call(case: Any) -> None:
             tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
-            case.call_and_validate(base_url=base, checks=CHECKS, timeout=20)
+            for _ in range(TRIES):
+                answer = case.call(base_url=base, timeout=20)
+                case.validate_response(answer, checks=DESCRIBED)
+                if not says_unavailable(answer):
+                    break
+            case.validate_response(answer, checks=[not_a_server_error])
 
         _run(operation, call)
     return tried

@@ -80,5 +80,5 @@ async def status(fleet: Any, address: str, replica: int) -> str:
 
 
 async def change(fleet: Any, path: str, replica: int) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-        return await client.post(f"{fleet.state['replicas'][replica]['admin']}/api/v1/endpoints/{path}")
+    answer: httpx.Response = await fleet.admin(f"/api/v1/endpoints/{path}", replica, method="POST")
+    return answer

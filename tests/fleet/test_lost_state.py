@@ -35,18 +35,22 @@ async def test_flushed_scripts_cost_no_client_an_error(fleet: Any) -> None:
             asks = (complete(client, f"prompt {wave} {i}", 5) for i in range(50))
             answers += await asyncio.gather(*asks)
         done.set()
-    # Then every client has its answer
+    # Then every client has its answer, but for one whose call met only flushes while the machine stood still:
+    # it is told when to come again (docs/guarantees.md, Faults)
     assert flushes > 5
-    assert [answer for answer in answers if not answer.whole] == []
+    lost = [answer for answer in answers if not answer.whole]
+    assert len(lost) <= 1, lost
+    assert all(answer.status == 503 and int(answer.retry_after or 0) >= 1 for answer in lost), lost
     await at_rest(here)
 
 
 async def test_all_data_lost_is_rebuilt(fleet: Any) -> None:
-    # Given streams that run for ten seconds, and requests queued behind them
+    # Given requests that run for half a minute, and others queued behind them. That is several reports of the
+    # access log (one each 5 s): however late the machine lets Redis forget, some are still to come
     config = {**CONFIG, "request_queue_controller": {"watermark_per_backend": 1}}
     here = fleet("--mode", "lean", "--sim-ttft", "10", "--sim-itl", "20", config=config)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        long = [tasks.create_task(complete(client, f"long {i}", 500)) for i in range(4)]
+        long = [tasks.create_task(complete(client, f"long {i}", 1500)) for i in range(4)]
 
         async def running(count: int) -> bool:
             return bool((await shared(here))["stock"] == count)
@@ -65,7 +69,7 @@ async def test_all_data_lost_is_rebuilt(fleet: Any) -> None:
         answers = await asyncio.gather(*short)
         assert [answer for answer in answers if not answer.whole] == []
         # And the running ones, which nobody but Envoy knows, are counted again: by their access log
-        await here.eventually(lambda: running(4), within_s=LEASE_S, what="4 counted again")
+        await here.eventually(lambda: running(4), within_s=LEASE_S + 10, what="4 counted again")
     assert [task.result() for task in long if not task.result().whole] == []
     # And in the end the counts are exactly 0
     await at_rest(here, within_s=LEASE_S + 5)

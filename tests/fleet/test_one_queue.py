@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from decision_ledger import Ledger
-from fleet_load import PATIENT, at_rest, complete, decisions
+from fleet_load import PATIENT, at_rest, complete, decisions, shared
 
 CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
 
@@ -29,7 +29,11 @@ async def test_300_at_once_never_pass_the_bound(fleet: Any, mode: str) -> None:
     # And all endpoints had their share
     served = Counter(answer.endpoint for answer in answers)
     assert len(served) == 4
-    assert min(served.values()) >= 10  # one that stands still for a moment is rightly passed over
+    assert min(served.values()) >= 2  # one that stands still is rightly passed over, but for what it had
+    # And who came before anything had ended went where there was least
+    events = [entry.event for entry in log]
+    first = Counter(entry.endpoint for entry in log[: events.index("completed")] if entry.endpoint)
+    assert max(first.values()) - min(first[endpoint] for endpoint in served) <= 1
 
 
 async def test_what_waits_too_long_is_refused_and_never_served(fleet: Any) -> None:
@@ -39,16 +43,18 @@ async def test_what_waits_too_long_is_refused_and_never_served(fleet: Any) -> No
         "fair_request_queue": {"queue_ttl": "1s"},
         "request_queue_controller": {"watermark_per_backend": 1},
     }
-    here = fleet("--endpoints", "1", "--sim-ttft", "4000", "--sim-itl", "0", config=config)
+    here = fleet("--endpoints", "1", "--sim-ttft", "6000", "--sim-itl", "0", config=config)
     async with here.client(**PATIENT) as client:
-        # When one request runs for four seconds and five more come
+        # When one request runs for six seconds and five more come
         answers = await asyncio.gather(*(complete(client, f"prompt {i}", 1) for i in range(6)))
-        raw = await client.post("/v1/completions", json={"model": "llama", "prompt": "x", "max_tokens": 1})
+        # And one more when all that is over
+        await at_rest(here)
+        last = await complete(client, "last", 1)
     # Then the five have their refusal, with what the protocol says about it
     late = [answer for answer in answers if not answer.whole]
     assert len(late) == 5
     assert all("expired_ttl" in answer.text and answer.status == 503 for answer in late)
-    assert raw.status_code == 200
+    assert last.whole
     # And none of them was dispatched
     await at_rest(here)
     log = await decisions(here)
@@ -64,15 +70,23 @@ async def test_refusals_carry_what_the_protocol_says(fleet: Any) -> None:
         "fair_request_queue": {"total_capacity": 1, "flow_capacity": 1, "overload_status": 429},
         "request_queue_controller": {"watermark_per_backend": 1},
     }
-    here = fleet("--endpoints", "1", "--sim-ttft", "1500", "--sim-itl", "0", config=config)
-    async with here.client(**PATIENT) as client:
-        # When four come at once
-        ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(4)))
-    # Then one runs, one waits, and two are dropped with status, reason, time and an OpenAI-style body
-    dropped = [answer for answer in answers if answer.status_code != 200]
-    assert len(dropped) == 2
-    for answer in dropped:
+    here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)
+    ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
+
+    async def waits() -> bool:
+        return bool((await shared(here))["queued"] == 1)
+
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        # And one request that fills it, since nothing is dispatched
+        assert (await here.admin("/api/v1/pause", method="POST")).status_code == 200
+        waiting = tasks.create_task(complete(client, "x", 1))
+        await here.eventually(waits, what="a full queue")
+        # When three more come at once
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(3)))
+        assert (await here.admin("/api/v1/resume", method="POST")).status_code == 200
+    # Then the one is served, and they are dropped with status, reason, time and an OpenAI-style body
+    assert waiting.result().whole
+    for answer in answers:
         assert answer.status_code == 429
         assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
         assert int(answer.headers["retry-after"]) >= 1

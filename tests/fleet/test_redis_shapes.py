@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_load import PATIENT, Answer, at_rest, complete, shared
-from redis_servers import LOOPBACK, certificate, clustered, debian, running, watched
+from redis_servers import LOOPBACK, REPLACED_S, certificate, clustered, debian, running, watched
 from whole_fleet import AS_BY_DEFAULT
 
 import app
@@ -73,7 +73,7 @@ async def test_a_sentinels_failover_is_survived(fleet: Any, tmp_path: Path) -> N
             async def replaced() -> bool:
                 return (await asyncio.to_thread(redis.primary)).port != former.port
 
-            await here.eventually(replaced, within_s=30, what="another primary")
+            await here.eventually(replaced, within_s=REPLACED_S, what="another primary")
 
         # When its primary dies under load
         answers = await keep_asking(here, kill)
@@ -95,7 +95,7 @@ async def test_the_death_of_a_slots_owner_is_survived(fleet: Any, tmp_path: Path
             async def replaced() -> bool:
                 return await asyncio.to_thread(redis.owner, POOL, but=[owner]) is not None
 
-            await here.eventually(replaced, within_s=30, what="another owner")
+            await here.eventually(replaced, within_s=REPLACED_S, what="another owner")
 
         # When the owner of its pool's slot dies under load
         answers = await keep_asking(here, kill)

@@ -29,6 +29,8 @@ AS_BY_DEFAULT: dict[str, Any] = {"redis": {}}  # in a configuration: no such pat
 READY_S = 90.0
 STOP_S = 30.0
 _POLL_S = 0.02
+_ADMIN_PATIENCE_S = 30.0
+_ADMIN_PAUSE_S = 0.1
 
 
 class Fleet:
@@ -109,10 +111,22 @@ class Fleet:
         """A client of the fleet's Redis; to be closed by its user (`async with`)."""
         return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
-    async def admin(self, path: str, replica: int = 0) -> httpx.Response:
-        """Answer of one replica's admin API."""
+    async def admin(
+        self, path: str, replica: int = 0, *, method: str = "GET", patient: bool = True
+    ) -> httpx.Response:
+        """Answer of one replica's admin API to a read, or to a change that may be made twice.
+
+        It gives Redis 2 s and then says `state_unavailable`, rightly, also when all that happened is that the
+        machine stood still. So it is asked again while it says so, for 30 s; not for who is not `patient`.
+        """
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + _ADMIN_PATIENCE_S
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-            return await client.get(f"{self.state['replicas'][replica]['admin']}{path}")
+            while True:
+                answer = await client.request(method, f"{self.state['replicas'][replica]['admin']}{path}")
+                if not patient or not says_unavailable(answer) or clock() >= end_s:
+                    return answer
+                await asyncio.sleep(_ADMIN_PAUSE_S)
 
     async def envoy_admin(self, path: str) -> httpx.Response:
         """Answer of Envoy's admin interface."""
@@ -190,6 +204,12 @@ class Fleet:
                 self._news.notify_all()
         with self._news:
             self._news.notify_all()
+
+
+def says_unavailable(answer: Any) -> bool:
+    """Whether this answer of an admin API (`status_code`, `json()`) is that the shared state did not answer
+    in time."""
+    return answer.status_code == 503 and answer.json().get("code") == "state_unavailable"
 
 
 def started(

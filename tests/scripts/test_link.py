@@ -131,7 +131,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
 async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> None:
     # Given a replica whose Redis is not there
     port = free_port()
-    a = Replica(url_of(port), pool, "a", call_timeout_s=0.3)
+    a = Replica(url_of(port), pool, "a", call_timeout_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
         # When it asks, then it is told in time that the shared state is away

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from admin_client import api, asking, problem
 
+import app.admin.api
 from app.admin.problems import Refused
 from app.admin.rate import BURST_S, CHANGE, Rate
 from app.config import parse
@@ -72,7 +73,10 @@ async def test_given_addresses_without_end_when_they_ask_then_what_is_kept_of_th
 
 
 @pytest.mark.parametrize("path", ["/api/v1/state", "/api/v1/flows", "/api/v1/config", "/api/v1/events"])
-async def test_given_a_client_at_its_rate_when_it_calls_then_it_is_told_when_to_come_again(path: str) -> None:
+async def test_given_a_client_at_its_rate_when_it_calls_then_it_is_told_when_to_come_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.admin.api, "Rate", lambda per_s: Rate(per_s, Clock()))  # nothing is refilled
     async with asking(api(settings=parse({"admin": {"rate": 1}}))) as client:
         while (await client.get("/api/v1/state")).status_code == 200:
             pass

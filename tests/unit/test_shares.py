@@ -12,8 +12,15 @@ from scripted_store import until
 
 from app.admission.borrowing import Borrower
 from app.admission.local import LocalGate
+from app.extproc import shares
 from app.extproc.shares import SERVICE, GrpcPeers, handler
 from app.telemetry.metrics import Metrics
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are waited for as long as a busy machine may stand still."""
+    monkeypatch.setattr(shares, "_MARGIN_S", 30.0)
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from local_requests import ask
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
+from app.admission import sturdy
 from app.admission.shared import SharedGate
 from app.admission.sturdy import Mode, SturdyGate
 from app.admission.tuning import Effective
@@ -140,6 +141,12 @@ async def eventually(condition: Any) -> None:
     assert await probe.until(look, within_s=30)
 
 
+@pytest.fixture
+def no_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way back that other replicas have not taken yet lasts, however long the machine stands still."""
+    monkeypatch.setattr(sturdy, "_LONGEST_RETURN_S", 60.0)
+
+
 async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
     # Given 6 of 10 free among two replicas
     bench = Bench()
@@ -234,6 +241,7 @@ async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
 
 
+@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
     bench = Bench()
     bench.store.away = True
@@ -270,6 +278,7 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     assert bench.store.settled[-1][0] == "1"
 
 
+@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
     bench = Bench()
     bench.store.away = True
@@ -286,6 +295,7 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
         assert bench.free == free - 1
 
 
+@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_is_kept() -> None:
     # Given a replica on its way back, that has heard more ends than its part of the bound
     bench = Bench(replace(PULSE, stock=10.0))
@@ -314,6 +324,7 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
         assert bench.free == 0
 
 
+@pytest.mark.usefixtures("no_end_by_itself")
 @pytest.mark.parametrize("pulsed", [False, True])
 async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_then_they_pay_nobody(
     pulsed: bool,
@@ -339,6 +350,7 @@ async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_
         assert bench.free == 0
 
 
+@pytest.mark.usefixtures("no_end_by_itself")
 @pytest.mark.parametrize("shared", [False, True])
 async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go(
     shared: bool,
