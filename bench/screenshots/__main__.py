@@ -36,7 +36,7 @@ PAGES: tuple[tuple[str, Literal["light", "dark"], ViewportSize], ...] = (
 
 def main(seconds: float, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    sims = ("--sim-ttft", "150", "--sim-itl", "12", "--seed", "7")
+    sims = ("--sim-ttft", "300", "--sim-itl", "25", "--seed", "7")  # slow: a busy machine has a queue, too
     with fleet(CONFIG, *sims) as state, load(state["envoy"]), sync_playwright() as driver:
         admin = state["replicas"][0]["admin"]
         api = Admin(admin)
