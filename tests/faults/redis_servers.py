@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,16 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running server; `options` are how redis-py connects to it, as one who may do everything."""
+    """A running server; `options` are how redis-py connects to it, as one who may do everything.
+
+    It was started in `folder` by `command`; both are empty for one that is not to come back.
+    """
 
     port: int
     process: subprocess.Popen[bytes]
     options: dict[str, Any]
+    folder: Path = field(default_factory=Path)
+    command: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -93,6 +98,11 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def revive(self) -> None:
+        """Start it again as it was started first: empty, at the same port. Returns when it answers."""
+        self.process = _begun(self.folder, self.command)
+        assert wait(self.began, f"an answer of {self.command[0]}") == "yes", "it did not come back"
+
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
@@ -115,13 +125,8 @@ def running(
     for _ in range(_TRIES):
         chosen = free_port() if port is None else port
         listen = ("--port", "0", "--tls-port", str(chosen)) if tls is not None else ("--port", str(chosen))
-        with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [binary, "--bind", LOOPBACK, *listen, "--dir", str(folder), *_IN_MEMORY, *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        server = Server(chosen, process, asking)
+        command = (binary, "--bind", LOOPBACK, *listen, "--dir", str(folder), *_IN_MEMORY, *options)
+        server = Server(chosen, _begun(folder, command), asking, folder, command)
         try:
             if wait(server.began, f"an answer of {binary}") == "yes":
                 yield server
@@ -129,6 +134,11 @@ def running(
         finally:
             server.kill()
     raise AssertionError(f"{binary} did not start: {(folder / 'log').read_text()[-2000:]}")
+
+
+def _begun(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 @dataclass(slots=True)
@@ -148,6 +158,11 @@ class Watched:
         ports = [int(address[1]) for address in named]
         port = max(set(ports), key=ports.count)
         return next(server for server in self.servers if server.port == port)
+
+    def is_whole(self) -> bool:
+        """Whether the primary has a replica in step, and all Sentinels know of it."""
+        in_step = self.replica().info("replication").get("master_link_status") == "up"
+        return in_step and all(map(_sees_all, self.sentinels))
 
     def replica(self) -> Server:
         return next(server for server in self.servers if server is not self.primary())
@@ -183,9 +198,7 @@ def _sentinel(binary: str, folder: Path, primary: int) -> Iterator[Server]:
         f"sentinel down-after-milliseconds {SERVICE} {SILENCE_MS}\n"
         f"sentinel failover-timeout {SERVICE} 5000\n"
     )
-    with (folder / "log").open("ab") as log:
-        process = subprocess.Popen([binary, str(config)], stdout=log, stderr=subprocess.STDOUT)
-    server = Server(port, process, {})
+    server = Server(port, _begun(folder, (binary, str(config))), {})
     try:
         wait(lambda: server.ask("PING"), "a Sentinel's answer")
         yield server
@@ -219,6 +232,10 @@ class Cluster:
                 seen += [int(each[2][1]) for each in ranges if int(each[0]) <= slot <= int(each[1])]
         port = max(set(seen), key=seen.count) if seen else 0
         return next((server for server in self.servers if server.port == port and server not in but), None)
+
+    def is_whole(self) -> bool:
+        """Whether every node sees three primaries with a replica each."""
+        return all(map(_is_whole, self.servers))
 
     def pools(self) -> list[str]:
         """A pool's name for each of the primaries, whose slot it owns."""

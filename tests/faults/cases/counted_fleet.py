@@ -13,7 +13,10 @@ from whole_fleet import Fleet
 from bench.witness.asking import Asked
 
 REPLICAS = (0, 1, 2)
-_REST_S = 20.0  # a lease of 15 s and the sweep's interval: what only they can end
+LEASE_S = 15.0  # `leases.inflight`
+SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
+MACHINE_S = 4.0  # patience with a machine that is busy with other things
+REST_S = LEASE_S + SWEEP_S + MACHINE_S
 
 
 @asynccontextmanager
@@ -56,7 +59,7 @@ async def all_shared(here: Fleet) -> bool:
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     """Wait until every count is exactly 0, as each replica tells it and inside the model servers."""
     for replica in REPLICAS:
-        await at_rest(here, replica, within_s=_REST_S)
+        await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0
 
 
