@@ -10,7 +10,6 @@ from case_fleet import LEASE_S, config, envoy_stats, log_of, ready, replica_proc
 from fault_case import Case
 
 from bench.witness.asking import Wish, ask
-from bench.witness.check import check
 from bench.witness.load import Load, loaded, mixed
 
 ITL_S = 0.02
@@ -35,7 +34,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
-    verdict = check([*streams, *load.history], await log_of(here))
+    verdict = case.judge([*streams, *load.history], await log_of(here))
     case.tell(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {verdict.ends['reclaimed']} reaped")
     assert verdict.faults == ()
     assert load.failed == []
@@ -72,7 +71,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
 
     await here.eventually(closed, what=f"the baseline {baseline}")
     case.tell(f"connections and requests open as before: {await _open(here)}, before {baseline}")
-    verdict = check(load.history, await log_of(here))
+    verdict = case.judge(load.history, await log_of(here))
     assert verdict.faults == ()
 
 
@@ -105,7 +104,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     await rests(here)
     case.tell(f"all counts 0 within {longest_s:.1f} s (lease {LEASE_S:g} s)")
     assert load.failed == []
-    assert check(load.history, await log_of(here)).faults == ()
+    assert case.judge(load.history, await log_of(here)).faults == ()
 
 
 def _fickle(dice: random.Random, number: int) -> Wish:

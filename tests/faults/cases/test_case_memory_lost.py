@@ -10,7 +10,6 @@ from fault_case import Case
 from redis.asyncio import Redis
 
 from bench.witness.asking import Asked, Wish, ask
-from bench.witness.check import check
 from bench.witness.load import loaded
 
 OPTIONS = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10")
@@ -33,7 +32,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
-    verdict = check(load.history, await log_of(here))
+    verdict = case.judge(load.history, await log_of(here))
     case.tell(f"G1–G6 over {verdict.entries} log entries")
     assert verdict.faults == ()
 
@@ -70,9 +69,9 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
     assert failed == []
     # And the counts are exactly 0 in the end
     await rests(here)
-    verdict = check([*load.history, *histories], await log_of(here), forgotten=True)
+    verdict = case.judge([*load.history, *histories], await log_of(here), forgotten=True)
     case.tell(f"highest stock {verdict.highest_stock:g} of 16 after the last one")
-    assert [fault for fault in verdict.faults if not fault.startswith("G")] == []
+    assert verdict.faults == ()
 
 
 async def _longest(redis: Any) -> set[bytes]:

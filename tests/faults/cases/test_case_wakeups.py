@@ -13,7 +13,6 @@ from own_valkey import own_valkey
 from proxy import proxy
 
 from bench.witness.asking import Asked, Wish
-from bench.witness.check import check
 from bench.witness.load import Load, loaded
 
 SERVERS, EACH = 2, 2
@@ -64,7 +63,7 @@ async def test_every_wakeup_dropped(
             case.tell(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
             assert max(extra) <= HEARTBEAT_S or not FULL
             await all_at_rest(here, servers)
-            assert check(load.history, await log_of(here)).faults == ()
+            assert case.judge(load.history, await log_of(here)).faults == ()
 
 
 class _Stretch:
