@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from case_fleet import REAP_S
 from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, shared
 from whole_fleet import Fleet
@@ -14,9 +15,7 @@ from bench.witness.asking import Asked
 
 REPLICAS = (0, 1, 2)
 LEASE_S = 15.0  # `leases.inflight`
-SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
-MACHINE_S = 4.0  # patience with a machine that is busy with other things
-REST_S = LEASE_S + SWEEP_S + MACHINE_S
+REST_S = LEASE_S + REAP_S
 
 
 @asynccontextmanager

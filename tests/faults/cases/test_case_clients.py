@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from case_fleet import LEASE_S, config, envoy_stats, log_of, ready, replica_process, rests
+from case_fleet import TERMS, config, envoy_stats, log_of, ready, replica_process, rests
 from fault_case import Case
 
 from bench.witness.asking import Wish, ask
@@ -93,7 +93,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
         envoy = next(child for child in here.children() if "envoy" in child.name())
         envoy.kill()
         since = time.monotonic()
-        # Then what it had is released within a lease, which nobody renews any more
+        # Then what it had is released by its leases, which nobody renews any more, and one sweep
         await rests(here)
         longest_s = max(longest_s, time.monotonic() - since)
         assert not any(asked.served for asked in await asyncio.gather(*streams))
@@ -102,7 +102,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     async with loaded(here.url, clients=10) as load:
         await load.more(50)
     await rests(here)
-    case.tell(f"all counts 0 within {longest_s:.1f} s (lease {LEASE_S:g} s)")
+    case.tell(f"all counts 0 within {longest_s:.1f} s ({TERMS})")
     assert load.failed == []
     assert case.judge(load.history, await log_of(here)).faults == ()
 

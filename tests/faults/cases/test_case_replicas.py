@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from case_fleet import (
-    LEASE_S,
     REAP_S,
+    TERMS,
     config,
     envoy_stats,
     log_of,
@@ -45,14 +45,14 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
     assert len(load.failed) <= math.ceil(kills / 20), load.failed
     assert [asked for asked in load.failed if asked.status < 500] == []
-    # And the counts are exact within a lease
+    # And the counts are exact within a lease and one sweep
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
     # And the log keeps every promise: order, bounds, one end each
     # (what only the dead replica had heard of its end, its lease ends)
     verdict = case.judge(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"all counts 0 after {rested_s:.1f} s (lease {LEASE_S:g} s)")
+    case.tell(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
     assert verdict.faults == ()
 
