@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import Cluster, Server, clustered
+from redis_clustered import Cluster, clustered
+from redis_servers import Server
 from script_fleet import running, until
 
 

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import SERVICE, Watched, watched
+from redis_watched import SERVICE, Watched, watched
 from script_fleet import running, until
 
 

@@ -14,7 +14,9 @@ from counted_fleet import LEASE_S, REPLICAS, REST_S, all_at_rest, all_shared, co
 from counting_servers import CountingServers
 from fault_case import FULL, Case
 from fleet_load import shared
-from redis_servers import Cluster, Server, Watched, clustered, debian, valkey_binary, wait, watched
+from redis_clustered import Cluster, clustered
+from redis_servers import Server, debian, valkey_binary, wait
+from redis_watched import Watched, watched
 from whole_fleet import AS_BY_DEFAULT
 
 from bench.witness.asking import Wish
