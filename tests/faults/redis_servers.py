@@ -1,4 +1,4 @@
-"""A Redis or Valkey by itself, with TLS or ACL if need be: a real process in memory only, which can be killed.
+"""A Redis or Valkey by itself, with TLS or ACL if need be. A real process, in memory only, to be killed.
 
 `redis_watched.py` and `redis_clustered.py` make larger shapes of it.
 """
