@@ -61,10 +61,8 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
             # Given three replicas under load that fills the pool
             async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
                 for number in range(kills):
-                    servers.forget_peak()
                     await load.more(2 * BOUND)
-                    await here.eventually(lambda: _full(servers), within_s=30, what="a full pool")
-                    assert servers.peak == BOUND
+                    await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
                     servers.forget_peak()
                     # When the server that holds their state dies, and another takes its place
                     former = await asyncio.to_thread(_serving, redis)
@@ -118,8 +116,15 @@ async def _converge(
     seen.agreed_s.append(time.monotonic() - killed_s)
 
 
-async def _full(servers: CountingServers) -> bool:
-    return servers.peak >= BOUND
+async def _full(here: Any, servers: CountingServers) -> bool:
+    """Whether the bound is reached, and not passed, and known to all for a while.
+
+    On a machine that is slow enough, replicas take it for a slow Redis when all clients come at once, and
+    each goes by itself with a part of what was free: a limit of its own (docs/without-redis.md).
+    """
+    servers.forget_peak()
+    counted_right = await _miscounted(here, servers) == 0
+    return counted_right and servers.peak == BOUND and await all_shared(here)
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:

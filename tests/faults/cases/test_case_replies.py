@@ -28,7 +28,7 @@ FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valk
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
-    losses, dice = case.size(40, 1000), random.Random(8)
+    losses, dice = case.size(30, 300), random.Random(8)
     how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "the same message's again, too"}[form]
     case.is_about(f"{losses} replies lost after the script ran, three replicas, {how}")
     binary = debian("redis-server") if form == "redis_7" else None
