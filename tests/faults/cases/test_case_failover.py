@@ -41,8 +41,9 @@ KINDS = {
 
 @dataclass(slots=True)
 class Seen:
-    """What the kills brought, one figure each: seconds from the kill, and the most in flight since."""
+    """What the kills brought, one figure each: the most in flight before and since; seconds from the kill."""
 
+    before: list[int] = field(default_factory=list)
     replaced_s: list[float] = field(default_factory=list)
     shared_s: list[float] = field(default_factory=list)
     agreed_s: list[float] = field(default_factory=list)
@@ -63,6 +64,7 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
                 for number in range(kills):
                     await load.more(2 * BOUND)
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
+                    seen.before.append(servers.peak)
                     servers.forget_peak()
                     # When the server that holds their state dies, and another takes its place
                     former = await asyncio.to_thread(_serving, redis)
@@ -81,7 +83,8 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
             rested_s = time.monotonic() - since
             log = await log_of(here)
     # And over-admission is no more than what ran when it died
-    case.tell(f"highest in flight {_told(seen.peaks)} of {BOUND} at the model servers (stated: {MOST})")
+    case.tell(f"highest in flight {_told(seen.before)} before, {_told(seen.peaks)} since")
+    case.tell(f"bound {BOUND}, stated {MOST}")
     assert max(seen.peaks) <= MOST
     # And whoever was not served was told when to come again, and nobody got another's answer
     refused = turned_away(load.history)
@@ -117,14 +120,14 @@ async def _converge(
 
 
 async def _full(here: Any, servers: CountingServers) -> bool:
-    """Whether the bound is reached, and not passed, and known to all for a while.
+    """Whether more than half of the bound is in flight, never more than it, and all replicas count it so.
 
     On a machine that is slow enough, replicas take it for a slow Redis when all clients come at once, and
     each goes by itself with a part of what was free: a limit of its own (docs/without-redis.md).
     """
     servers.forget_peak()
     counted_right = await _miscounted(here, servers) == 0
-    return counted_right and servers.peak == BOUND and await all_shared(here)
+    return counted_right and BOUND / 2 < servers.peak <= BOUND and await all_shared(here)
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:
