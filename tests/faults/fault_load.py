@@ -14,6 +14,7 @@ from app.errors import StateUnavailable
 
 LEASE_S = 3.0
 HEARTBEAT_S = 0.5
+SWEEP_S = 0.5  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
 JOINED = {
     "leases": {
         "inflight": f"{LEASE_S:g}s", "access_log_interval": "1s", "replica_silence": "2s",
@@ -21,13 +22,13 @@ JOINED = {
     },
     "request_queue_controller": {
         "upper_bound_per_backend": 4, "watermark_per_backend": 4, "lower_bound_per_backend": 4,
-        "expiry_cleanup_interval": "500ms"
+        "expiry_cleanup_interval": f"{SWEEP_S:g}s"
     },
     "fair_request_queue": {"flow_capacity": 1000},
     "decision_log": {"enabled": True},
 }  # fmt: skip
 UPPER = 4  # of one endpoint
-REAP_S = 10.0  # a sweep finds what has run out within its interval, and the machine may stand still
+MACHINE_S = 9.0  # patience with a machine that stands still
 HANGS_S = 30.0  # no request takes so long unless it hangs
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
@@ -98,8 +99,8 @@ async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def rests_within_a_lease(fleet: Fleet) -> None:
-    """Wait until every count is exactly 0. TimeoutError past a lease and what it takes to look."""
-    async with asyncio.timeout(LEASE_S + REAP_S):
+    """Wait until every count is exactly 0. TimeoutError past a lease, a sweep and MACHINE_S."""
+    async with asyncio.timeout(LEASE_S + SWEEP_S + MACHINE_S):
         await until(lambda: _rests(fleet))
 
 

@@ -9,6 +9,8 @@ In a test it is an object whose attributes and methods take effect at once, on c
         between.refusing = True             # new connections are closed at once
         between.lose_replies = 3            # each of the next replies is swallowed and its connection cut,
                                             # after the server has acted
+        between.lose_script_replies = 3     # the same, of connections whose last request called a script and
+                                            # that have passed on `spared` such replies before
         between.drop_messages = True        # published messages are swallowed, and nothing else
         between.cut()                       # every connection is reset
         between.strand()                    # every connection is half-open for good; new ones work
@@ -29,8 +31,17 @@ from typing import Any
 LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
 _SUBSCRIBE = b"SUBSCRIBE"
+_CALL = b"FCALL\r\n"
 _MESSAGES = (b"\r\n$7\r\nmessage\r\n", b"\r\n$8\r\npmessage\r\n", b"\r\n$8\r\nsmessage\r\n")
-_SETTINGS = ("delay_s", "stalled", "vanished", "refusing", "lose_replies", "drop_messages")
+_SETTINGS = (
+    "delay_s",
+    "stalled",
+    "vanished",
+    "refusing",
+    "lose_replies",
+    "lose_script_replies",
+    "drop_messages",
+)
 _COUNTS = ("connections", "lost", "dropped")
 
 
@@ -45,6 +56,8 @@ class Proxy:
         self.vanished = False
         self.refusing = False
         self.lose_replies = 0
+        self.lose_script_replies = 0
+        self.spared = 0
         self.drop_messages = False
         self.connections = 0
         self.lost = 0
@@ -127,6 +140,8 @@ class _Link:
         self._client = client
         self._server = server
         self._subscribed = False
+        self._calls = False
+        self._called = 0
         self.stranded = False
 
     @property
@@ -153,6 +168,7 @@ class _Link:
             await self._proxy.flow()
             if not self._gone:
                 self._subscribed = self._subscribed or _SUBSCRIBE in data.upper()
+                self._calls = _CALL in data.upper()
                 writer.write(data)
         await self._stay_if_vanished()
 
@@ -164,8 +180,7 @@ class _Link:
         try:
             buffer = b""
             while data := await reader.read(_CHUNK):
-                if self._proxy.lose_replies > 0 and not self._gone:
-                    self._proxy.lose_replies -= 1
+                if not self._gone and self._is_to_lose():
                     self._proxy.lost += 1
                     self.cut()
                     return
@@ -178,6 +193,16 @@ class _Link:
         finally:
             passing.cancel()
             await asyncio.gather(passing, return_exceptions=True)
+
+    def _is_to_lose(self) -> bool:
+        if self._proxy.lose_replies > 0:
+            self._proxy.lose_replies -= 1
+            return True
+        if self._calls and self._called >= self._proxy.spared and self._proxy.lose_script_replies > 0:
+            self._proxy.lose_script_replies -= 1
+            return True
+        self._called += self._calls
+        return False
 
     async def _pass(self, late: asyncio.Queue[tuple[float, bytes]]) -> None:
         writer, loop = self._client[1], asyncio.get_running_loop()

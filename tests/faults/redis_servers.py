@@ -1,6 +1,6 @@
-"""Redis in the shapes it is run in: alone, with TLS or ACL, watched by Sentinels, as a Cluster.
+"""A Redis or Valkey by itself, with TLS or ACL if need be. A real process, in memory only, to be killed.
 
-Real processes on the loopback, in memory only, each with a folder of its own.
+`redis_watched.py` and `redis_clustered.py` make larger shapes of it.
 """
 
 import contextlib
@@ -10,23 +10,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis.crc import key_slot
 
 from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
-from app.state.keys import Keys
 
 READY_S = 30.0
-SERVICE = "main"
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
 PATIENT_MS = 15_000  # where nothing dies: a primary that merely stood still would be replaced, writes lost
 REPLACED_S = 60.0  # an election that fails, since the machine stood still, is repeated after 10 s
-SLOTS = 16384
 _POLL_S = 0.02
 _TRIES = 3  # another process may take a port between its choice and its use
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
@@ -61,11 +57,16 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running server; `options` are how redis-py connects to it, as one who may do everything."""
+    """A running server; `options` are how redis-py connects to it, as one who may do everything.
+
+    It was started in `folder` by `command`; both are empty for one that is not to come back.
+    """
 
     port: int
     process: subprocess.Popen[bytes]
     options: dict[str, Any]
+    folder: Path = field(default_factory=Path)
+    command: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -95,6 +96,11 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    def revive(self) -> None:
+        """Start it again as it was started first: empty, at the same port. Returns when it answers."""
+        self.process = begun(self.folder, self.command)
+        assert wait(self.began, f"an answer of {self.command[0]}") == "yes", "it did not come back"
+
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
@@ -117,13 +123,8 @@ def running(
     for _ in range(_TRIES):
         chosen = free_port() if port is None else port
         listen = ("--port", "0", "--tls-port", str(chosen)) if tls is not None else ("--port", str(chosen))
-        with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [binary, "--bind", LOOPBACK, *listen, "--dir", str(folder), *_IN_MEMORY, *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        server = Server(chosen, process, asking)
+        command = (binary, "--bind", LOOPBACK, *listen, "--dir", str(folder), *_IN_MEMORY, *options)
+        server = Server(chosen, begun(folder, command), asking, folder, command)
         try:
             if wait(server.began, f"an answer of {binary}") == "yes":
                 yield server
@@ -133,148 +134,9 @@ def running(
     raise AssertionError(f"{binary} did not start: {(folder / 'log').read_text()[-2000:]}")
 
 
-@dataclass(slots=True)
-class Watched:
-    """A primary, its replica, and three Sentinels."""
-
-    servers: list[Server]
-    sentinels: list[Server]
-
-    @property
-    def url(self) -> str:
-        return f"redis+sentinel://{_hosts(self.sentinels)}/{SERVICE}"
-
-    def primary(self) -> Server:
-        """The one that most Sentinels name."""
-        named = [sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE) for sentinel in self.sentinels]
-        ports = [int(address[1]) for address in named]
-        port = max(set(ports), key=ports.count)
-        return next(server for server in self.servers if server.port == port)
-
-    def replica(self) -> Server:
-        return next(server for server in self.servers if server is not self.primary())
-
-
-@contextlib.contextmanager
-def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
-    """Redis with a replica in step, and Sentinels that agree on them. `options` are the servers'."""
-    server, sentinel = debian("redis-server"), debian("redis-sentinel")
-    fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(running(server, folder / "0", *fast))
-        of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
-        second = stack.enter_context(running(server, folder / "1", *fast, *of_first))
-        wait(lambda: second.info("replication")["master_link_status"] == "up", "a replica in step")
-        sentinels = [
-            stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
-            for number in range(3)
-        ]
-        found = Watched([first, second], sentinels)
-        wait(lambda: all(map(_sees_all, sentinels)), "Sentinels that know each other")
-        yield found
-
-
-@contextlib.contextmanager
-def _sentinel(binary: str, folder: Path, primary: int, silence_ms: int) -> Iterator[Server]:
-    folder.mkdir(parents=True)
-    port = free_port()
-    config = folder / "sentinel.conf"
-    config.write_text(
-        f"port {port}\nbind {LOOPBACK}\ndir {folder}\n"
-        f"sentinel monitor {SERVICE} {LOOPBACK} {primary} 2\n"
-        f"sentinel down-after-milliseconds {SERVICE} {silence_ms}\n"
-        f"sentinel failover-timeout {SERVICE} 5000\n"
-    )
+def begun(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     with (folder / "log").open("ab") as log:
-        process = subprocess.Popen([binary, str(config)], stdout=log, stderr=subprocess.STDOUT)
-    server = Server(port, process, {})
-    try:
-        wait(lambda: server.ask("PING"), "a Sentinel's answer")
-        yield server
-    finally:
-        server.kill()
-
-
-def _sees_all(sentinel: Server) -> bool:
-    flat = [text.decode() for text in sentinel.ask("SENTINEL", "MASTER", SERVICE)]
-    told = dict(zip(flat[::2], flat[1::2], strict=True))
-    return (told["num-slaves"], told["num-other-sentinels"], told["flags"]) == ("1", "2", "master")
-
-
-@dataclass(slots=True)
-class Cluster:
-    """Three primaries, and a replica of each."""
-
-    servers: list[Server]
-
-    @property
-    def url(self) -> str:
-        return f"redis+cluster://{_hosts(self.servers)}"
-
-    def owner(self, pool: str, *, but: Sequence[Server] = ()) -> Server | None:
-        """The node that serves the slot of `pool`, as most of those see it that are not in `but`."""
-        slot = key_slot(Keys.of(pool).pool.encode())
-        seen = []
-        for server in self.servers:
-            if server not in but:
-                ranges = server.ask("CLUSTER", "SLOTS")
-                seen += [int(each[2][1]) for each in ranges if int(each[0]) <= slot <= int(each[1])]
-        port = max(set(seen), key=seen.count) if seen else 0
-        return next((server for server in self.servers if server.port == port and server not in but), None)
-
-    def pools(self) -> list[str]:
-        """A pool's name for each of the primaries, whose slot it owns."""
-        found: dict[int, str] = {}
-        for number in range(1000):
-            owner = self.owner(f"pool-{number}")
-            if owner is not None:
-                found.setdefault(owner.port, f"pool-{number}")
-            if len(found) == 3:
-                return list(found.values())
-        raise AssertionError(f"no pools for three primaries: {found}")
-
-
-@contextlib.contextmanager
-def clustered(folder: Path, binary: str | None = None, *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
-    """Six nodes whose Cluster serves every slot."""
-    binary = binary or valkey_binary()
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for number in range(6):
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(silence_ms))
-            bus = ("--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
-            servers.append(stack.enter_context(running(binary, folder / str(number), *options, *bus)))
-        _join(servers)
-        yield Cluster(servers)
-
-
-def _join(servers: list[Server]) -> None:
-    first, primaries, replicas = servers[0], servers[:3], servers[3:]
-    for number, server in enumerate(primaries):
-        server.ask("CLUSTER", "ADDSLOTSRANGE", number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1)
-        server.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-    bus = first.ask("CONFIG", "GET", "cluster-port")[1].decode()
-    for server in servers[1:]:
-        server.ask("CLUSTER", "MEET", LOOPBACK, first.port, bus)
-    for server in servers:
-        wait(lambda server=server: _known(server) == 6, "nodes that know each other")
-    for primary, replica in zip(primaries, replicas, strict=True):
-        replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))
-    for replica in replicas:
-        wait(
-            lambda replica=replica: replica.info("replication").get("master_link_status") == "up", "a replica"
-        )
-    for server in servers:
-        wait(lambda server=server: _is_whole(server), "a whole Cluster")
-
-
-def _known(server: Server) -> int:
-    return len([line for line in server.ask("CLUSTER", "NODES").splitlines() if b"handshake" not in line])
-
-
-def _is_whole(server: Server) -> bool:
-    slots = server.ask("CLUSTER", "SLOTS")
-    return b"cluster_state:ok" in server.ask("CLUSTER", "INFO") and [len(each) for each in slots] == [4, 4, 4]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 def certificate(folder: Path) -> Path:
@@ -293,5 +155,5 @@ def certificate(folder: Path) -> Path:
     return folder
 
 
-def _hosts(servers: Sequence[Server]) -> str:
+def hosts(servers: Sequence[Server]) -> str:
     return ",".join(f"{LOOPBACK}:{server.port}" for server in servers)

@@ -103,6 +103,25 @@ async def test_each_fault_does_what_it_says() -> None:
         writer.close()
 
 
+async def test_only_a_scripts_reply_is_lost_and_only_after_those_it_is_to_spare() -> None:
+    call, ping = b"*2\r\n$5\r\nFCALL\r\n$1\r\nx\r\n", b"*1\r\n$4\r\nPING\r\n"
+    async with echoing() as (port, heard), proxy(port) as between:
+        reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
+        # Given one script's reply to lose, behind two others
+        between.lose_script_replies, between.spared = 1, 2
+        # When scripts and other commands are asked by turns, then two scripts are answered, and all others
+        for command in (ping, call, ping, call, ping):
+            writer.write(command)
+            assert await reader.readexactly(len(command)) == command
+        # And the third has run, and its connection is cut
+        writer.write(call)
+        with suppress(ConnectionError):
+            assert await reader.read(100) == b""
+        assert heard.count(call) == 3
+        assert (between.lost, between.lose_script_replies) == (1, 0)
+        writer.close()
+
+
 async def test_a_proxy_of_its_own_process_is_told_what_to_do() -> None:
     async with echoing() as (port, _):
         child = await asyncio.create_subprocess_exec(

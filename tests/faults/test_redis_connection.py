@@ -30,24 +30,6 @@ def url_of(between: Proxy) -> str:
     return f"redis://{LOOPBACK}:{between.port}/0"
 
 
-async def test_replies_lost_after_the_script_ran_change_no_count(
-    redis7: Server, between: Proxy, pool: str
-) -> None:
-    # Given a fleet of which one replica loses replies, again and again, after Redis has acted
-    through = {"a": url_of(between)}
-    async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through) as it:
-        async with loaded(it) as load:
-            for _ in range(25):
-                await load.served_more(8)
-                between.lose_replies += 1
-        # Then no bound was passed, every decision is told once, and all counts are exactly 0
-        assert between.lost >= 20
-        assert load.highest == UPPER
-        await rests_within_a_lease(it)
-        await it.ledger()
-        assert len(load.placed) == len(set(load.placed))
-
-
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
     # Given a fleet whose every reply takes 50 ms more
     between.delay_s = 0.05

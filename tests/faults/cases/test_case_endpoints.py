@@ -9,7 +9,6 @@ from case_fleet import config, log_of, rests
 from fault_case import Case
 
 from bench.witness.asking import Wish
-from bench.witness.check import check
 from bench.witness.load import loaded
 
 ENDS = ("completed", "upstream_failed")
@@ -30,7 +29,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
-    verdict = check(load.history, await log_of(here), may_end=ENDS)
+    verdict = case.judge(load.history, await log_of(here), may_end=ENDS)
     assert verdict.faults == ()
 
 
@@ -51,7 +50,7 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
     assert len(cut) <= 4 * kills
     # And what they held is released, and no count is ever negative
     await rests(here)
-    verdict = check(load.history, await log_of(here), may_end=ENDS)
+    verdict = case.judge(load.history, await log_of(here), may_end=ENDS)
     assert verdict.faults == ()
 
 
@@ -84,7 +83,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests, lowest count {lowest:g}")
     assert load.failed == []
     assert lowest == 0
-    assert check(load.history, log, may_end=ENDS).faults == ()
+    assert case.judge(load.history, log, may_end=ENDS).faults == ()
 
 
 def _plain(dice: random.Random, number: int) -> Wish:

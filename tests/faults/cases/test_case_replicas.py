@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from case_fleet import (
-    LEASE_S,
     REAP_S,
+    TERMS,
     config,
     envoy_stats,
     log_of,
@@ -22,7 +22,6 @@ from case_fleet import (
 from fault_case import Case
 
 from bench.witness.asking import Wish, ask
-from bench.witness.check import check
 from bench.witness.load import loaded
 
 CLIENTS = 40
@@ -46,14 +45,14 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
     assert len(load.failed) <= math.ceil(kills / 20), load.failed
     assert [asked for asked in load.failed if asked.status < 500] == []
-    # And the counts are exact within a lease
+    # And the counts are exact within a lease and one sweep
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
     # And the log keeps every promise: order, bounds, one end each
     # (what only the dead replica had heard of its end, its lease ends)
-    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"all counts 0 after {rested_s:.1f} s (lease {LEASE_S:g} s)")
+    verdict = case.judge(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    case.tell(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
     assert verdict.faults == ()
 
@@ -80,7 +79,9 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
     # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
-    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True)
+    verdict = case.judge(
+        load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True
+    )
     case.tell(f"{verdict.returned} requests lived twice: abandoned first, or cancelled after their end")
     case.tell(f"highest stock {verdict.highest_stock:g} of 16, {highest} at the model servers")
     case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
@@ -122,7 +123,7 @@ async def test_rolling_restart_with_another_library(
     assert libraries == rounds + 1
     assert load.failed == []
     await rests(here)
-    verdict = check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    verdict = case.judge(load.history, await log_of(here), may_end=("completed", "reclaimed"))
     case.tell(f"G1–G6 over {verdict.entries} log entries")
     assert verdict.faults == ()
 

@@ -9,7 +9,6 @@ from case_fleet import config, log_of, rests
 from fault_case import Case
 
 from bench.witness.asking import Asked, Wish, ask
-from bench.witness.check import check
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
@@ -39,7 +38,7 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     case.tell(f"a wake-up costs {told} at {few} and {many} waiters: ratio {ratio:.2f}")
     assert ratio <= MOST_RATIO
     assert costs[1][1] / costs[0][1] <= MOST_RATIO
-    assert check([], await log_of(here)).faults == ()
+    assert case.judge([], await log_of(here)).faults == ()
 
 
 async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:

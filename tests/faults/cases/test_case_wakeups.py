@@ -1,4 +1,9 @@
-"""No wake-up ever arrives: everybody has his turn all the same, and about as soon."""
+"""No wake-up ever arrives: everybody has his turn all the same, and about as soon.
+
+Stretches with wake-ups and without follow each other on the same fleet, so that a machine busy with other
+things slows both. The short form holds the better of two turns against a half of the throughput: a fleet that
+had its grants by heartbeat alone would have a third.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,7 +18,6 @@ from own_valkey import own_valkey
 from proxy import proxy
 
 from bench.witness.asking import Asked, Wish
-from bench.witness.check import check
 from bench.witness.load import Load, loaded
 
 SERVERS, EACH = 2, 2
@@ -21,15 +25,16 @@ BOUND = SERVERS * EACH
 CLIENTS = 16
 HEARTBEAT_S = 1.0  # `leases.heartbeat`
 LEAST_RATIO = 0.9  # for answers of a second
+SHORT_RATIO = 0.5
 # What one stretch serves: a multiple of the bound, so that it has whole rounds.
 ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
 
 
-@pytest.mark.parametrize("service_s", ROUNDS if FULL else [0.2])
+@pytest.mark.parametrize("service_s", ROUNDS if FULL else [0.1])
 async def test_every_wakeup_dropped(
     faulty: Callable[..., Any], case: Case, tmp_path: Path, service_s: float
 ) -> None:
-    turns = case.size(1, 4)
+    turns = case.size(2, 4)
     count = BOUND * (ROUNDS[service_s] if FULL else 5)
     case.is_about(f"every wake-up dropped, answers of {service_s * 1000:.0f} ms, pool full")
     async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
@@ -55,16 +60,17 @@ async def test_every_wakeup_dropped(
             with_s, without_s = _pace_s(heard), _pace_s(deaf)
             case.tell(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
             ratio = with_s / without_s
-            each = ", ".join(f"{a.pace_s / b.pace_s:.2f}" for a, b in zip(heard, deaf, strict=True))
-            case.tell(f"ratio {ratio:.2f} (turn by turn {each})")
+            each = [a.pace_s / b.pace_s for a, b in zip(heard, deaf, strict=True)]
+            case.tell(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
             assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
+            assert max(each) >= SHORT_RATIO
             # And nobody waited a heartbeat longer
             waits, longer = _waits(heard, service_s), _waits(deaf, service_s)
             extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
             case.tell(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
-            assert max(extra) <= HEARTBEAT_S or not FULL
+            assert (max(extra) if FULL else extra[0]) <= HEARTBEAT_S
             await all_at_rest(here, servers)
-            assert check(load.history, await log_of(here)).faults == ()
+            assert case.judge(load.history, await log_of(here)).faults == ()
 
 
 class _Stretch:

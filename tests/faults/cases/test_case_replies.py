@@ -1,0 +1,75 @@
+"""Redis has acted and its reply is lost, again and again, for every replica: nothing counts twice (G6)."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from case_fleet import log_of
+from counted_fleet import all_at_rest, counted, turned_away
+from fault_case import FULL, Case
+from own_valkey import own_valkey
+from proxy import Proxy, proxy
+from redis_servers import debian
+
+from bench.witness.asking import Wish
+from bench.witness.load import loaded
+
+SERVERS, EACH = 2, 3
+BOUND = SERVERS * EACH
+CLIENTS = 24
+SERVICE_S = 0.02
+BETWEEN = 3  # answers, at most, from one loss to the next
+SPARED = 20  # replies a connection passes on first: no message, which is sent twice, loses more than one
+# Who serves alone for a moment, since a slow machine looks like a slow Redis, leaves no log of it to check.
+REDIS = {True: {"decision_budget": "2s", "call_timeout": "5s"}, False: {}}
+FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
+    losses, dice = case.size(30, 300), random.Random(8)
+    how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "the same message's again, too"}[form]
+    case.is_about(f"{losses} replies lost after the script ran, three replicas, {how}")
+    binary = debian("redis-server") if form == "redis_7" else None
+    async with own_valkey(tmp_path, binary) as valkey, proxy(valkey.port) as between:
+        between.spared = FORMS[form]
+        url = f"redis://127.0.0.1:{between.port}/0"
+        async with counted(
+            faulty, url, servers=SERVERS, each=EACH, service_s=SERVICE_S, redis=REDIS[form != "in_a_row"]
+        ) as (here, servers):
+            # Given three replicas behind one wire, under load that fills the pool
+            async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
+                await load.more(2 * CLIENTS)
+                for _ in range(losses):
+                    # When the reply to a script is lost, and its connection with it, whoever's it is
+                    between.lose_script_replies += 1
+                    await here.eventually(lambda: _all_lost(between), within_s=30, what="a lost reply")
+                    await load.more(dice.randint(1, BETWEEN))
+                await load.more(2 * CLIENTS)
+            # Then no bound was passed, inside the model servers too, and nobody saw an error
+            case.tell(f"{between.lost} replies lost, {between.connections} connections made")
+            assert between.lost == losses
+            refused = turned_away(load.history)
+            case.tell(f"{len(refused)} of {len(load.history)} requests refused (503), no other error")
+            case.tell(f"highest in flight {servers.peak} of {BOUND}")
+            assert servers.peak == BOUND
+            # And the counts are exact, and each request was begun once and ended once
+            since = time.monotonic()
+            await all_at_rest(here, servers)
+            case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s")
+            # (but that a replica serves alone for a while whose message is lost twice)
+            verdict = case.judge(load.history, await log_of(here), alone=form == "in_a_row")
+            case.tell(f"G1–G6 over {verdict.entries} log entries")
+            assert verdict.faults == ()
+
+
+async def _all_lost(between: Proxy) -> bool:
+    return between.lose_script_replies == 0
+
+
+def _wish(dice: random.Random, number: int) -> Wish:
+    flow = ("x-gateway-inference-fairness-id", f"flow-{dice.randrange(4)}")
+    return Wish(f"request {number}", 1, headers=(flow,))

@@ -1,0 +1,83 @@
+"""Redis watched by three Sentinels, which replace its primary."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis_servers import SILENCE_MS, Server, begun, debian, hosts, running, wait
+
+from app.fleet.ports import LOOPBACK, free_port
+
+SERVICE = "main"
+
+
+@dataclass(slots=True)
+class Watched:
+    """A primary, its replica, and three Sentinels."""
+
+    servers: list[Server]
+    sentinels: list[Server]
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://{hosts(self.sentinels)}/{SERVICE}"
+
+    def primary(self) -> Server:
+        """The one that most Sentinels name."""
+        named = [sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE) for sentinel in self.sentinels]
+        ports = [int(address[1]) for address in named]
+        port = max(set(ports), key=ports.count)
+        return next(server for server in self.servers if server.port == port)
+
+    def is_whole(self) -> bool:
+        """Whether the primary has a replica in step, and all Sentinels know of it."""
+        in_step = self.replica().info("replication").get("master_link_status") == "up"
+        return in_step and all(map(_sees_all, self.sentinels))
+
+    def replica(self) -> Server:
+        return next(server for server in self.servers if server is not self.primary())
+
+
+@contextlib.contextmanager
+def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
+    """Redis with a replica in step, and Sentinels that agree on them. `options` are the servers'."""
+    server, sentinel = debian("redis-server"), debian("redis-sentinel")
+    fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running(server, folder / "0", *fast))
+        of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
+        second = stack.enter_context(running(server, folder / "1", *fast, *of_first))
+        wait(lambda: second.info("replication")["master_link_status"] == "up", "a replica in step")
+        sentinels = [
+            stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
+            for number in range(3)
+        ]
+        found = Watched([first, second], sentinels)
+        wait(lambda: all(map(_sees_all, sentinels)), "Sentinels that know each other")
+        yield found
+
+
+@contextlib.contextmanager
+def _sentinel(binary: str, folder: Path, primary: int, silence_ms: int) -> Iterator[Server]:
+    folder.mkdir(parents=True)
+    port = free_port()
+    config = folder / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind {LOOPBACK}\ndir {folder}\n"
+        f"sentinel monitor {SERVICE} {LOOPBACK} {primary} 2\n"
+        f"sentinel down-after-milliseconds {SERVICE} {silence_ms}\n"
+        f"sentinel failover-timeout {SERVICE} 5000\n"
+    )
+    server = Server(port, begun(folder, (binary, str(config))), {})
+    try:
+        wait(lambda: server.ask("PING"), "a Sentinel's answer")
+        yield server
+    finally:
+        server.kill()
+
+
+def _sees_all(sentinel: Server) -> bool:
+    flat = [text.decode() for text in sentinel.ask("SENTINEL", "MASTER", SERVICE)]
+    told = dict(zip(flat[::2], flat[1::2], strict=True))
+    return (told["num-slaves"], told["num-other-sentinels"], told["flags"]) == ("1", "2", "master")
