@@ -19,7 +19,7 @@ from app.errors import StartupError
 from app.extproc import shares
 from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
 from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
+from app.scheduling.latency import LatencyBook, LatencyWeights
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Scheduler
 from app.scraping.engines import engine_of
@@ -107,6 +107,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
             feed=feed,
             clock=clock,
             adapters=settings.scheduling.adapters,
+            latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()

@@ -9,7 +9,7 @@ from app.request import Completion, InferenceRequest, Outcome
 from app.scheduling.ask import PickAsk
 from app.scheduling.explain import Explanation, ExplanationRing
 from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
+from app.scheduling.latency import SPECIFIED, LatencyBook, LatencyWeights
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Ranking, Scheduler
 from app.scheduling.scorers import IN_FLIGHT
@@ -76,7 +76,7 @@ class Chooser(LeastLoaded):
 
     `readings` gives what was scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed`
     is None where no scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides
-    those that readings tell of.
+    those that readings tell of. `latency` is what the scorer of that name weighs.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Chooser(LeastLoaded):
         feed: RouteFeed | None,
         clock: Callable[[], float],
         adapters: Collection[str] = (),
+        latency: LatencyWeights = SPECIFIED,
     ) -> None:
         super().__init__(endpoints)
         self._scheduler = scheduler
@@ -99,6 +100,7 @@ class Chooser(LeastLoaded):
         self._in_flight = in_flight
         self._index = index
         self._latencies = latencies
+        self._latency = latency
         self._feed = feed
         self._clock = clock
         self._ring = ExplanationRing()
@@ -118,6 +120,7 @@ class Chooser(LeastLoaded):
             session=request.session,
             blocks=len(request.prefix),
             matches=self._index.match(request.prefix),
+            latency=self._latency,
         )
         # A limit may leave only those that are far down.
         most = len(self._known) if request.limit else _MOST
@@ -147,7 +150,7 @@ class Chooser(LeastLoaded):
         """What each scorer gives each endpoint that may be picked (`ip:port` -> scorer -> 0 to 1), for
         a request that asks for nothing in particular; `total` is the weighted whole."""
         self._look()
-        ranking = self._scheduler.rank(PickAsk(), self._known, most=0)
+        ranking = self._scheduler.rank(PickAsk(latency=self._latency), self._known, most=0)
         columns = {**ranking.parts, "total": ranking.totals}
         return {
             signals.address: {name: scores[at] for name, scores in columns.items()}
