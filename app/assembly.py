@@ -76,7 +76,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
     )
-    scraping = ScrapingTask(
+    scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,
         settings.pool,
         replica,
@@ -85,7 +85,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         heartbeat_s=settings.leases.heartbeat,
         live=lambda: membership.live,
         endpoints=endpoints,
-        meter=Probes(store, endpoints, metrics),
+        meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
     )
     index, latencies = PrefixIndex(), LatencyBook()
     clock = asyncio.get_running_loop().time
