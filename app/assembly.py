@@ -95,7 +95,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         feed = RouteFeed(
             settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
         )
-    chooser = LeastLoaded(endpoints)
+    chooser = LeastLoaded(endpoints, lambda: membership.in_flight)
     if weights:
         chooser = Chooser(
             Scheduler(weights_of(weights)),

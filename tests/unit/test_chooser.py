@@ -153,13 +153,25 @@ async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() 
     known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
     asked = request(prefix=(b"block-01", b"block-02"))
     choice = known.chooser.choose(asked)
-    known.chooser.placed(asked, choice, (B, A))
+    known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
     # and the choice can be explained, until it is forgotten
     explained = known.chooser.explain("r")
     assert explained is not None
     assert explained.chosen == (B, A)
+    assert sorted(one.live or 0 for one in explained.candidates) == [1, 2]
     assert known.chooser.explain("other") is None
+
+
+def test_given_nobody_to_choose_when_refused_then_that_is_explained_with_scorers_and_without() -> None:
+    drained = Endpoint(A, drained=True)
+    known = Knowledge(drained, queue_depth=1)
+    plain = LeastLoaded(known.cell, lambda: {A: 1})
+    for chooser in (known.chooser, plain):
+        chooser.refused(request(), chooser.choose(request()))
+        explained = chooser.explain("r")
+        assert explained is not None
+        assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
 
 
 async def test_given_a_limit_when_chosen_then_every_endpoint_is_a_candidate() -> None:
