@@ -109,18 +109,29 @@ local function burden_of(among, scores)
 end
 -- What the choice was made from, in as few bytes as can be: the loads of those that were named, in the order
 -- in which they were, empty where an endpoint could not have it; where none were named, of those chosen.
+local told, load_texts = {}, {} -- kept from call to call: to write the same numbers anew costs five times as much
+local function load_text(load)
+  if not is_pickable(load) then return '' end
+  local text = load_texts[load]
+  if not text then
+    text = string.format('%d', load)
+    if load < 1000 then load_texts[load] = text end
+  end
+  return text
+end
 local function loads_seen(named, among, best)
   if not named then return table.concat(best, ',') end
-  local told, free = {}, nil
+  local free
   if among ~= named then
     free = {}
     for _, address in ipairs(among) do free[address] = true end
   end
-  for i, address in ipairs(named) do
-    local load = loads[address]
-    told[i] = is_pickable(load) and (not free or free[address]) and load or ''
+  local count = #named
+  for i = 1, count do
+    local address = named[i]
+    told[i] = (not free or free[address]) and load_text(loads[address]) or ''
   end
-  return table.concat(told, ',')
+  return table.concat(told, ',', 1, count)
 end
 -- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
