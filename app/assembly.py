@@ -19,7 +19,7 @@ from app.errors import StartupError
 from app.extproc import shares
 from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
 from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
+from app.scheduling.latency import LatencyBook, LatencyWeights
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Scheduler
 from app.scraping.engines import engine_of
@@ -76,7 +76,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
     )
-    scraping = ScrapingTask(
+    scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,
         settings.pool,
         replica,
@@ -85,7 +85,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         heartbeat_s=settings.leases.heartbeat,
         live=lambda: membership.live,
         endpoints=endpoints,
-        meter=Probes(store, endpoints, metrics),
+        meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
     )
     index, latencies = PrefixIndex(), LatencyBook()
     clock = asyncio.get_running_loop().time
@@ -95,7 +95,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         feed = RouteFeed(
             settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
         )
-    chooser = LeastLoaded(endpoints)
+    chooser = LeastLoaded(endpoints, lambda: membership.in_flight)
     if weights:
         chooser = Chooser(
             Scheduler(weights_of(weights)),
@@ -107,6 +107,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
             feed=feed,
             clock=clock,
             adapters=settings.scheduling.adapters,
+            latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
         )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()

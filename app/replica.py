@@ -69,7 +69,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         gate=parts.gate,
         door=door,
         metrics=parts.metrics,
-        lines=DecisionLines(clock),
+        lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
     )
     uploads = Uploads(clock)

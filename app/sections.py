@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from app.errors import ConfigError
 from app.request import Band
+from app.scheduling.latency import SPECIFIED
 from app.scheduling.scorers import scorer_name
 from app.scraping.engines import engine_of
 from app.state.address import redis_url
@@ -217,10 +218,25 @@ class Scorer(Section):
     weight: Number = Field(1, gt=0, le=1e6)
 
 
+class Latency(Section):
+    """What the scorer `latency` adds up (specs/004): alpha·mean + beta·load + gamma·std."""
+
+    alpha: Number = Field(SPECIFIED.alpha, ge=0, le=1e6)
+    beta: Number = Field(SPECIFIED.beta, ge=0, le=1e6)
+    gamma: Number = Field(SPECIFIED.gamma, ge=0, le=1e6)
+
+    @model_validator(mode="after")
+    def _anything_counts(self) -> Self:
+        if self.alpha == self.beta == self.gamma == 0:
+            raise ValueError("one of alpha, beta and gamma must be above 0, or all endpoints cost the same")
+        return self
+
+
 class Scheduling(Section):
     """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
 
     scorers: tuple[Scorer, ...] = ()
+    latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints tell of
 

@@ -10,9 +10,9 @@
 --   candidates (as place has them), limit (of the flow, on each endpoint; 0 none), learn (1: cost lacks the
 --   answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
---   'placed a,b,c' | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with REASON one of no-endpoints,
---   saturated, insufficient-flow-capacity, too-many-flows | 'expired' | 'unknown-pool' (publish first);
---   of a known id the first two end in ' adopted'
+--   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
+--   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows | 'expired'
+--   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'
 local ADMIT_ITEM = 14
 
 local function adopt(r, attempt, candidates, turn, picks)

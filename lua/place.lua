@@ -7,7 +7,9 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5')
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
---   'placed a,b,c' | 'queued TTL_LEFT_MS' (back in its place: its flow is at its limit wherever it may go)
+--   'placed a,b,c LOADS' (requests in flight as they were: of the candidates named, '' where one could not
+--   have it; for '*', of a,b,c; without LOADS if it was placed before)
+--   | 'queued TTL_LEFT_MS' (back in its place: its flow is at its limit wherever it may go)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
 local PLACE_ITEM = 3
 local function place(args)

@@ -119,7 +119,11 @@ class FleetLists:
         if found is None:
             if explanation is None:
                 return None
-            reason = "this replica placed it; it has ended since, or the pool has lost it"
+            reason = (
+                "this replica placed it; it has ended since, or the pool has lost it"
+                if explanation["chosen"]
+                else "this replica refused it: there was no endpoint for it"
+            )
             return {
                 "id": request_id,
                 "state": "unknown-to-the-pool",

@@ -178,7 +178,7 @@ class Whereabouts(BaseModel):
     state: Literal["queued", "held", "granted", "placed", "unknown-to-the-pool"]
     why: str
     explanation: dict[str, Any] | None = Field(
-        description="why it went where it went; null unless this replica placed it, by scores"
+        description="why it went where it went, or nowhere; null unless this replica placed or refused it"
     )
 
 

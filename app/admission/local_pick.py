@@ -9,6 +9,7 @@ from app.endpoints.snapshot import SnapshotCell
 from app.errors import NoEndpoints
 from app.request import InferenceRequest
 from app.scheduling.chooser import LeastLoaded
+from app.scheduling.explain import named
 
 _FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for so long
 
@@ -44,8 +45,10 @@ class LocalPicker:
             chance=random.random,
         )
         if not picked:
+            self._chooser.refused(request, choice)
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
-        self._chooser.placed(request, choice, picked)
+        live = ",".join(str(self._load.get(address, 0)) for address in named(choice.basis, picked))
+        self._chooser.placed(request, choice, picked, live)
         return picked
 
     def began(self, endpoint: str) -> None:

@@ -1,22 +1,32 @@
 """What scraping says of endpoints' health, made known to the whole fleet."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from app.endpoints.snapshot import SnapshotCell
-from app.scraping.scraper import Meter
+from app.scraping.board import Reading
+from app.scraping.scraper import SILENCE, Meter
 from app.state.store import Store
 
 _WELL_AGAIN = 3  # scrapes in a row that work
+_UNANSWERED = ("timeout", "silent")
 
 
 class Probes:
-    """A `Meter` of the scraper that also marks endpoints: down when they cannot be connected to, which each
-    failed probe confirms, and up again after three probes that worked. Counting is `meter`'s."""
+    """A `Meter` of the scraper that also marks endpoints: down when they cannot be connected to or have
+    fallen silent, which each probe without an answer confirms, and up again after three probes that worked.
+    Counting is `meter`'s. `readings` gives what was last scraped, by whichever replica."""
 
-    def __init__(self, store: Store, endpoints: SnapshotCell, meter: Meter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        endpoints: SnapshotCell,
+        meter: Meter,
+        readings: Callable[[], Mapping[str, Reading]],
+    ) -> None:
         self._store = store
         self._endpoints = endpoints
         self._meter = meter
+        self._readings = readings
         self._well: dict[str, int] = {}  # down -> scrapes in a row that worked
         self._version = ""
         self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
@@ -33,7 +43,8 @@ class Probes:
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self._meter.scrape_failed(address, kind, seconds)
         self._well.pop(address, None)
-        if kind == "connection":
+        confirmed = kind in _UNANSWERED and self._is_down(address)
+        if kind == "connection" or confirmed or (kind == "silent" and not self._most_are_silent()):
             self._mark(address, True)
 
     def scrape_published(self, readings: int, seconds: float) -> None:
@@ -51,6 +62,18 @@ class Probes:
             self._version = snapshot.version
             self._down = frozenset(each.address for each in snapshot.endpoints if each.down)
         return address in self._down
+
+    def _most_are_silent(self) -> bool:
+        """Whether it is the scraping, or the load, that keeps pages from coming: then who does not answer is
+        slow like the others, and to take out one after the other would leave nobody."""
+        readings = self._readings()
+        up = [each.address for each in self._endpoints.current.endpoints if not each.down]
+        silent = sum(
+            (readings[address].metrics.fault or "").startswith(SILENCE)
+            for address in up
+            if address in readings
+        )
+        return 2 * silent > len(up)
 
     def _mark(self, address: str, down: bool) -> None:
         # What Redis does not take, the next probe says again.

@@ -187,7 +187,7 @@ class SharedGate:
             answer = await self._store.place(request.id, waiter.attempt, choice.candidates)
         finally:
             waiter.placing = False
-        return self._chosen(request, choice, self._accepted(request, answer))
+        return self._chosen(request, choice, answer)
 
     async def _admit_known(self, waiter: _Waiter) -> Verdict:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
@@ -199,15 +199,21 @@ class SharedGate:
                 request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
             )
             if verdict.what != "unknown-pool":
-                return self._chosen(request, choice, self._accepted(request, verdict))
+                return self._chosen(request, choice, verdict)
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
     def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Verdict) -> Verdict:
+        """`verdict`, and what came of `choice` is remembered; every refusal is raised."""
         if verdict.what == "placed":
-            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")))
-        return verdict
+            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.live)
+            return verdict
+        try:
+            return self._accepted(request, verdict)
+        except NoEndpoints:
+            self._chooser.refused(request, choice)
+            raise
 
     def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
         error = refusal(verdict, ttl_s=request.ttl_s, retry_after_s=self.retry_after_s)
@@ -358,7 +364,7 @@ class SharedGate:
         choice = self._chooser.choose(waiter.request)
         try:
             answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
-            verdict = self._chosen(waiter.request, choice, self._accepted(waiter.request, answer))
+            verdict = self._chosen(waiter.request, choice, answer)
         except StateUnavailable:
             return False
         except RequestError as error:

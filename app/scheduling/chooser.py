@@ -2,68 +2,81 @@
 word, and what is remembered of each choice."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.endpoints.snapshot import SnapshotCell
 from app.request import Completion, InferenceRequest, Outcome
 from app.scheduling.ask import PickAsk
-from app.scheduling.explain import Explanation, ExplanationRing
+from app.scheduling.explain import ALL, Basis, Explanation, Unscored
 from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
+from app.scheduling.latency import SPECIFIED, LatencyBook, LatencyWeights
 from app.scheduling.prefix import PrefixIndex
-from app.scheduling.scheduler import Ranking, Scheduler
+from app.scheduling.recall import ExplanationRing
+from app.scheduling.scheduler import Scheduler
 from app.scheduling.scorers import IN_FLIGHT
 from app.scheduling.signals import Signals
 from app.scraping.board import Reading
 
-ALL = "*"
 _MOST = 8  # candidates with scores that the script is told; more would cost it more than they gain
 _LIVE_WEIGHT = 1.0  # of in-flight requests where the configuration names other scorers only
 FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the script is to choose from, as lua/place.lua takes it; and how that came about, if by scores."""
+class Choice(NamedTuple):
+    """What the script is to choose from, as lua/place.lua takes it; and what that came from.
+
+    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
+    """
 
     candidates: str
-    ranking: Ranking | None = None
+    basis: Basis
 
 
 class LeastLoaded:
     """Leaves the choice to the script: the least loaded of all, or of the subset.
 
     Labels are not the script's business: where a request asks for some, those of `endpoints` that have them
-    are named. `live_weight` is the part of the load in flight beside the scores it gives.
+    are named. `in_flight` gives the fleet's requests by endpoint as last heard of, a mapping that nobody
+    changes. `live_weight` is the part of the load in flight beside the scores it gives. One event loop.
     """
 
     live_weight = 0.0
 
-    def __init__(self, endpoints: SnapshotCell) -> None:
+    def __init__(self, endpoints: SnapshotCell, in_flight: Callable[[], Mapping[str, int]] = dict) -> None:
         self._endpoints = endpoints
+        self._in_flight = in_flight
+        self._ring = ExplanationRing()
 
     def choose(self, request: InferenceRequest) -> Choice:
         """The candidates for `request`."""
-        if request.selector:
-            wanted, subset = request.selector.items(), request.subset
-            return Choice(
-                ",".join(
-                    endpoint.address
-                    for endpoint in self._endpoints.current.endpoints
-                    if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
-                )
+        known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
+        if selector:
+            wanted = selector.items()
+            candidates = ",".join(
+                endpoint.address
+                for endpoint in known
+                if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
             )
-        return Choice(ALL if request.subset is None else ",".join(request.subset))
+        else:
+            candidates = ALL if subset is None else ",".join(subset)
+        return Choice(candidates, Unscored(known, self._in_flight(), subset, selector, candidates))
 
-    def placed(self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...]) -> None:
-        """`request` went to the first of `endpoints`."""
+    def placed(
+        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
+    ) -> None:
+        """`request` went to the first of `endpoints`; `live` are the loads by which (lua/place.lua)."""
+        self._ring.keep(request.id, choice.basis, endpoints, live)
+
+    def refused(self, request: InferenceRequest, choice: Choice) -> None:
+        """There was no endpoint for `request`."""
+        self._ring.keep(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
         """A request has ended."""
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request of late went where it went; None if nothing is known of it."""
-        return None
+        """Why a request of late went where it went, or nowhere; None if nothing is known of it."""
+        return self._ring.find(request_id)
 
 
 def weights_of(scorers: Mapping[str, float]) -> dict[str, float]:
@@ -76,7 +89,7 @@ class Chooser(LeastLoaded):
 
     `readings` gives what was scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed`
     is None where no scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides
-    those that readings tell of.
+    those that readings tell of. `latency` is what the scorer of that name weighs.
     """
 
     def __init__(
@@ -91,17 +104,17 @@ class Chooser(LeastLoaded):
         feed: RouteFeed | None,
         clock: Callable[[], float],
         adapters: Collection[str] = (),
+        latency: LatencyWeights = SPECIFIED,
     ) -> None:
-        super().__init__(endpoints)
+        super().__init__(endpoints, in_flight)
         self._scheduler = scheduler
         self.live_weight = scheduler.live_weight
         self._readings = readings
-        self._in_flight = in_flight
         self._index = index
         self._latencies = latencies
+        self._latency = latency
         self._feed = feed
         self._clock = clock
-        self._ring = ExplanationRing()
         self._known: list[Signals] = []
         self._named = frozenset(adapters)
         self._adapters = self._named
@@ -118,15 +131,17 @@ class Chooser(LeastLoaded):
             session=request.session,
             blocks=len(request.prefix),
             matches=self._index.match(request.prefix),
+            latency=self._latency,
         )
         # A limit may leave only those that are far down.
         most = len(self._known) if request.limit else _MOST
         ranking = self._scheduler.rank(ask, self._known, most=most)
         return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
 
-    def placed(self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...]) -> None:
-        if choice.ranking is not None:
-            self._ring.keep(request.id, choice.ranking, endpoints)
+    def placed(
+        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
+    ) -> None:
+        super().placed(request, choice, endpoints, live)
         if self._feed is not None and request.prefix:
             self._feed.routed(endpoints[0], request.prefix)
 
@@ -140,14 +155,11 @@ class Chooser(LeastLoaded):
         if completion.served and seconds is not None:
             self._feed.completed(completion.served, seconds)
 
-    def explain(self, request_id: str) -> Explanation | None:
-        return self._ring.find(request_id)
-
     def scores(self) -> Mapping[str, Mapping[str, float]]:
         """What each scorer gives each endpoint that may be picked (`ip:port` -> scorer -> 0 to 1), for
         a request that asks for nothing in particular; `total` is the weighted whole."""
         self._look()
-        ranking = self._scheduler.rank(PickAsk(), self._known, most=0)
+        ranking = self._scheduler.rank(PickAsk(latency=self._latency), self._known, most=0)
         columns = {**ranking.parts, "total": ranking.totals}
         return {
             signals.address: {name: scores[at] for name, scores in columns.items()}

@@ -1,28 +1,55 @@
-"""Why a request went where it went: kept for the last requests, worked out only when somebody asks."""
+"""Why a request went where it went, or nowhere: what a choice was made from, put into words and numbers."""
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from app.endpoints.snapshot import Endpoint
+from app.scheduling.ask import PickAsk
+from app.scheduling.filters import sift
 from app.scheduling.scheduler import Ranking
+from app.scheduling.signals import Signals
+
+ALL = "*"
+_BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
+_BY_LOAD = (
+    "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
+)
+
+
+class Unscored(NamedTuple):
+    """What was known where the script alone chose: `endpoints` of the pool and what each had in flight."""
+
+    endpoints: tuple[Endpoint, ...]
+    in_flight: Mapping[str, int]
+    subset: tuple[str, ...] | None
+    selector: Mapping[str, str]
+    candidates: str
+
+
+Basis = Ranking | Unscored
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate with its total in [0, 1] and each scorer's unweighted part, its load when it was looked at
-    (requests in flight, as the replica last knew it), and the load the script found (None: not told)."""
+    """A candidate with its total in [0, 1] and each scorer's unweighted part (None and empty without
+    scorers), its load when it was looked at (requests in flight, as the replica last knew it), and the load
+    that the choice was made from. `final` is the total with that load in it. None: not told, or the script
+    could not take it (its flow is at its limit there, or it has just been taken out)."""
 
     address: str
-    score: float
+    score: float | None
     parts: Mapping[str, float]
     in_flight: float
     live: float | None
+    final: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One pick: `chosen` endpoints in the order of the answer, `candidates` best first, who was out and why,
-    the soft filters that were waived, and the weights (normalised) of the scorers."""
+    """One pick: `chosen` endpoints in the order of the answer (none: it was refused), `candidates` best
+    first, who was out and why, the soft filters that were waived, the weights (normalised) of the scorers,
+    and the `rule` that decided among the candidates."""
 
     request_id: str
     chosen: tuple[str, ...]
@@ -30,6 +57,7 @@ class Explanation:
     excluded: Mapping[str, str]
     waived: tuple[str, ...]
     weights: Mapping[str, float]
+    rule: str
 
     def to_dict(self) -> dict[str, object]:
         """Fit for JSON, scores rounded to four digits."""
@@ -39,79 +67,101 @@ class Explanation:
             "candidates": [
                 {
                     "address": one.address,
-                    "score": round(one.score, 4),
+                    "score": _rounded(one.score),
                     "parts": {name: round(part, 4) for name, part in one.parts.items()},
                     "in_flight": one.in_flight,
                     "live": one.live,
+                    "final": _rounded(one.final),
                 }
                 for one in self.candidates
             ],
             "excluded": dict(self.excluded),
             "waived": list(self.waived),
             "weights": {name: round(weight, 4) for name, weight in self.weights.items()},
+            "rule": self.rule,
+        }
+
+    def summary(self) -> dict[str, str]:
+        """As fields of a log line: the candidates, each as `address score/live`, and who was out and why."""
+        return {
+            "candidates": ", ".join(
+                f"{one.address} {_word(one.score if one.final is None else one.final)}/{_word(one.live)}"
+                for one in self.candidates
+            ),
+            "excluded": ", ".join(f"{address} {why}" for address, why in self.excluded.items()),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    ranking: Ranking
-    chosen: tuple[str, ...]
-    live: Mapping[str, float]
-    figures: int
+def explanation(request_id: str, basis: Basis, chosen: tuple[str, ...], live: str) -> Explanation:
+    """What `basis` says of a request that was given `chosen`; `live` are the loads that the choice was made
+    from, as `lua/place.lua` gives them ('' for none)."""
+    if isinstance(basis, Unscored):
+        return _by_load(request_id, basis, chosen, live)
+    return _by_score(request_id, basis, chosen, live)
 
 
-def explanation(
-    request_id: str, ranking: Ranking, chosen: tuple[str, ...], live: Mapping[str, float]
-) -> Explanation:
-    """What `ranking` says of a request that was given `chosen`; `live` is the load the script found."""
-    rows = [
-        Scored(
-            endpoint.address,
-            min(1.0, total),
-            {name: scores[at] for name, scores in ranking.parts.items()},
-            endpoint.in_flight,
-            live.get(endpoint.address),
-        )
-        for at, (endpoint, total) in enumerate(zip(ranking.kept, ranking.totals, strict=True))
-    ]
+def named(basis: Basis, chosen: Sequence[str]) -> list[str]:
+    """The endpoints that loads are given of, in that order."""
+    if not isinstance(basis, Unscored):
+        return [candidate.address for candidate in basis.best]
+    return list(chosen) if basis.candidates == ALL else list(dict.fromkeys(basis.candidates.split(",")))
+
+
+def _by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...], live: str) -> Explanation:
+    loads = _loads(named(ranking, chosen), live)
+    most = max([1.0, *loads.values()])
+    bases = {candidate.address: candidate.base for candidate in ranking.best}
+    rows = []
+    for at, (endpoint, total) in enumerate(zip(ranking.kept, ranking.totals, strict=True)):
+        address, load = endpoint.address, loads.get(endpoint.address)
+        # As the script reckons it (lua/lib/endpoints.lua), put so that it is a score like the others.
+        final = None if load is None else bases[address] + ranking.live_weight * (1 - load / most)
+        parts = {name: scores[at] for name, scores in ranking.parts.items()}
+        rows.append(Scored(address, min(1.0, total), parts, endpoint.in_flight, load, final))
     # The ranking drew lots among equals: its order first, then the ones it left out.
     place = {candidate.address: at for at, candidate in enumerate(ranking.best)}
-    rows.sort(key=lambda row: (place.get(row.address, len(place)), -row.score))
-    return Explanation(request_id, chosen, tuple(rows), ranking.excluded, ranking.waived, ranking.weights)
+    rows.sort(key=lambda row: (place.get(row.address, len(place)), -(row.score or 0.0)))
+    return Explanation(
+        request_id, chosen, tuple(rows), ranking.excluded, ranking.waived, ranking.weights, _BY_SCORE
+    )
 
 
-class ExplanationRing:
-    """The last picks by request id: at most `most` of them, holding at most `most_figures` scores and reasons
-    (about 40 bytes each) in all. Keeping one costs a dictionary entry; `find` does the work."""
+def _by_load(request_id: str, seen: Unscored, chosen: tuple[str, ...], live: str) -> Explanation:
+    loads = _loads(named(seen, chosen), live)
+    ask = PickAsk(None if seen.subset is None else frozenset(seen.subset), selector=seen.selector)
+    sifted = sift(
+        ask,
+        [
+            Signals(
+                endpoint.address,
+                labels=endpoint.labels,
+                draining=endpoint.draining or endpoint.drained,
+                healthy=not endpoint.down,
+                in_flight=float(seen.in_flight.get(endpoint.address, 0)),
+            )
+            for endpoint in seen.endpoints
+        ],
+    )
+    rows = [Scored(one.address, None, {}, one.in_flight, loads.get(one.address)) for one in sifted.kept]
+    rank = {address: at for at, address in enumerate(chosen)}
+    rows.sort(
+        key=lambda row: (
+            rank.get(row.address, len(rank)),
+            row.live is None,
+            row.in_flight if row.live is None else row.live,
+        )
+    )
+    return Explanation(request_id, chosen, tuple(rows), sifted.excluded, sifted.waived, {}, _BY_LOAD)
 
-    def __init__(self, *, most: int = 1000, most_figures: int = 500_000) -> None:
-        self._most = most
-        self._most_figures = most_figures
-        self._figures = 0
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._kept)
+def _loads(addresses: Sequence[str], live: str) -> dict[str, float]:
+    told = live.split(",") if live else []
+    return {address: float(load) for address, load in zip(addresses, told, strict=False) if load}
 
-    def keep(
-        self,
-        request_id: str,
-        ranking: Ranking,
-        chosen: tuple[str, ...],
-        live: Mapping[str, float] | None = None,
-    ) -> None:
-        """Remember that `request_id` was given `chosen` (best first); the last word on an id counts."""
-        old = self._kept.pop(request_id, None)
-        if old is not None:
-            self._figures -= old.figures
-        figures = len(ranking.kept) * (len(ranking.parts) + 2) + 2 * len(ranking.excluded) + 1
-        self._kept[request_id] = _Kept(ranking, chosen, live or {}, figures)
-        self._figures += figures
-        while len(self._kept) > self._most or (self._figures > self._most_figures and len(self._kept) > 1):
-            _, gone = self._kept.popitem(last=False)
-            self._figures -= gone.figures
 
-    def find(self, request_id: str) -> Explanation | None:
-        """Why `request_id` went where it went; None if that is not known any more."""
-        kept = self._kept.get(request_id)
-        return explanation(request_id, kept.ranking, kept.chosen, kept.live) if kept else None
+def _rounded(score: float | None) -> float | None:
+    return None if score is None else round(score, 4)
+
+
+def _word(figure: float | None) -> str:
+    return "?" if figure is None else f"{round(figure, 4):g}"

@@ -34,7 +34,7 @@ class Ranking:
 
     `kept` are all endpoints that passed the filters, with `totals` and, for each scorer in `parts`, its
     unweighted scores, in the same order. `excluded` says why the others did not pass; `waived` names the
-    soft filters that would have left nobody.
+    soft filters that would have left nobody. `live_weight` is what the bases of `best` lack.
     """
 
     best: tuple[Candidate, ...]
@@ -44,6 +44,7 @@ class Ranking:
     weights: Mapping[str, float]
     excluded: Mapping[str, str]
     waived: tuple[str, ...]
+    live_weight: float
 
 
 class Scheduler:
@@ -93,4 +94,6 @@ class Scheduler:
             score = total if total < 1.0 else 1.0  # rounding may carry a sum of parts just past it
             base = score if live_scores is None else total - live * live_scores[at]
             best.append(Candidate(kept[at].address, score, base if base > 0.0 else 0.0))
-        return Ranking(tuple(best), kept, totals, parts, self.weights, sifted.excluded, sifted.waived)
+        return Ranking(
+            tuple(best), kept, totals, parts, self.weights, sifted.excluded, sifted.waived, self.live_weight
+        )

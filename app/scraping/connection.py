@@ -39,6 +39,7 @@ class Connection:
         self._max_page_bytes = max_page_bytes
         self._exchange: _Exchange | None = None
         self.unreached = 0  # attempts to connect, in a row, that have not succeeded
+        self.unanswered = 0  # questions, in a row, that not one byte came back to
         # Compressing a page takes longer than sending it: none is asked for.
         self._request = (
             f"GET {path} HTTP/1.1\r\nHost: {address}\r\nAccept: text/plain\r\nUser-Agent: picker\r\n\r\n"
@@ -50,15 +51,18 @@ class Connection:
         Raises:
             FetchFault: no connection, an answer other than 200, or a page too large or cut short.
         """
+        self.unanswered += 1
         try:
             exchange = self._exchange
             if exchange is not None and exchange.usable:
                 try:
-                    return await exchange.ask(self._request)
+                    return await self._ask(exchange)
                 except _ClosedUnused:
                     pass  # the server may close an idle connection at any time: that is no fault of its own
-            return await (await self._connect()).ask(self._request)
-        except BaseException:
+            return await self._ask(await self._connect())
+        except BaseException as fault:
+            if isinstance(fault, FetchFault) or (self._exchange is not None and self._exchange.some_came):
+                self.unanswered = 0
             # What is still to come on this connection belongs to nobody.
             self.close()
             raise
@@ -68,6 +72,11 @@ class Connection:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.abort()
+
+    async def _ask(self, exchange: "_Exchange") -> bytes:
+        page = await exchange.ask(self._request)
+        self.unanswered = 0
+        return page
 
     async def _connect(self) -> "_Exchange":
         self.close()
@@ -123,7 +132,7 @@ class _Exchange(asyncio.Protocol):
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._some_came = True
+        self.some_came = True
         try:
             if self._answer is None:
                 raise httptools.HttpParserError("bytes that nobody asked for")
@@ -136,7 +145,7 @@ class _Exchange(asyncio.Protocol):
         if self._until_close and self._in_body and fault is None:
             # Without a length the end of the connection is the end of the page.
             self.on_message_complete()
-        elif not self._some_came and self._used:
+        elif not self.some_came and self._used:
             self._fail(_ClosedUnused("connection", "closed while idle"))
         else:
             self._fail(FetchFault("connection", "the connection closed before the page was complete"))
@@ -178,7 +187,7 @@ class _Exchange(asyncio.Protocol):
     def _begin(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
-        self._some_came = False
+        self.some_came = False
         self._in_body = False
         self._until_close = True
 

@@ -15,8 +15,17 @@ from app.scraping.metrics import EndpointMetrics
 Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
 
 _UNREACHED = 2  # attempts to connect that time out in a row: the endpoint cannot be connected to
+# Questions in a row without a byte for an answer: the process stands still, its kernel takes connections.
+# vLLM serves its page from the event loop that also takes in requests and hands out tokens; a burst of
+# arrivals keeps it for a second or two, so once says nothing. Three, each over a connection of its own and
+# with growing pauses between, are three and a half seconds without a turn of that loop. An overloaded server
+# can be later than that (half a minute has been reported of vLLM), but then it is as late with everyone's
+# tokens, and better left alone until it answers again.
+_SILENT = 3
+SILENCE = "no page within"  # what the fault of an unanswered question begins with
 _LONGEST_PAUSE_S = 5.0
 _DEADLINE_S = 1.0
+_LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica itself
 _DOUBLINGS = 30  # far past the longest pause, and no overflow
 _log = logging.getLogger(__name__)
 
@@ -28,7 +37,7 @@ class Meter(Protocol):
         """A scrape that worked, and how long it took."""
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        """One that did not; `kind` is timeout, connection, status or page."""
+        """One that did not; `kind` is timeout, silent, connection, status or page."""
 
     def scrape_published(self, readings: int, seconds: float) -> None:
         """A batch that the fleet knows of now."""
@@ -142,8 +151,11 @@ class Scraper:
             metrics = page.read(text, self._engine, started_ms)
         except TimeoutError:
             # A host that is gone refuses nothing, it says nothing. Once may be this replica's own standstill.
-            kind = "connection" if connection.unreached >= _UNREACHED else "timeout"
-            said = f"no page within {self._deadline_s:g} s"
+            if clock() - started_s > self._deadline_s + _LATE_S:
+                connection.unanswered = 0  # it could not have heard an answer
+            kind = "silent" if connection.unanswered >= _SILENT else "timeout"
+            kind = "connection" if connection.unreached >= _UNREACHED else kind
+            said = f"{SILENCE} {self._deadline_s:g} s"
         except FetchFault as fault:
             kind, said = fault.kind, str(fault)
         except page.BadPage as fault:

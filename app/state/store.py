@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from app.endpoints.snapshot import Endpoint
@@ -23,10 +23,12 @@ _ADOPTED = " adopted"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Reply about one request: `what` it is told, and `detail` (endpoints, a time, a reason, a model)."""
+    """Reply about one request: `what` it is told, and `detail` (endpoints, a time, a reason, a model). Of a
+    choice made just now, `live` has the loads it was made from, as `lua/place.lua` gives them."""
 
     what: str
     detail: str
+    live: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,4 +331,6 @@ def _told(text: str) -> dict[str, Any]:
 
 def _verdict(reply: str) -> Verdict:
     what, _, detail = reply.partition(" ")
+    if what == "placed":
+        return Verdict(what, *detail.split(" "))
     return Verdict(what, detail)

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from app.errors import NoEndpoints
 from app.request import InferenceRequest
+from app.scheduling.explain import Explanation
 from app.telemetry.logs import about
 
 _log = logging.getLogger(__name__)
@@ -13,11 +15,17 @@ _REFUSALS_A_SECOND = 5  # of one code; a flood of refusals must not become a flo
 class DecisionLines:
     """Writes them. `debug` says whether placements are written: ask before telling of one. One event loop.
 
-    `clock` is in seconds, and only its differences count.
+    `clock` is in seconds, and only its differences count. `explain` tells how a request's endpoint was
+    chosen; it is asked at debug level only.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        explain: Callable[[str], Explanation | None] = lambda request_id: None,
+    ) -> None:
         self.debug = _log.isEnabledFor(logging.DEBUG)
+        self._explain = explain
         self._clock = clock
         self._second = -1
         self._written: dict[str, int] = {}
@@ -27,7 +35,8 @@ class DecisionLines:
         self, request: InferenceRequest | None, endpoints: Sequence[str], mode: str, seconds: float
     ) -> None:
         """A request goes to the first of `endpoints`; without `request` it was not admitted (GET)."""
-        _log.debug("placed", extra={**_of(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)})
+        fields = {**_of(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
+        _log.debug("placed", extra={**fields, **self._why(request)})
 
     def refused(self, request: InferenceRequest | None, code: str, mode: str, seconds: float) -> None:
         """A request got `code` for an answer; without `request` it could not be read."""
@@ -41,8 +50,14 @@ class DecisionLines:
             return
         self._written[code] = written + 1
         fields = _of(request, code, mode, seconds)
+        if self.debug and code == NoEndpoints.code:
+            fields |= self._why(request)
         left_out = self._left_out.pop(code, 0)
         _log.info("refused", extra={**fields, "left_out": left_out} if left_out else fields)
+
+    def _why(self, request: InferenceRequest | None) -> dict[str, str]:
+        explained = None if request is None else self._explain(request.id)
+        return {} if explained is None else explained.summary()
 
 
 def _of(request: InferenceRequest | None, code: str, mode: str, seconds: float) -> dict[str, object]:

@@ -181,7 +181,7 @@ class Metrics:
         self._scrape_s.observe(seconds, ("ok",))
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        """`kind`: timeout, connection, status or page."""
+        """`kind`: timeout, silent, connection, status or page."""
         self._scrapes.add((self._endpoint(address), kind))
         self._scrape_s.observe(seconds, ("failed",))
 

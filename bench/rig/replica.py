@@ -29,7 +29,7 @@ class SnapshotOnly(Chooser):
 
     def choose(self, request: InferenceRequest) -> Choice:
         choice = super().choose(request)
-        return Choice(choice.candidates.partition(",")[0], choice.ranking)
+        return Choice(choice.candidates.partition(",")[0], choice.basis)
 
 
 class OwnRoutes(RouteFeed):
@@ -42,13 +42,14 @@ class OwnRoutes(RouteFeed):
 class RoundRobin(LeastLoaded):
     """Every endpoint in its turn."""
 
-    def __init__(self, endpoints: SnapshotCell) -> None:
-        super().__init__(endpoints)
+    def __init__(self, endpoints: SnapshotCell, in_flight: Callable[[], Mapping[str, int]]) -> None:
+        super().__init__(endpoints, in_flight)
         self._turn = itertools.count()
 
     def choose(self, request: InferenceRequest) -> Choice:
         known = self._endpoints.current.endpoints
-        return Choice(known[next(self._turn) % len(known)].address)
+        chosen = known[next(self._turn) % len(known)].address
+        return super().choose(request)._replace(candidates=chosen)
 
 
 VARIANTS: Mapping[str, Callable[[], None]] = {

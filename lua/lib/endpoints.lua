@@ -107,14 +107,41 @@ local function burden_of(among, scores)
   end
   return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
 end
+-- What the choice was made from, in as few bytes as can be: the loads of those that were named, in the order
+-- in which they were, empty where an endpoint could not have it; where none were named, of those chosen.
+local told, load_texts = {}, {} -- kept from call to call: to write the same numbers anew costs five times as much
+local function load_text(load)
+  if not is_pickable(load) then return '' end
+  local text = load_texts[load]
+  if not text then
+    text = string.format('%d', load)
+    if load < 1000 then load_texts[load] = text end
+  end
+  return text
+end
+local function loads_seen(named, among, best)
+  if not named then return table.concat(best, ',') end
+  local free
+  if among ~= named then
+    free = {}
+    for _, address in ipairs(among) do free[address] = true end
+  end
+  local count = #named
+  for i = 1, count do
+    local address = named[i]
+    told[i] = (not free or free[address]) and load_text(loads[address]) or ''
+  end
+  return table.concat(told, ',', 1, count)
+end
 -- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
--- 'a,b,c' with up to `fallbacks` more than one; or nil, and whether it is only the flow's limit that stands
--- in the way.
+-- 'a,b,c' with up to `fallbacks` more than one, and the loads that were seen; or nil, and whether it is only
+-- the flow's limit that stands in the way.
 function endpoints.pick(r, candidates, turn, picks)
-  local want, among, scores = settings.fallbacks + 1
+  local want, among, scores, named = settings.fallbacks + 1
   if candidates ~= '*' then
-    among, scores = listed(candidates)
+    named, scores = listed(candidates)
+    among = named
   elseif r.limit > 0 then
     among = redis.call('ZRANGE', key.load, 0, -1)
   else
@@ -139,7 +166,7 @@ function endpoints.pick(r, candidates, turn, picks)
     end
   end
   if kept == 0 then return nil, limited end
-  return table.concat(best, ',')
+  return table.concat(best, ','), loads_seen(named, among, burdens)
 end
 -- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
 local MARKS = {'drained', 'down'}

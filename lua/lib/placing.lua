@@ -1,16 +1,16 @@
 -- include: ending
 -- Give r an endpoint: chosen and reserved in one step, so that two replicas never both take one for idle (G1).
--- Returns 'placed a,b,c', or nil and whether only the flow's limit stands in the way. The stock and the
+-- Returns 'placed a,b,c LOADS', or nil and whether only the flow's limit stands in the way. The stock and the
 -- flow's total are the caller's.
 local function place_request(r, candidates, turn, picks)
-  local picked, limited = endpoints.pick(r, candidates, turn, picks)
-  if not picked then return nil, limited end
+  local picked, seen = endpoints.pick(r, candidates, turn, picks)
+  if not picked then return nil, seen end
   r.endpoints, r.state = picked, 'placed'
   local endpoint = endpoints.first(picked)
   endpoints.reserve(endpoint)
   endpoints.count_flow(r, endpoint, 1)
   record.write(r)
-  return 'placed ' .. picked
+  return 'placed ' .. picked .. ' ' .. seen
 end
 -- A granted request's place. Where its flow is at its limit on every endpoint it may have, it goes back to
 -- its place in the queue, uncharged, and its lane waits until one of the flow's requests ends.

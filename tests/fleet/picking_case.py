@@ -13,12 +13,12 @@ NOWHERE = "192.0.2.1:8000"  # an address that is no endpoint's
 class Server:
     """A model server: the metrics page it serves, or what keeps it from serving one.
 
-    `state`: `well`; `broken` (its page cannot be used), `stale` (it served one page and then hangs), `down`
-    (nothing listens there). Its address is of `host`.
+    `state`: `well`; `broken` (its page cannot be used), `stale` (it served one page and then hangs),
+    `failing` (it served one page and then errors), `down` (nothing listens there). Its address is of `host`.
     """
 
     page: bytes = b""
-    state: Literal["well", "broken", "stale", "down"] = "well"
+    state: Literal["well", "broken", "stale", "failing", "down"] = "well"
     status: str = "200 OK"
     labels: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"

@@ -106,6 +106,9 @@ class Stage:
             if server.state == "stale" and page is not None:
                 await page.until(lambda page=page: len(page.requests) > 1)
                 page.act = page.hang
+            elif server.state == "failing" and page is not None:
+                await page.until(lambda page=page: len(page.requests) > 1)
+                page.answer = answered(b"", status="500 Internal Server Error")
         await self._until(self._known, "what is known of the servers")
         # Picks go by what was known up to so long ago.
         loop = asyncio.get_running_loop()
@@ -153,7 +156,7 @@ def _is_known(server: Server, told: Mapping[str, Any]) -> bool:
     match server.state:
         case "down":
             return bool(told["status"] == "down")
-        case "broken":
+        case "broken" | "failing":
             return told["scrape_fault"] is not None
         case "stale":
             return told["scraped_s_ago"] is not None and told["waiting"] is None

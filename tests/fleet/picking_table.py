@@ -283,7 +283,12 @@ _ENDPOINTS = (
     Case("no pods", (), ask(), _NOBODY),
     Case("no pods for GET", (), ask(get=True), _NOBODY),
     Case("all stale", (vllm(1, state="stale"), vllm(2, state="stale")), ask(), Want("AB")),
-    Case("what is stale counts as loaded", (vllm(0, 0.0, state="stale"), vllm(9, 0.9)), ask(), Want("B")),
+    Case(
+        "what is stale counts as loaded",
+        (vllm(0, 0.0, state="failing"), vllm(9, 0.9)),
+        ask(),
+        Want(order="BA", to="B"),
+    ),
     Case(
         "a page that is none",
         (Server(b"<html>busy</html>", state="broken"), vllm(9, 0.9)),

@@ -44,6 +44,39 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_taken_out_for_all(flee
     assert [answer for answer in answers if not answer.whole] == []
 
 
+async def test_an_endpoint_that_stands_still_is_taken_out_until_it_answers_again(fleet: Any) -> None:
+    # Given a fleet that serves, and one of its four endpoints that takes connections and does nothing
+    here = fleet("--no-restart", "--sim-ttft", "5", "--sim-itl", "1")
+    still = here.stop_endpoint(0)
+    try:
+        # When nobody has asked for anything, then scraping alone takes it out, for every replica
+        async def is_down() -> bool:
+            return [await status(here, still, replica) for replica in range(3)] == ["down"] * 3
+
+        await here.eventually(is_down, within_s=60, what="the mark")
+        # And clients are served by the others
+        async with here.client(**PATIENT) as client:
+            answers = await asyncio.gather(*(complete(client, f"meanwhile {i}", 2) for i in range(12)))
+        assert [answer for answer in answers if not answer.whole] == []
+        assert still not in {answer.endpoint for answer in answers}
+    finally:
+        here.continue_endpoint(0)
+
+    # When it goes on, then it is back, and serves
+    async def is_back() -> bool:
+        return [await status(here, still, replica) for replica in range(3)] == ["ready"] * 3
+
+    await here.eventually(is_back, within_s=60, what="its return")
+    async with here.client(**PATIENT) as client:
+
+        async def serves() -> bool:
+            answers = await asyncio.gather(*(complete(client, f"after {i}", 2) for i in range(8)))
+            return still in {answer.endpoint for answer in answers}
+
+        await here.eventually(serves, within_s=60, what="an answer of its own")
+    await at_rest(here)
+
+
 async def test_a_drained_endpoint_finishes_what_it_has_and_gets_nothing_new(fleet: Any) -> None:
     # Given answers being streamed by each of two endpoints
     here = fleet("--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")

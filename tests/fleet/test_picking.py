@@ -1,8 +1,10 @@
 """Picking by scores, through a whole fleet: what one replica scrapes or routes is known to all."""
 
+import asyncio
 from typing import Any
 
-from fleet_load import PATIENT, at_rest, complete, metric
+import httpx
+from fleet_load import PATIENT, at_rest, complete, metric, stream
 
 CONFIG = {
     "scheduling": {
@@ -14,6 +16,7 @@ CONFIG = {
         ]
     }
 }
+LOGGED = {"decision_log": {"enabled": True}}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
 
@@ -62,7 +65,7 @@ async def test_a_prompt_goes_where_its_beginning_went_whichever_replica_is_asked
 
 async def test_a_choice_is_explained_by_the_replica_that_made_it(fleet: Any) -> None:
     # Given a request that has been served
-    here = fleet("--sim-ttft", "5", "--sim-itl", "1", config={**CONFIG, "decision_log": {"enabled": True}})
+    here = fleet("--sim-ttft", "5", "--sim-itl", "1", config={**CONFIG, **LOGGED})
     async with here.client(**PATIENT) as client:
         answer = await complete(client, LONG, 2)
     async with here.redis() as redis:
@@ -78,3 +81,49 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(fleet: Any) -> 
         "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency"
     }  # fmt: skip
     assert len(told["candidates"]) == 4
+    # And the load that the script found decided among them: the chosen has the highest score with it
+    assert [one["live"] for one in told["candidates"]] == [0, 0, 0, 0]
+    final = {one["address"]: one["final"] for one in told["candidates"]}
+    assert final[answer.endpoint] == max(final.values())
+
+
+async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
+    # Given a fleet of one replica without scorers, and one answer that is being streamed
+    here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5", config=LOGGED)
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        tasks.create_task(stream(client, "runs", 1000))
+        running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
+        # When another comes, then it goes where nothing runs, and the explanation has both loads
+        answer = await complete(client, "new", 2)
+        _, second = await entries(here, "bypassed")
+        told = (await here.admin(f"/api/v1/requests/{second['request']}")).json()["explanation"]
+        assert told["rule"].startswith("no scorers: the fewest in flight")
+        assert [(one["address"], one["live"]) for one in told["candidates"]] == [
+            (answer.endpoint, 0),
+            (running[0]["endpoint"], 1),
+        ]
+        # When both endpoints are drained, then a refusal says so of each
+        addresses = [each["address"] for each in here.state["endpoints"]]
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as admin:
+            for address in addresses:
+                path = f"/api/v1/endpoints/{address}/drain"
+                assert (await admin.post(f"{here.state['replicas'][0]['admin']}{path}")).is_success
+        assert (await complete_or_not(client)) == 503
+        (refused,) = await entries(here, "refused")
+        told = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
+        assert told["why"] == "this replica refused it: there was no endpoint for it"
+        assert told["explanation"]["chosen"] == []
+        assert told["explanation"]["excluded"] == dict.fromkeys(addresses, "draining")
+    await at_rest(here)
+
+
+async def entries(fleet: Any, event: str) -> list[dict[str, str]]:
+    """The decision log's entries of one kind, oldest first."""
+    async with fleet.redis() as redis:
+        return [entry for _, entry in await redis.xrange("epp:{default}:log") if entry["event"] == event]
+
+
+async def complete_or_not(client: httpx.AsyncClient) -> int:
+    """The status of one more request."""
+    ask = {"model": "llama", "prompt": "one more", "max_tokens": 2}
+    return (await client.post("/v1/completions", json=ask)).status_code

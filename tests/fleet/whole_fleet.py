@@ -164,6 +164,16 @@ class Fleet:
         psutil.Process(int(endpoint["pid"])).kill()
         return str(endpoint["address"])
 
+    def stop_endpoint(self, index: int) -> str:
+        """SIGSTOP to a simulator, which `continue_endpoint` ends; its address."""
+        endpoint = self.state["endpoints"][index]
+        psutil.Process(int(endpoint["pid"])).suspend()
+        return str(endpoint["address"])
+
+    def continue_endpoint(self, index: int) -> None:
+        """SIGCONT to a simulator."""
+        psutil.Process(int(self.state["endpoints"][index]["pid"])).resume()
+
     def children(self) -> list[psutil.Process]:
         """Every process that it has started and that lives."""
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -141,8 +141,10 @@ class PoolModel:
         if not counts:
             return None, limited
         r.endpoints, r.state = self._choose(r.id, counts), "placed"
+        told = r.endpoints if candidates == "*" else candidates
+        loads = [str(counts.get(address, "")) for address in dict.fromkeys(told.split(","))]
         self._reserve(r)
-        return f"placed {r.endpoints}", False
+        return f"placed {r.endpoints} {','.join(loads)}", False
 
     def _place_granted(self, r: Request, candidates: str) -> str:
         self.inboxes.get(r.owner, {}).pop(r.id, None)

@@ -176,7 +176,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged() -> None
     assert model.lanes.bands[1].lanes["p"].tag == 0.0
     # And it goes there once that has ended
     model.settle("a", [("p1", "completed", None, None)])
-    assert model.place("a", [("p2", "1", "e0")]).answers == ["placed e0"]
+    assert model.place("a", [("p2", "1", "e0")]).answers == ["placed e0 1"]  # beside the one that runs
 
 
 def test_real_costs_correct_what_a_lane_was_charged() -> None:

@@ -153,13 +153,25 @@ async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() 
     known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
     asked = request(prefix=(b"block-01", b"block-02"))
     choice = known.chooser.choose(asked)
-    known.chooser.placed(asked, choice, (B, A))
+    known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
     # and the choice can be explained, until it is forgotten
     explained = known.chooser.explain("r")
     assert explained is not None
     assert explained.chosen == (B, A)
+    assert sorted(one.live or 0 for one in explained.candidates) == [1, 2]
     assert known.chooser.explain("other") is None
+
+
+def test_given_nobody_to_choose_when_refused_then_that_is_explained_with_scorers_and_without() -> None:
+    drained = Endpoint(A, drained=True)
+    known = Knowledge(drained, queue_depth=1)
+    plain = LeastLoaded(known.cell, lambda: {A: 1})
+    for chooser in (known.chooser, plain):
+        chooser.refused(request(), chooser.choose(request()))
+        explained = chooser.explain("r")
+        assert explained is not None
+        assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
 
 
 async def test_given_a_limit_when_chosen_then_every_endpoint_is_a_candidate() -> None:
@@ -217,7 +229,7 @@ class Meter:
 
 async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three_have_worked() -> None:
     store, cell, meter = ScriptedStore(), SnapshotCell(), Meter()
-    probes = Probes(store, cell, meter)  # type: ignore[arg-type]
+    probes = Probes(store, cell, meter, dict)  # type: ignore[arg-type]
     cell.publish(Snapshot("1", (Endpoint(A),)))
     # One that answers badly or late is not down; one that cannot be connected to is
     probes.scrape_failed(A, "status", 0.1)
@@ -242,6 +254,33 @@ async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three
     probes.scrape_ages(1, {})
     assert meter.told.count("scraped") == 6
     assert meter.told[-3:] == ["published", "unpublished", "ages"]
+
+
+async def test_given_one_that_is_silent_when_it_is_probed_then_it_is_down_unless_most_are() -> None:
+    store, cell = ScriptedStore(), SnapshotCell()
+    readings: dict[str, Reading] = {}
+    probes = Probes(store, cell, Meter(), lambda: readings)  # type: ignore[arg-type]
+    cell.publish(Snapshot("1", tuple(map(Endpoint, (A, B, C)))))
+    silent, well = EndpointMetrics(0, fault="no page within 1 s", failures=3), EndpointMetrics(0)
+    bad = EndpointMetrics(0, fault="answered 404", failures=9)
+    # Given that two of three are silent: it is the load or the scraping, and nobody is taken out
+    readings |= {A: Reading(silent, 0.0, False), B: Reading(silent, 0.0, False), C: Reading(well, 0.0, True)}
+    probes.scrape_failed(A, "silent", 1.0)
+    assert store.marks == []
+    # When one of them answers again, if only badly, then the other is down
+    readings[B] = Reading(bad, 0.0, False)
+    probes.scrape_failed(A, "silent", 1.0)
+    assert store.marks == [(A, "down", True)]
+    # When it is, then whoever probes it next confirms that, with the first page that does not come
+    cell.publish(Snapshot("2", (Endpoint(A, down=True), Endpoint(B), Endpoint(C))))
+    probes.scrape_failed(A, "timeout", 1.0)
+    probes.scrape_failed(B, "timeout", 1.0)
+    assert store.marks == [(A, "down", True)] * 2
+    # And the only one that is left is not taken out for silence
+    cell.publish(Snapshot("3", (Endpoint(A, down=True), Endpoint(B, down=True), Endpoint(C))))
+    readings[C] = Reading(silent, 0.0, False)
+    probes.scrape_failed(C, "silent", 1.0)
+    assert store.marks == [(A, "down", True)] * 2
 
 
 def test_given_scorers_when_their_scores_are_asked_for_then_each_endpoint_has_parts_and_a_whole() -> None:

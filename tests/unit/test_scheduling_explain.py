@@ -2,8 +2,10 @@
 
 import orjson
 
+from app.endpoints.snapshot import Endpoint
 from app.scheduling.ask import PickAsk
-from app.scheduling.explain import ExplanationRing
+from app.scheduling.explain import Unscored
+from app.scheduling.recall import ExplanationRing
 from app.scheduling.scheduler import Ranking, Scheduler
 from app.scheduling.signals import Signals
 
@@ -25,7 +27,7 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
     """Given a pick of the best two of three, when it is explained, then all scores and reasons are there."""
     ring = ExplanationRing()
 
-    ring.keep("r1", ranking(), ("b", "a"), {"b": 1.0})
+    ring.keep("r1", ranking(), ("b", "a"), "1,")
 
     found = ring.find("r1")
     assert found is not None
@@ -39,6 +41,7 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
                 "parts": {"queue-depth": 1.0, "kv-cache": 0.8},
                 "in_flight": 0.0,
                 "live": 1.0,
+                "final": 0.85,
             },
             {
                 "address": "a",
@@ -46,6 +49,7 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
                 "parts": {"queue-depth": 0.0, "kv-cache": 0.5},
                 "in_flight": 2,
                 "live": None,
+                "final": None,
             },
             {
                 "address": "d",
@@ -53,12 +57,17 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
                 "parts": {"queue-depth": 0.5, "kv-cache": 0.0},
                 "in_flight": 0.0,
                 "live": None,
+                "final": None,
             },
         ],
         "excluded": {"c": "draining"},
         "waived": [],
         "weights": {"queue-depth": 0.25, "kv-cache": 0.75},
+        "rule": found.rule,
     }
+    assert found.rule.startswith("highest `final`")
+    # And a log line says it shortly
+    assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
 
 
 def test_the_ring_keeps_the_last_ones() -> None:
@@ -98,3 +107,84 @@ def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
     found = ring.find("r1")
     assert found is not None
     assert [one.address for one in found.candidates] == ["b", "c", "a"]
+
+
+def test_the_live_load_decides_among_equal_scores() -> None:
+    """Given equals by all that a replica knows, when the script saw other loads, then those decide."""
+    equal = [Signals(address, kv_utilisation=0.5) for address in "abc"]
+    order = iter([0.9, 0.5, 0.1])
+    ring = ExplanationRing()
+
+    drawn = Scheduler({"kv-cache": 1.0, "in-flight": 1.0}).rank(PickAsk(chance=lambda: next(order)), equal)
+    ring.keep("r1", drawn, ("b", "c"), "4,0,2")
+
+    found = ring.find("r1")
+    assert found is not None
+    assert {one.address: (one.live, one.final) for one in found.candidates} == {
+        "a": (4.0, 0.25),
+        "b": (0.0, 0.75),
+        "c": (2.0, 0.5),
+    }
+
+
+def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> Unscored:
+    fields = {"subset": None, "selector": {}, **asked}
+    return Unscored(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
+
+
+def test_without_scorers_the_explanation_says_so() -> None:
+    """Given the fewest in flight as the only rule, when it is explained, then with the loads that were seen,
+    with what was last known of the others, and with who was out."""
+    ring = ExplanationRing()
+    four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
+
+    ring.keep("r1", pool(*four), ("b", "a"), "0,2")
+
+    found = ring.find("r1")
+    assert found is not None
+    assert [(one.address, one.score, one.live, one.in_flight) for one in found.candidates] == [
+        ("b", None, 0.0, 0.0),
+        ("a", None, 2.0, 3.0),
+        ("d", None, None, 9.0),
+    ]
+    assert found.excluded == {"c": "unhealthy"}
+    assert found.rule.startswith("no scorers: the fewest in flight")
+    assert found.weights == {}
+    assert orjson.dumps(found.to_dict())
+
+
+def test_named_candidates_have_the_loads_of_the_named() -> None:
+    """Given a subset with one name twice and one that takes nothing new, when it is explained, then each load
+    is that of its name."""
+    ring = ExplanationRing()
+    seen = pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b")
+
+    ring.keep("r1", seen, ("b",), "5,,1")
+
+    found = ring.find("r1")
+    assert found is not None
+    assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
+
+
+def test_a_refusal_says_who_was_out_and_why() -> None:
+    """Given nobody who may take a request, when it is refused, then each endpoint has its reason."""
+    ring = ExplanationRing()
+    seen = pool(
+        Endpoint("a", drained=True),
+        Endpoint("b", labels={"gpu": "a10"}),
+        Endpoint("c"),
+        subset=("a", "b"),
+        selector={"gpu": "h100"},
+        candidates="",
+    )
+
+    ring.keep("r1", seen, ())
+
+    found = ring.find("r1")
+    assert found is not None
+    assert (found.chosen, found.candidates) == ((), ())
+    assert found.excluded == {
+        "a": "draining",
+        "b": "label gpu is not h100",
+        "c": "not in the subset hint",
+    }

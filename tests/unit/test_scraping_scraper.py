@@ -11,6 +11,7 @@ import pytest
 from page_server import PAGE, PageServer, answered, serving
 
 from app.errors import StateUnavailable
+from app.scraping import scraper as scraper_module
 from app.scraping.engines import VLLM
 from app.scraping.metrics import EndpointMetrics
 from app.scraping.scraper import Scraper, pause_s
@@ -142,6 +143,59 @@ async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_conne
         async with scraping(outcome, address, deadline_s=0.05):
             await outcome.until(lambda: outcome.failed[address, "connection"] >= 1)
         assert outcome.failed[address, "timeout"] == 1
+
+
+async def test_a_process_that_stands_still_is_silent_after_three_questions(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given an endpoint that takes connections and never answers
+    server = servers[0]
+    server.act = server.hang
+    # When it is asked, then two may be a busy server's, and the third is not
+    async with scraping(outcome, server.address, deadline_s=0.05):
+        await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
+        assert outcome.failed[server.address, "timeout"] >= 2
+        # When it answers again, then silence is counted anew
+        server.release()
+        await outcome.until(lambda: outcome.worked[server.address] >= 1)
+    assert outcome.newest[server.address].failures == 0
+
+
+async def test_a_server_that_is_late_now_and_then_is_not_silent(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given one endpoint that answers every third question only, and one whose page never ends
+    slow, endless, _ = servers
+
+    async def seldom(writer: asyncio.StreamWriter) -> None:
+        if len(slow.requests) % 3:
+            await slow.hang(writer)
+        else:
+            writer.write(slow.answer)
+
+    async def begun(writer: asyncio.StreamWriter) -> None:
+        writer.write(endless.answer[:-10])
+        await endless.hang(writer)
+
+    slow.act, endless.act = seldom, begun
+    # When they are asked often, then each question that is not answered is only that
+    async with scraping(outcome, slow.address, endless.address, deadline_s=0.05):
+        await outcome.until(lambda: outcome.failed[slow.address, "timeout"] >= 4)
+        await outcome.until(lambda: outcome.failed[endless.address, "timeout"] >= 4)
+    assert not [kind for _, kind in outcome.failed if kind == "silent"]
+
+
+async def test_who_stood_still_itself_blames_nobody(
+    servers: list[PageServer], outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a replica that notices each deadline too late, and an endpoint that does not answer
+    monkeypatch.setattr(scraper_module, "_LATE_S", -0.05)
+    server = servers[0]
+    server.act = server.hang
+    # When it asks often enough, then silence is not what it finds
+    async with scraping(outcome, server.address, deadline_s=0.05):
+        await outcome.until(lambda: outcome.failed[server.address, "timeout"] >= 4)
+    assert not outcome.failed[server.address, "silent"]
 
 
 @pytest.mark.parametrize(

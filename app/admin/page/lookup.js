@@ -56,13 +56,16 @@ function story(request) {
 }
 
 function choice({ chosen, candidates, excluded }) {
-  const parts = [el("h3", "", "How its endpoint was chosen"), el("p", "story", `Chosen: ${chosen.join(", then ")}`)];
+  const parts = [el("h3", "", "How its endpoint was chosen"), el("p", "story", chosen.length ? `Chosen: ${chosen.join(", then ")}` : "No endpoint could be chosen.")];
   const out = Object.entries(excluded);
   if (candidates.length) {
     const list = el("ol");
-    for (const { address, score, parts: scores } of candidates) {
+    for (const { address, score, final, live, parts: scores } of candidates) {
       const more = Object.entries(scores).map(([key, value]) => `${key} ${number(value, 3)}`);
-      list.append(el("li", "", `${address}: ${number(score, 3)} (${more.join(", ")})`));
+      if (typeof live === "number") more.push(`${number(live, 0)} in flight`);
+      const total = final ?? score;
+      const shown = typeof total === "number" ? `${number(total, 3)} (${more.join(", ")})` : more.join(", ") || "not compared";
+      list.append(el("li", "", `${address}: ${shown}`));
     }
     parts.push(list);
   }
