@@ -8,19 +8,31 @@ from pathlib import Path
 
 from bench.tuning.fleet import ENDPOINTS, REPLICAS, SERVICE_MS, running
 from bench.tuning.knobs import TRIALS
+from bench.tuning.live import LIVE
+from bench.tuning.started import FLEETS, STARTED
 
 _PAGE = Path(__file__).parents[1] / "results" / "tuning.md"
 
 
+_TRIALS = (*TRIALS, *LIVE, *STARTED)
+
+
 async def _rows() -> list[str]:
-    rows = []
-    async with running() as fleet:
-        for trial in TRIALS:
-            for value, change in trial.values.items():
-                seen = await fleet.run(change, trial.groups, paused=trial.paused)
-                rows.append(f"| `{trial.knob}` | {trial.asked} | {value} | {trial.told(seen)} |")
-                print(rows[-1], flush=True)
-    return rows
+    """One a trial and value, in their order, though the runs are ordered by fleet."""
+    rows: dict[tuple[str, str], str] = {
+        (trial.knob, value): "" for trial in _TRIALS for value in trial.values
+    }
+    for name, settings in FLEETS.items():
+        async with running(settings) as fleet:
+            for trial in _TRIALS:
+                for value, change in trial.values.items():
+                    if trial.fleets.get(value, "") != name:
+                        continue
+                    seen = await fleet.run(change, trial.groups, paused=trial.paused, hold_s=trial.hold_s)
+                    row = f"| `{trial.knob}` | {trial.asked} | {value} | {trial.told(seen)} |"
+                    rows[trial.knob, value] = row
+                    print(row, flush=True)
+    return list(rows.values())
 
 
 def main() -> int:
@@ -31,11 +43,12 @@ def main() -> int:
         "# What single settings do",
         "",
         f"`python -m bench.tuning`, {now}; {REPLICAS} replicas, {ENDPOINTS} simulated model servers "
-        f"({SERVICE_MS} ms an answer), real Envoy, one fleet for all runs. Load average {load:.1f} before; "
-        "nothing here depends on how fast the machine is. Each run is one `PATCH /api/v1/config`, taken back "
-        "after it; the rest is default. Requests arrive while dispatch is paused (but for "
-        "`percentage_deviation_for_bounds`), group by group, and are served after `resume`; order and stock "
-        "are read off the decision log, refusals off the answers.",
+        f"({SERVICE_MS} ms an answer), real Envoy. Load average {load:.1f} before; nothing here depends on "
+        "how fast the machine is. Each run is one `PATCH /api/v1/config`, taken back after it; the rest is "
+        "default. What cannot be changed live (`unit`, `queue_ttl`, `overload_status`) has its second value "
+        "in another fleet. Requests arrive while dispatch is paused (but for "
+        "`percentage_deviation_for_bounds` and the two bounds), group by group, and are served after "
+        "`resume`; order and stock are read off the decision log, refusals off the answers.",
         "",
         "| setting | asked | value | what happened |",
         "| --- | --- | --- | --- |",

@@ -45,6 +45,7 @@ class Group:
     workload: str = ""
     criticality: int = 3
     ttl: str = ""
+    max_tokens: int = 1
 
     def headers(self) -> dict[str, str]:
         headers = {"x-gateway-inference-fairness-id": self.flow}
@@ -98,10 +99,13 @@ class Fleet:
         self._model = model
         self._client = client
 
-    async def run(self, change: Mapping[str, Any], groups: Sequence[Group], *, paused: bool = True) -> Seen:
+    async def run(
+        self, change: Mapping[str, Any], groups: Sequence[Group], *, paused: bool = True, hold_s: float = 0.0
+    ) -> Seen:
         """Change settings, let each group arrive after the former is in (while paused), serve all, undo.
 
-        `change` is a partial settings tree, as `PATCH /api/v1/config` takes it.
+        `change` is a partial settings tree, as `PATCH /api/v1/config` takes it; dispatch stays paused for
+        `hold_s` once all are in.
         """
         before = len(self._entries())
         await self._patch(change)
@@ -113,6 +117,7 @@ class Fleet:
                 sent += [tasks.create_task(self._ask(group)) for _ in range(group.count)]
                 await self._decided(before, len(sent))
             if paused:
+                await asyncio.sleep(hold_s)
                 await self._call("POST", "/api/v1/resume")
         await self._at_rest()
         await self._patch(_undone(change))
@@ -120,7 +125,7 @@ class Fleet:
         return Seen([entry for entry in entries if entry.event != "tuned"], [task.result() for task in sent])
 
     async def _ask(self, group: Group) -> Answer:
-        body = {"model": self._model, "prompt": "Hello", "max_tokens": 1}
+        body = {"model": self._model, "prompt": "Hello", "max_tokens": group.max_tokens}
         answer = await self._client.post(
             f"{self._envoy}/v1/completions", json=body, headers=group.headers(), timeout=_SETTLED_S
         )
@@ -163,11 +168,11 @@ def _undone(change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[Fleet]:
-    """A fleet of two replicas and two simulated model servers, gone at the end."""
+async def running(settings: Mapping[str, Any]) -> AsyncIterator[Fleet]:
+    """A fleet of two replicas and two simulated model servers under these settings, gone at the end."""
     with tempfile.TemporaryDirectory() as folder:
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
-        config.write_text(json.dumps(_CONFIG), encoding="utf-8")
+        config.write_text(json.dumps({**_CONFIG, **settings}), encoding="utf-8")
         command = [
             *(sys.executable, "-m", "app.cli", "up", "--port", "0", "--config", str(config)),
             *("--replicas", str(REPLICAS), "--endpoints", str(ENDPOINTS), "--state-file", str(state)),
