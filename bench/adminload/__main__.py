@@ -211,7 +211,7 @@ def _worst(it: Server) -> dict[str, list[Any]]:
     _, _, *lanes = fcall("FCALL", it.library.function("view_flows"), 1, KEY, 0, "", "", CHUNK, "")
     names = [row.decode().split(BETWEEN)[1] for row in lanes]
     stretches = [part for name in names for part in (2, name, 0, 0)]
-    _, rows = fcall("FCALL", it.library.function("view_queue"), 1, KEY, 2, names[0], 50, 50)
+    _, rows = fcall("FCALL", it.library.function("view_queue"), 1, KEY, 2, names[0], 0, 1)
     request = rows[0].decode().split(BETWEEN)
     return {
         "state": [60_000],
@@ -285,9 +285,10 @@ def main() -> int:
         f"`python -m bench.adminload`, {here.date}, {here.cores} cores, load {here.load:.2f} before,"
         f" {load:.2f} after. {REPLICAS} replicas as processes over one Valkey, {options.queued} queued"
         f" requests of 1000 flows and 10 000 workloads, {RUNNING} in flight; {DASHBOARDS} dashboards,"
-        f" spread over the replicas, in one headless Chromium at nice {options.nice}. Each call {options.rounds}"
-        " times while they are open, one after the other, the replicas in turn, as a client measures it,"
-        " with the CPU that replicas and Valkey used meanwhile for one, the dashboards' included."
+        f" spread over the replicas, in one headless Chromium at nice {options.nice}. Each call"
+        f" {options.rounds} times while they are open, one after the other, the replicas in turn,"
+        " as a client measures it, with the CPU that replicas and Valkey used meanwhile for one, the"
+        " dashboards' included."
         " Scripts by the server's own slow log, which counts the time for which other processes had the"
         f" core, too, and by its CPU over {_CALLS} calls that read as much as they may. Decisions:"
         f" ext_proc streams of {USERS} users a replica, each with a pause of {PAUSE_S * 1000:g} ms"

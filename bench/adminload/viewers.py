@@ -39,7 +39,7 @@ class Viewers:
 
 @contextlib.asynccontextmanager
 async def viewers(urls: Sequence[str], nice: int) -> AsyncIterator[Viewers]:
-    """Viewers of the dashboards at `urls` (`http://host:port`), spread evenly, in a browser of this priority."""
+    """Viewers of the dashboards at `urls` (`http://host:port`), in a browser of this priority."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.adminload.pages", str(nice), str(DASHBOARDS)),
         *(f"{url}/" for url in urls),

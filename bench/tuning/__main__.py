@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.tuning.fleet import ENDPOINTS, REPLICAS, SERVICE_MS, running
+from bench.tuning.fleet import ENDPOINTS, REPLICAS, SERVICE_MS, SLOW_MS, running
 from bench.tuning.knobs import TRIALS
 from bench.tuning.live import LIVE
 from bench.tuning.started import FLEETS, STARTED
@@ -22,8 +22,8 @@ async def _rows() -> list[str]:
     rows: dict[tuple[str, str], str] = {
         (trial.knob, value): "" for trial in _TRIALS for value in trial.values
     }
-    for name, settings in FLEETS.items():
-        async with running(settings) as fleet:
+    for name, (settings, service_ms) in FLEETS.items():
+        async with running(settings, service_ms) as fleet:
             for trial in _TRIALS:
                 for value, change in trial.values.items():
                     if trial.fleets.get(value, "") != name:
@@ -38,17 +38,19 @@ async def _rows() -> list[str]:
 def main() -> int:
     load = os.getloadavg()[0]
     rows = asyncio.run(_rows())
+    after = os.getloadavg()[0]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [
         "# What single settings do",
         "",
         f"`python -m bench.tuning`, {now}; {REPLICAS} replicas, {ENDPOINTS} simulated model servers "
-        f"({SERVICE_MS} ms an answer), real Envoy. Load average {load:.1f} before; nothing here depends on "
-        "how fast the machine is. Each run is one `PATCH /api/v1/config`, taken back after it; the rest is "
-        "default. What cannot be changed live (`unit`, `queue_ttl`, `overload_status`) has its second value "
-        "in another fleet. Requests arrive while dispatch is paused (but for "
-        "`percentage_deviation_for_bounds` and the two bounds), group by group, and are served after "
-        "`resume`; order and stock are read off the decision log, refusals off the answers.",
+        f"({SERVICE_MS} ms an answer; {SLOW_MS} ms where requests arrive at once), real Envoy. Load average "
+        f"{load:.1f} before, {after:.1f} after; nothing here depends on how fast the machine is. Each run is "
+        "one `PATCH /api/v1/config`, taken back after it; the rest is default. What cannot be changed live "
+        "(`unit`, `queue_ttl`, `overload_status`) has its second value in another fleet. Requests arrive "
+        "while dispatch is paused (but for `percentage_deviation_for_bounds` and the two bounds), group by "
+        "group, and are served after `resume`; order and stock are read off the decision log, refusals off "
+        "the answers.",
         "",
         "| setting | asked | value | what happened |",
         "| --- | --- | --- | --- |",

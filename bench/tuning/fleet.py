@@ -22,16 +22,18 @@ from app.audit.stream import LogStream
 
 REPLICAS = ENDPOINTS = 2
 SERVICE_MS = 300  # one token after this long: an answer's whole time
+SLOW_MS = 4000  # where many are to arrive before the first has its answer
 _CONFIG: Mapping[str, Any] = {
     "objectives": [
         {"name": "critical", "criticality": "Critical"},
         {"name": "sheddable", "criticality": "Sheddable"},
     ],
+    "fair_request_queue": {"queue_ttl": "600s"},  # on a slow machine, too, nobody is overdue by chance
     "decision_log": {"enabled": True},
 }
 _READY_S = 120.0
-_CALL_S = 10.0
-_SETTLED_S = 90.0
+_CALL_S = 30.0
+_SETTLED_S = 300.0
 _LOOK_S = 0.05
 
 
@@ -168,7 +170,7 @@ def _undone(change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Mapping[str, Any]) -> AsyncIterator[Fleet]:
+async def running(settings: Mapping[str, Any], service_ms: int) -> AsyncIterator[Fleet]:
     """A fleet of two replicas and two simulated model servers under these settings, gone at the end."""
     with tempfile.TemporaryDirectory() as folder:
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
@@ -176,7 +178,7 @@ async def running(settings: Mapping[str, Any]) -> AsyncIterator[Fleet]:
         command = [
             *(sys.executable, "-m", "app.cli", "up", "--port", "0", "--config", str(config)),
             *("--replicas", str(REPLICAS), "--endpoints", str(ENDPOINTS), "--state-file", str(state)),
-            *("--sim-ttft", str(SERVICE_MS), "--sim-itl", "0", "--seed", "1"),
+            *("--sim-ttft", str(service_ms), "--sim-itl", "0", "--seed", "1"),
         ]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
         try:

@@ -8,6 +8,7 @@ from typing import Any
 from bench.tuning.fleet import Group, Seen
 
 Change = Mapping[str, Any]
+BURST = "burst"  # the fleet for requests that are to arrive all at once
 _ONE_FLOW = (Group("client", 24),)
 
 
@@ -82,7 +83,7 @@ _BANDS = (Group("low", 24, "sheddable"), Group("middle", 24), Group("high", 24, 
 _WORKLOADS = (
     Group("shared", 4, workload="early", criticality=3),
     Group("shared", 4, workload="important", criticality=5),
-    Group("shared", 4, workload="urgent", criticality=3, ttl="20s"),
+    Group("shared", 4, workload="urgent", criticality=3, ttl="300s"),
 )
 _OVERDUE = (Group("low", 4, "sheddable"), Group("high", 36, "critical"))
 _FULL = (Group("low", 20, "sheddable"), Group("high", 8, "critical"))
@@ -106,6 +107,7 @@ TRIALS = (
         _ONE_FLOW,
         stock,
         paused=False,
+        fleets=dict.fromkeys(("0.1", "0.25", "0.5"), BURST),
     ),
     Trial(
         "fairness",
@@ -127,7 +129,7 @@ TRIALS = (
     Trial(
         "ordering",
         "one flow, four requests each of three workloads: `early` (first, criticality 3), `important` "
-        "(criticality 5), `urgent` (last, TTL 20 s instead of 30)",
+        "(criticality 5), `urgent` (last, TTL 300 s instead of 600)",
         {name: queue(ordering=name) for name in ("fcfs", "edf", "workload-aware")},
         _WORKLOADS,
         places,
@@ -142,7 +144,7 @@ TRIALS = (
     Trial(
         "starvation_after",
         "the same at `guard_share: 0.5`",
-        {text: queue(guard_share=0.5, starvation_after=text) for text in ("100ms", "25s")},
+        {text: queue(guard_share=0.5, starvation_after=text) for text in ("100ms", "250s")},
         _OVERDUE,
         _sheddable,
     ),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.tuning.fleet import Group
-from bench.tuning.knobs import Trial, bounds, places, queue, shares, stock
+from bench.tuning.knobs import BURST, Trial, bounds, places, queue, shares, stock
 
 
 def _aware(**keys: object) -> Mapping[str, Any]:
@@ -22,6 +22,7 @@ LIVE = (
         (Group("client", 24),),
         stock,
         paused=False,
+        fleets=dict.fromkeys(("2, 2", "1, 4"), BURST),
     ),
     Trial(
         "band_weights",

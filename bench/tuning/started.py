@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from bench.tuning.fleet import Group, Seen
-from bench.tuning.knobs import Trial, answers, queue, shares, stock
+from bench.tuning.fleet import SERVICE_MS, SLOW_MS, Group, Seen
+from bench.tuning.knobs import BURST, Trial, answers, queue, shares, stock
 
-# What each fleet is started with; '' is the one of all live changes.
-FLEETS: Mapping[str, Mapping[str, Any]] = {
-    "": {},
-    "other": {"fair_request_queue": {"queue_ttl": "2s", "overload_status": 429}},
-    "tokens": {"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 400}},
+# What each fleet is started with, and how long its answers take; '' is the one of most live changes.
+FLEETS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "": ({}, SERVICE_MS),
+    BURST: ({}, SLOW_MS),
+    "other": ({"fair_request_queue": {"queue_ttl": "2s", "overload_status": 429}}, SERVICE_MS),
+    "tokens": ({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 400}}, SERVICE_MS),
 }
 _LENGTHS = (Group("long", 24, max_tokens=300), Group("short", 24))
 
@@ -37,7 +38,7 @@ STARTED = (
     Trial(
         "queue_ttl",
         "8 requests wait while dispatch is paused for 4 s",
-        {"30s": {}, "2s": {}},
+        {"600s": {}, "2s": {}},
         (Group("client", 8),),
         answers,
         fleets={"2s": "other"},
