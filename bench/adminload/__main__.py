@@ -25,7 +25,7 @@ from bench.overhead.processes import cpu_ns
 from bench.overhead.surroundings import look
 
 _RESULTS = Path(__file__).parents[1] / "results"
-_READY_S = 30.0
+_READY_S = 120.0
 _READ_MS = 50.0
 _SCRIPT_US = 5000
 _CALLS = 300

@@ -14,24 +14,29 @@ import sys
 
 from playwright.async_api import Browser, Page, async_playwright
 
+from app.fleet.probe import until
+
 _CHROMIUM = "/usr/bin/chromium"
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
 _PATIENCE_S = 60.0
 _WATCH = """() => {
   const main = document.getElementById("main");
   window.shownAt = [];
-  return new Promise((first) => new MutationObserver(() => {
-    window.shownAt.push(performance.now());
-    first();
-  }).observe(main, { attributes: true, attributeFilter: ["data-at"] }));
+  new MutationObserver(() => window.shownAt.push(performance.now()))
+    .observe(main, { attributes: true, attributeFilter: ["data-at"] });
 }"""
 
 
 async def _opened(chromium: Browser, url: str) -> Page:
     page = await chromium.new_page(viewport={"width": 1280, "height": 900})
     await page.goto(url, timeout=_PATIENCE_S * 1000)
-    async with asyncio.timeout(_PATIENCE_S):
-        await page.evaluate(_WATCH)
+    await page.evaluate(_WATCH)
+
+    async def shown() -> bool | None:
+        return await page.evaluate("window.shownAt.length > 0") or None
+
+    if await until(shown, within_s=_PATIENCE_S) is None:
+        raise SystemExit(f"{url} shows nothing, but: {await page.inner_text('#connection')}")
     return page
 
 

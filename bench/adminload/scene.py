@@ -30,7 +30,7 @@ _FILLER = "zz-filler"  # never the least of the ids, so that a real replica publ
 KEY = "epp:{bench}:pool"
 _BATCH = 64
 _TTL_MS = 3_600_000
-_READY_S = 30.0
+_READY_S = 120.0
 _ENDS_S = 20.0
 _PAGE = b"vllm:num_requests_waiting 0\nvllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.1\n"
 

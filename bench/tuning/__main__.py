@@ -1,13 +1,17 @@
-"""Try each knob, write bench/results/tuning.md: `python -m bench.tuning`."""
+"""Try each knob, write bench/results/tuning.md: `python -m bench.tuning`.
+
+With names of knobs only these are tried, and nothing is written.
+"""
 
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.tuning.fleet import ENDPOINTS, REPLICAS, SERVICE_MS, SLOW_MS, running
-from bench.tuning.knobs import TRIALS
+from bench.tuning.knobs import TRIALS, Trial
 from bench.tuning.live import LIVE
 from bench.tuning.started import FLEETS, STARTED
 
@@ -17,14 +21,15 @@ _PAGE = Path(__file__).parents[1] / "results" / "tuning.md"
 _TRIALS = (*TRIALS, *LIVE, *STARTED)
 
 
-async def _rows() -> list[str]:
+async def _rows(trials: Sequence[Trial]) -> list[str]:
     """One a trial and value, in their order, though the runs are ordered by fleet."""
-    rows: dict[tuple[str, str], str] = {
-        (trial.knob, value): "" for trial in _TRIALS for value in trial.values
-    }
+    rows: dict[tuple[str, str], str] = {(trial.knob, value): "" for trial in trials for value in trial.values}
+    wanted = {trial.fleets.get(value, "") for trial in trials for value in trial.values}
     for name, (settings, service_ms) in FLEETS.items():
+        if name not in wanted:
+            continue
         async with running(settings, service_ms) as fleet:
-            for trial in _TRIALS:
+            for trial in trials:
                 for value, change in trial.values.items():
                     if trial.fleets.get(value, "") != name:
                         continue
@@ -37,7 +42,10 @@ async def _rows() -> list[str]:
 
 def main() -> int:
     load = os.getloadavg()[0]
-    rows = asyncio.run(_rows())
+    named = sys.argv[1:]
+    rows = asyncio.run(_rows([trial for trial in _TRIALS if not named or trial.knob in named]))
+    if named:
+        return 0
     after = os.getloadavg()[0]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [

@@ -187,7 +187,9 @@ async def running(settings: Mapping[str, Any], service_ms: int) -> AsyncIterator
                     if process.returncode is not None:
                         raise RuntimeError("the fleet did not start; what it said is above")
                     await asyncio.sleep(_LOOK_S)
-            limits = httpx.Limits(max_connections=None)
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=0
+            )  # none goes stale between runs
             async with httpx.AsyncClient(limits=limits) as client:
                 parts = json.loads(state.read_text(encoding="utf-8"))
                 endpoint = parts["endpoints"][0]["address"]
