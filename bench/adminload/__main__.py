@@ -250,8 +250,8 @@ async def _measure(it: Server, options: argparse.Namespace) -> list[Row]:
             it.client.config_set("slowlog-log-slower-than", 1_000_000)
             rows += await _decisions(it, fleet, pages, options.turns, options.seconds)
             rows.append(_updates(pages.gaps_ms))
-            queued = (await asyncio.to_thread(it.client.hget, KEY, "queued")) or b"?"
-            print(f"{queued.decode()} wait still", flush=True)
+            async with httpx.AsyncClient(base_url=fleet[0].admin, timeout=30, trust_env=False) as http:
+                print(f"{(await _json(http, '/api/v1/state'))['queued']} wait still", flush=True)
             beating.cancel()
     return rows
 

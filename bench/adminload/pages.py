@@ -18,7 +18,7 @@ from app.fleet.probe import until
 
 _CHROMIUM = "/usr/bin/chromium"
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 _WATCH = """() => {
   const main = document.getElementById("main");
   window.shownAt = [];

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 
 DASHBOARDS = 5
-_READY_S = 240.0
+_READY_S = 600.0
 _ENDS_S = 20.0
 
 
