@@ -239,7 +239,7 @@ async def _measure(it: Server, options: argparse.Namespace) -> list[Row]:
             await _ready(at, len(addresses))
         await asyncio.to_thread(filler.fill, options.queued, 1000, 10_000)
         print(f"{options.queued} wait", flush=True)
-        pages = await stack.enter_async_context(viewers([at.admin for at in fleet], options.nice))
+        pages = await stack.enter_async_context(viewers([at.admin for at in fleet], options.priority))
         it.client.config_set("slowlog-log-slower-than", 0)
         it.client.slowlog_reset()
         async with asyncio.TaskGroup() as tasks:
@@ -273,7 +273,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50, help="times each call is made")
     parser.add_argument("--turns", type=int, default=12, help="of decisions with and without dashboards")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
-    parser.add_argument("--nice", type=int, default=10, help="the browser's priority")
+    parser.add_argument("--priority", default="idle", help="the browser's: idle, or a nice value")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = look([])
@@ -285,7 +285,7 @@ def main() -> int:
         f"`python -m bench.adminload`, {here.date}, {here.cores} cores, load {here.load:.2f} before,"
         f" {load:.2f} after. {REPLICAS} replicas as processes over one Valkey, {options.queued} queued"
         f" requests of 1000 flows and 10 000 workloads, {RUNNING} in flight; {DASHBOARDS} dashboards,"
-        f" spread over the replicas, in one headless Chromium at nice {options.nice}. Each call"
+        f" spread over the replicas, in one headless Chromium of priority {options.priority}. Each call"
         f" {options.rounds} times while they are open, one after the other, the replicas in turn,"
         " as a client measures it, with the CPU that replicas and Valkey used meanwhile for one, the"
         " dashboards' included."

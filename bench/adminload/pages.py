@@ -1,8 +1,9 @@
-"""Dashboards in a real browser, a process: `python -m bench.adminload.pages NICE COUNT URL...`.
+"""Dashboards in a real browser, a process: `python -m bench.adminload.pages PRIORITY COUNT URL...`.
 
 `open` on its input opens COUNT pages, at the URLs in turn, and is answered with `open` once all have figures.
 `close` is answered with a line of JSON: for each page the milliseconds from each snapshot's appearance on it
-to the next one's. NICE is its priority: operators' browsers are not on the fleet's machines.
+to the next one's. PRIORITY is a nice value, or `idle`: it runs while nobody else wants the
+core, for operators' browsers are not on the fleet's machines.
 """
 
 import asyncio
@@ -62,5 +63,8 @@ async def _main(count: int, urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(int(sys.argv[1]))
+    if sys.argv[1] == "idle":
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(int(sys.argv[1]))
     asyncio.run(_main(int(sys.argv[2]), sys.argv[3:]))

@@ -38,10 +38,10 @@ class Viewers:
 
 
 @contextlib.asynccontextmanager
-async def viewers(urls: Sequence[str], nice: int) -> AsyncIterator[Viewers]:
+async def viewers(urls: Sequence[str], priority: str) -> AsyncIterator[Viewers]:
     """Viewers of the dashboards at `urls` (`http://host:port`), in a browser of this priority."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.adminload.pages", str(nice), str(DASHBOARDS)),
+        *(sys.executable, "-m", "bench.adminload.pages", priority, str(DASHBOARDS)),
         *(f"{url}/" for url in urls),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
