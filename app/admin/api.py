@@ -1,18 +1,39 @@
 """The replica's HTTP API: health, metrics, a view of the shared state, and changes to it."""
 
 import asyncio
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Response
 
-from app.admin import changes, event_stream, page_routes, problems, reading
+from app.admin import changes, described, event_stream, page_routes, problems, reading
 from app.admin.events import Events
 from app.admin.guard import Guard
-from app.admin.models import Health, Problem
+from app.admin.models import HEALTHY, Health, Problem
 from app.admin.rate import Rate
 from app.admin.view import Controls, Lists, StateView
 from app.config import Settings
 from app.telemetry.metrics import PAGE_TYPE, Metrics
 from app.version import version
+
+_UNREADY: dict[str, Any] = {
+    "model": Health,
+    "description": "it is to get no traffic; `components` says why",
+    "content": {
+        "application/json": {
+            "example": {**HEALTHY, "status": "unready", "components": {"redis": "no answer", "grpc": "ok"}}
+        }
+    },
+}
+_PAGE: dict[str, Any] = {
+    "description": "the Prometheus text format",
+    "content": {
+        "text/plain": {
+            "schema": {"type": "string"},
+            "example": "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
+            "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
+        }
+    },
+}
 
 
 def create(
@@ -32,14 +53,16 @@ def create(
     )
     problems.add(app)
 
-    @app.get("/healthz", tags=["health"])
+    @app.get("/healthz", tags=["health"], summary="Does the process live?")
     async def healthz() -> Health:
         """Whether the process lives: 200 for as long as its event loop turns, whatever its parts do."""
         ready, components = view.ready()
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
         return Health.model_validate({**view.identity(), "status": status, "components": components})
 
-    @app.get("/readyz", tags=["health"], responses={503: {"model": Health}})
+    @app.get(
+        "/readyz", tags=["health"], summary="Should this replica get traffic?", responses={503: _UNREADY}
+    )
     async def readyz(response: Response) -> Health:
         """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
         ready, components = view.ready()
@@ -47,7 +70,7 @@ def create(
         status = "ok" if ready else "unready"
         return Health.model_validate({**view.identity(), "status": status, "components": components})
 
-    @app.get("/metrics", tags=["metrics"], response_class=Response)
+    @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses={200: _PAGE})
     async def page() -> Response:
         """The Prometheus text page."""
         # In a thread: a page of many models takes long enough to delay decisions.
@@ -59,5 +82,5 @@ def create(
     changes.add(calls, controls, Guard(settings.admin.token))
     app.include_router(calls)
     page_routes.add(app)
-    problems.described(app)
+    described.add(app)
     return app

@@ -1,15 +1,16 @@
 """The routes that change the fleet, and the configuration they change."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
 from app.admin.guard import Guard
 from app.admin.models import Config, Dispatch, Drained, Eviction, Problem
 from app.admin.problems import Refused, in_time
+from app.admin.reading import OneRequest
 from app.admin.view import Controls
 
 _CHANGE_S = 3.0  # a change is a few calls of the shared state
@@ -28,6 +29,10 @@ _PATCH_BODY = {
     },
 }
 
+Address = Annotated[
+    str, Path(description="the endpoint's `ip:port`, IPv6 in brackets", examples=["10.0.0.1:8000"])
+]
+
 
 def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
     """Add the routes to `api`; those that change something ask `guard` first."""
@@ -39,7 +44,7 @@ def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
         tags=["changes"],
     )
 
-    @reading.get("/config")
+    @reading.get("/config", summary="The configuration in force")
     async def config() -> Config:
         """The configuration in force, and the live changes in it."""
         async with in_time(_CHANGE_S):
@@ -47,6 +52,7 @@ def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
 
     @changing.patch(
         "/config",
+        summary="Change the configuration, fleet-wide",
         responses={status: {"model": Problem} for status in (400, 408, 413, 422)},
         openapi_extra={"requestBody": _PATCH_BODY},
     )
@@ -59,22 +65,24 @@ def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
         async with in_time(_CHANGE_S):
             return Config.model_validate(await controls.change(patch))
 
-    @changing.post("/pause")
+    @changing.post("/pause", summary="Stop dispatching")
     async def pause() -> Dispatch:
         """Stop dispatching: arrivals wait or are refused, what runs goes on."""
         async with in_time(_CHANGE_S):
             return Dispatch.model_validate(await controls.pause(True))
 
-    @changing.post("/resume")
+    @changing.post("/resume", summary="Go on dispatching")
     async def resume() -> Dispatch:
-        """Go on dispatching."""
+        """Let requests pass and be served again, within the bounds."""
         async with in_time(_CHANGE_S):
             return Dispatch.model_validate(await controls.pause(False))
 
     @changing.post(
-        "/requests/{request_id:path}/evict", responses={status: {"model": Problem} for status in (404, 409)}
+        "/requests/{request_id:path}/evict",
+        summary="Take a request out of the queue",
+        responses={status: {"model": Problem} for status in (404, 409)},
     )
-    async def evict(request_id: str) -> Eviction:
+    async def evict(request_id: OneRequest) -> Eviction:
         """Take a request out of the queue; its client is answered at once."""
         async with in_time(_CHANGE_S):
             result = await controls.evict(request_id)
@@ -84,13 +92,17 @@ def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
             raise Refused(404, "unknown_request", "no such request waits")
         return Eviction(id=request_id)
 
-    @changing.post("/endpoints/{address}/drain", responses={404: {"model": Problem}})
-    async def drain(address: str) -> Drained:
+    @changing.post(
+        "/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: {"model": Problem}}
+    )
+    async def drain(address: Address) -> Drained:
         """Send nothing new to an endpoint; what runs there finishes."""
         return await _drain(address, True)
 
-    @changing.post("/endpoints/{address}/undrain", responses={404: {"model": Problem}})
-    async def undrain(address: str) -> Drained:
+    @changing.post(
+        "/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: {"model": Problem}}
+    )
+    async def undrain(address: Address) -> Drained:
         """Let an endpoint have requests again."""
         return await _drain(address, False)
 

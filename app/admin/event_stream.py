@@ -69,6 +69,7 @@ def add(api: APIRouter, events: Events) -> None:
 
     @routes.get(
         "/events",
+        summary="What happens, each second",
         response_class=Response,
         responses={
             200: _DESCRIBED,

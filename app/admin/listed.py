@@ -4,8 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.admin.cursor import encode
+
 BandName = Literal["Critical", "Default", "Sheddable"]
 _CURSOR = "where the next page begins; null on the last"
+CURSORS = {
+    name: encode(name, *place)
+    for name, place in {
+        "flows": (1, "41.5", "gold"),
+        "queue": (1, "41.5", "gold"),
+        "inflight": ("1767225612345.0", "4f1d-9c"),
+        "workloads": ("64", 0),
+    }.items()
+}
 Next = Annotated[str | None, Field(description=_CURSOR)]
 _FLOW: dict[str, Any] = {
     "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
@@ -45,11 +56,11 @@ class Flow(BaseModel):
     model_config = _example(_FLOW)
 
     flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
-    band: BandName
+    band: BandName = Field(description="where these of its requests wait")
     queued: int = Field(description="its waiting requests")
     oldest_s: float = Field(description="age of the oldest of them")
     start_tag: float = Field(description="the flow with the least one of its band is served next")
-    weight: float
+    weight: float = Field(description="its share, against those of the others that wait")
     parked: bool = Field(
         description="it is at its limit of requests in flight, and passed over until one ends"
     )
@@ -66,10 +77,10 @@ class Flow(BaseModel):
 class Flows(BaseModel):
     """A page of flows: those in turn by start tag, band by band, then the parked ones."""
 
-    model_config = _example({"flows": [_FLOW], "total": 1, "cursor": "WyJxdWV1ZSJd"})
+    model_config = _example({"flows": [_FLOW], "total": 1, "cursor": CURSORS["flows"]})
 
-    flows: list[Flow]
-    total: int
+    flows: list[Flow] = Field(description="in the order in which they are served")
+    total: int = Field(description="on all pages")
     cursor: Next
 
 
@@ -86,8 +97,8 @@ class FlowDetail(BaseModel):
         }
     )
 
-    flow: str
-    bands: list[Flow]
+    flow: str = Field(description="its name")
+    bands: list[Flow] = Field(description="where it waits, band by band")
     served_cost_per_s: dict[str, float] = Field(description="by band, over the last 10 s, as far as known")
     weight_override: float | None = Field(description="set live, in place of its requests' own")
     flow_capacity: int = Field(description="how many of its requests may wait")
@@ -96,19 +107,21 @@ class FlowDetail(BaseModel):
 class Score(BaseModel):
     """Parts of a request's score under `ordering: workload-aware`; null: it depends on the request."""
 
-    wait: float | None
-    criticality: float | None
+    model_config = ConfigDict(json_schema_extra={"example": _QUEUED["score"]})
+
+    wait: float | None = Field(description="for its wait")
+    criticality: float | None = Field(description="for its criticality")
     rate: float | None = Field(description="not above 0")
-    total: float | None
+    total: float | None = Field(description="their sum: the highest is served first")
 
 
 class _Request(BaseModel):
-    id: str
-    flow: str
-    band: BandName
+    id: str = Field(description="its `x-request-id`, or one that the replica made")
+    flow: str = Field(description="the fairness id, else the model")
+    band: BandName = Field(description="from its objective, else its model")
     workload: str | None = Field(description="null for an anonymous one")
-    model: str
-    criticality: int
+    model: str = Field(description="as the client named it")
+    criticality: int = Field(description="of its workload, 1 to 5")
     cost: float = Field(description="in the stock's unit")
     age_s: float = Field(description="since it arrived")
     owner: str = Field(description="the replica that holds its client, or did")
@@ -119,7 +132,9 @@ class Queued(_Request):
 
     model_config = _example(_QUEUED)
 
-    state: Literal["queued", "held"]
+    state: Literal["queued", "held"] = Field(
+        description="`held`: its replica is silent; it waits for adoption"
+    )
     position: int | None = Field(description="in the order of the list, 1 first, as far as foretold")
     deadline_in_s: float = Field(description="what is left of its TTL")
     overdue: bool = Field(description="past its starvation threshold: the guard may serve it out of turn")
@@ -131,12 +146,12 @@ class Queued(_Request):
 class Queue(BaseModel):
     """A page of waiting requests, in the order that `order` tells."""
 
-    model_config = _example({"requests": [_QUEUED], "total": 1, "cursor": "WyJxdWV1ZSJd", "order": _ORDER})
+    model_config = _example({"requests": [_QUEUED], "total": 1, "cursor": CURSORS["queue"], "order": _ORDER})
 
-    requests: list[Queued]
-    total: int
+    requests: list[Queued] = Field(description="in the order that `order` tells")
+    total: int = Field(description="on all pages")
     cursor: Next
-    order: str
+    order: str = Field(description="what the order goes by, and how far it is foretold")
 
 
 class Running(_Request):
@@ -147,18 +162,18 @@ class Running(_Request):
     state: Literal["granted", "placed", "queued", "held"] = Field(
         description="`granted`: its turn has come, its endpoint is being chosen"
     )
-    endpoint: str | None
-    fallbacks: list[str]
+    endpoint: str | None = Field(description="`ip:port` where it was sent; null: not chosen yet")
+    fallbacks: list[str] = Field(description="where Envoy tries next, in this order")
     lease_in_s: float = Field(description="until it is given up unless somebody reports it")
 
 
 class Inflight(BaseModel):
     """A page of requests in flight, by when their leases end."""
 
-    model_config = _example({"requests": [_RUNNING], "total": 1, "cursor": "WyJxdWV1ZSJd"})
+    model_config = _example({"requests": [_RUNNING], "total": 1, "cursor": CURSORS["inflight"]})
 
-    requests: list[Running]
-    total: int
+    requests: list[Running] = Field(description="those first whose lease ends first")
+    total: int = Field(description="on all pages")
     cursor: Next
 
 
@@ -174,9 +189,11 @@ class Whereabouts(BaseModel):
         }
     )
 
-    id: str
-    state: Literal["queued", "held", "granted", "placed", "unknown-to-the-pool"]
-    why: str
+    id: str = Field(description="as it was asked for")
+    state: Literal["queued", "held", "granted", "placed", "unknown-to-the-pool"] = Field(
+        description="`unknown-to-the-pool`: it has ended, and this replica remembers placing it"
+    )
+    why: str = Field(description="a sentence on what it waits for, or where it went")
     explanation: dict[str, Any] | None = Field(
         description="why it went where it went, or nowhere; null unless this replica placed or refused it"
     )
@@ -187,23 +204,23 @@ class Workload(BaseModel):
 
     model_config = _example(_WORKLOAD)
 
-    id: str
+    id: str = Field(description="as its requests name it")
     total: int = Field(description="requests so far")
     active: int = Field(description="of these, not ended")
-    dispatched: int
+    dispatched: int = Field(description="of all so far, those that were let through")
     rate: float = Field(description="requests/s over the sliding window")
     average_wait_s: float = Field(description="an exponential moving average")
-    last_request_s_ago: float
+    last_request_s_ago: float = Field(description="since its newest request")
     score: Score | None = Field(description="of a request that would arrive now; null unless workload-aware")
 
 
 class Workloads(BaseModel):
     """A page of workloads, in no order."""
 
-    model_config = _example({"workloads": [_WORKLOAD], "total": 1, "cursor": "WyJxdWV1ZSJd"})
+    model_config = _example({"workloads": [_WORKLOAD], "total": 1, "cursor": CURSORS["workloads"]})
 
-    workloads: list[Workload]
-    total: int
+    workloads: list[Workload] = Field(description="in no order")
+    total: int = Field(description="on all pages")
     cursor: Next
 
 
@@ -212,16 +229,16 @@ class Replica(BaseModel):
 
     model_config = _example(_REPLICA)
 
-    id: str
-    live: bool
-    heartbeat_s_ago: float
-    host: str | None
-    degraded: bool | None
+    id: str = Field(description="of this life: a fresh one at each start")
+    live: bool = Field(description="its heartbeat is younger than `leases.replica_silence`")
+    heartbeat_s_ago: float = Field(description="since it was heard of")
+    host: str | None = Field(description="its machine's name")
+    degraded: bool | None = Field(description="it works without the shared state")
     waiting: int | None = Field(description="requests whose clients it holds until their turn comes")
     admin: str | None = Field(description="where its admin API is")
-    grpc: str | None
-    version: str | None
-    started_s_ago: float | None
+    grpc: str | None = Field(description="where Envoy asks it")
+    version: str | None = Field(description="of the package")
+    started_s_ago: float | None = Field(description="how long it runs")
     this: bool = Field(description="it is the one that answers")
 
 
@@ -230,4 +247,4 @@ class Replicas(BaseModel):
 
     model_config = _example({"replicas": [_REPLICA]})
 
-    replicas: list[Replica]
+    replicas: list[Replica] = Field(description="live ones first")

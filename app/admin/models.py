@@ -4,6 +4,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+_BANDS: list[dict[str, Any]] = [
+    {"band": band, "queued": queued, "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight}
+    for band, queued, at, age, weight in (
+        ("Critical", 1, 0.0, 0.1, 70), ("Default", 3, 41.5, 0.6, 20), ("Sheddable", 12, 18.0, 4.0, 10),
+    )
+]  # fmt: skip
 _STATE_EXAMPLE: dict[str, Any] = {
     "pool": "default",
     "replica": "r-3f9c",
@@ -19,32 +25,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "paused": False,
     "tuned_version": "2",
     "unit": "requests",
-    "bands": [
-        {
-            "band": "Critical",
-            "queued": 1,
-            "virtual_time": 0.0,
-            "active_flows": 1,
-            "oldest_s": 0.1,
-            "weight": 70,
-        },
-        {
-            "band": "Default",
-            "queued": 3,
-            "virtual_time": 41.5,
-            "active_flows": 1,
-            "oldest_s": 0.6,
-            "weight": 20,
-        },
-        {
-            "band": "Sheddable",
-            "queued": 12,
-            "virtual_time": 18,
-            "active_flows": 1,
-            "oldest_s": 4,
-            "weight": 10,
-        },
-    ],
+    "bands": _BANDS,
     "queued": 16,
     "overdue": 2,
     "dispatched_total": 120431,
@@ -63,8 +44,22 @@ _CONFIG_EXAMPLE: dict[str, Any] = {
 }
 
 
+_ENDPOINT: dict[str, Any] = {
+    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "waiting": 0.0,
+    "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
+    "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
+    "scrape_fault": "no connection: Connection refused",
+}  # fmt: skip
+
+
+def _example(value: Any, extra: Literal["allow", "ignore"] = "ignore") -> ConfigDict:
+    return ConfigDict(json_schema_extra={"example": value}, extra=extra)
+
+
 class Bounds(BaseModel):
     """The whole fleet's bounds of the stock, in its unit (requests or tokens)."""
+
+    model_config = _example(_STATE_EXAMPLE["bounds"])
 
     lower: float = Field(description="dispatch runs while the stock is below it")
     watermark: float = Field(description="the stock that is aimed at")
@@ -74,10 +69,12 @@ class Bounds(BaseModel):
 class BandState(BaseModel):
     """One band of the queue."""
 
-    band: Literal["Critical", "Default", "Sheddable"]
-    queued: int
-    virtual_time: float
-    active_flows: int
+    model_config = _example(_BANDS[1])
+
+    band: Literal["Critical", "Default", "Sheddable"] = Field(description="the band's name")
+    queued: int = Field(description="its waiting requests")
+    virtual_time: float = Field(description="of fair queueing among its flows")
+    active_flows: int = Field(description="flows with a queued request in it")
     oldest_s: float | None = Field(
         description="age of its oldest waiting request; null: none waits, or not known"
     )
@@ -87,13 +84,13 @@ class BandState(BaseModel):
 class State(BaseModel):
     """The shared state as this replica reads it now; further keys may be added."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"example": _STATE_EXAMPLE})
+    model_config = _example(_STATE_EXAMPLE, extra="allow")
 
-    pool: str
+    pool: str = Field(description="names the keyspace in Redis")
     replica: str = Field(description="who answered")
     degraded: bool = Field(description="this replica works without the shared state")
     stock: float = Field(description="what is in flight, fleet-wide, in requests or tokens")
-    bounds: Bounds
+    bounds: Bounds = Field(description="of the stock, fleet-wide")
     ready_backends: int = Field(description="endpoints that take new requests")
     queue_length: dict[str, int] = Field(description="queued requests by band")
     active_flows: int = Field(0, description="flows with a queued request")
@@ -103,7 +100,7 @@ class State(BaseModel):
     paused: bool = Field(False, description="nothing is dispatched and nothing goes past the queue")
     tuned_version: str = Field("", description="of the live changes; empty while there never was one")
     unit: Literal["requests", "tokens"] = Field("requests", description="what the stock counts")
-    bands: list[BandState] = Field(default_factory=list)
+    bands: list[BandState] = Field(default_factory=list, description="the queue, the highest band first")
     queued: int = Field(0, description="waiting requests of all bands")
     overdue: int = Field(0, description="of these, past their starvation threshold")
     dispatched_total: int = Field(0, description="grants in this life of the pool")
@@ -116,12 +113,12 @@ class State(BaseModel):
 class Config(BaseModel):
     """The configuration in force: the answering replica's own, with the fleet's live changes in it."""
 
-    model_config = ConfigDict(json_schema_extra={"example": _CONFIG_EXAMPLE})
+    model_config = _example(_CONFIG_EXAMPLE)
 
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="weights of single flows, in place of their requests'")
     changes: dict[str, Any] = Field(description="the live changes, as a PATCH would bring them about")
-    paused: bool
+    paused: bool = Field(description="nothing is dispatched")
     tuned_version: str = Field(description="of the live changes; empty while there never was one")
     live: list[str] = Field(description="the keys that PATCH may change")
 
@@ -129,29 +126,37 @@ class Config(BaseModel):
 class Dispatch(BaseModel):
     """Whether the fleet dispatches."""
 
-    paused: bool
-    tuned_version: str
+    model_config = _example({"paused": True, "tuned_version": "3"})
+
+    paused: bool = Field(description="nothing is dispatched and nothing goes past the queue")
+    tuned_version: str = Field(description="of the live changes, this one included")
 
 
 class Eviction(BaseModel):
     """A request that has left the queue; its client is told so with the reason `evicted-queue-pressure`."""
 
-    id: str
-    result: Literal["evicted"] = "evicted"
+    model_config = _example({"id": "4f1d-9c", "result": "evicted"})
+
+    id: str = Field(description="the request's id")
+    result: Literal["evicted"] = Field("evicted", description="always this: anything else is a problem")
 
 
 class Drained(BaseModel):
     """Whether an operator keeps new requests from an endpoint."""
 
-    address: str
-    drained: bool
+    model_config = _example({"address": "10.0.0.1:8000", "drained": True})
+
+    address: str = Field(description="ip:port, IPv6 in brackets")
+    drained: bool = Field(description="it gets no new requests")
 
 
 class Endpoint(BaseModel):
     """A model server, as all replicas see it."""
 
+    model_config = _example(_ENDPOINT)
+
     address: str = Field(description="ip:port, IPv6 in brackets")
-    labels: dict[str, str]
+    labels: dict[str, str] = Field(description="as discovery gives them")
     status: Literal["ready", "draining", "drained", "down"] = Field(
         description="`draining`: so discovery says; `drained`: by an operator; `down`: connections fail"
     )
@@ -170,45 +175,43 @@ class Endpoint(BaseModel):
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
 
 
+HEALTHY: dict[str, Any] = {
+    "status": "ok",
+    "replica": "r-3f9c",
+    "pool": "default",
+    "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
+}
+
+
 class Health(BaseModel):
     """A replica's health by component: `ok`, or what is wrong with it."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "status": "ok",
-                "replica": "r-3f9c",
-                "pool": "default",
-                "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
-            }
-        },
-        extra="allow",
-    )
+    model_config = _example(HEALTHY, extra="allow")
 
     status: str = Field(description="`ok`, or `degraded` (healthz) or `unready` (readyz)")
-    components: dict[str, str]
+    components: dict[str, str] = Field(description="each part: `ok`, or what is wrong with it")
+    replica: str = Field(description="who answered")
+    pool: str = Field(description="the pool it serves")
 
 
 class Problem(BaseModel):
     """A fault, as RFC 9457 has it; `application/problem+json`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "type": "about:blank",
-                "title": "Not Found",
-                "status": 404,
-                "code": "unknown_flow",
-                "detail": "GET /api/v1/flows/gold: no request of this flow waits",
-                "instance": "/api/v1/flows/gold",
-            }
+    model_config = _example(
+        {
+            "type": "about:blank",
+            "title": "Not Found",
+            "status": 404,
+            "code": "unknown_path",
+            "detail": "GET /api/v1/nonsense: Not Found",
+            "instance": "/api/v1/nonsense",
         },
         extra="allow",
     )
 
-    type: str = "about:blank"
-    title: str
-    status: int
+    type: str = Field("about:blank", description="always this: `code` tells faults apart")
+    title: str = Field(description="the status in words")
+    status: int = Field(description="the answer's HTTP status")
     code: str = Field(description="names the fault for programs")
-    detail: str
+    detail: str = Field(description="what is wrong, for people")
     instance: str = Field(description="the path that was asked")

@@ -90,26 +90,6 @@ def add(app: FastAPI) -> None:
         )
 
 
-def described(app: FastAPI) -> None:
-    """Let the OpenAPI page of `app` say that problem documents are such, and not plain JSON."""
-    plain = app.openapi
-
-    def page() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            for methods in plain()["paths"].values():
-                for call in methods.values():
-                    for response in call["responses"].values():
-                        _as_problem(response.get("content", {}))
-        return plain()
-
-    app.openapi = page  # type: ignore[method-assign]
-
-
-def _as_problem(content: dict[str, Any]) -> None:
-    if content.get("application/json", {}).get("schema", {}).get("$ref", "").endswith("/Problem"):
-        content["application/problem+json"] = content.pop("application/json")
-
-
 def _problem(request: Request, status: int, code: str, detail: str, **more: Any) -> JSONResponse:
     problem = Problem(
         title=_PHRASES.get(status, "Refused"),

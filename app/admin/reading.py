@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Path, Query, Response
 from pydantic import AfterValidator, BaseModel
 
 from app.admin import listed
@@ -23,36 +23,43 @@ _UNREACHABLE: dict[int | str, dict[str, Any]] = {503: _PAGED[503]}
 _NO_SUCH: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "nobody knows it"}}
 Limit = Annotated[
     int,
-    Query(ge=1, le=_MOST_WANTED, description=f"rows wanted; a page has at most {MOST_ROWS}"),
+    Query(ge=1, le=_MOST_WANTED, description=f"rows wanted; a page has at most {MOST_ROWS}", examples=[100]),
     AfterValidator(lambda wanted: min(wanted, MOST_ROWS)),
 ]
-Cursor = Annotated[str | None, Query(description="`cursor` of the page before; left out for the first")]
-OfBand = Annotated[BandName | None, Query(description="only this band")]
+Cursor = Annotated[
+    str | None,
+    Query(description="`cursor` of the page before; left out for the first"),
+]
+OfBand = Annotated[BandName | None, Query(description="only this band", examples=["Default"])]
+
+OneFlow = Annotated[str, Path(description="the flow's name: a fairness id, or a model", examples=["gold"])]
+OneWorkload = Annotated[str, Path(description="the id that its requests name", examples=["chat"])]
+OneRequest = Annotated[str, Path(description="its `x-request-id`", examples=["4f1d-9c"])]
 
 
 def add(api: APIRouter, view: StateView, lists: Lists) -> None:
     """Add the routes to `api`."""
     routes = APIRouter(prefix="/api/v1", responses=_UNREACHABLE, tags=["state"])
 
-    @routes.get("/state")
+    @routes.get("/state", summary="The state of the fleet")
     async def state() -> State:
         """Stock, bounds, queue length by band, ready backends, virtual times, replicas, degraded."""
         async with in_time():
             return State.model_validate(await view.state())
 
-    @routes.get("/endpoints")
+    @routes.get("/endpoints", summary="Endpoints")
     async def endpoints() -> list[Endpoint]:
         """Every endpoint with its status, what it has in flight, and what its own metrics page says."""
         async with in_time():
             return [Endpoint.model_validate(each) for each in await view.endpoints()]
 
-    @routes.get("/replicas")
+    @routes.get("/replicas", summary="Replicas")
     async def replicas() -> listed.Replicas:
         """Every replica that is known, live ones first."""
         async with in_time():
             return listed.Replicas.model_validate({"replicas": await lists.replicas()})
 
-    @routes.get("/flows", response_model=listed.Flows, responses=_PAGED)
+    @routes.get("/flows", summary="Flows that wait", response_model=listed.Flows, responses=_PAGED)
     async def flows(limit: Limit = 100, cursor: Cursor = None, band: OfBand = None) -> Response:
         """Flows that wait, in the order in which they are served, then those at their limit.
 
@@ -62,8 +69,8 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
         async with in_time():
             return _written(listed.Flows.model_validate(await lists.flows(limit, cursor, _band(band))))
 
-    @routes.get("/flows/{flow:path}", responses=_NO_SUCH)
-    async def flow(flow: str) -> listed.FlowDetail:
+    @routes.get("/flows/{flow:path}", summary="One flow", responses=_NO_SUCH)
+    async def flow(flow: OneFlow) -> listed.FlowDetail:
         """One flow; its name may contain any character, `/` too."""
         async with in_time():
             found = await lists.flow(flow)
@@ -71,31 +78,31 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
             raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
         return listed.FlowDetail.model_validate(found)
 
-    @routes.get("/queue", response_model=listed.Queue, responses=_PAGED)
+    @routes.get("/queue", summary="Requests that wait", response_model=listed.Queue, responses=_PAGED)
     async def queue(
         limit: Limit = 100,
         cursor: Cursor = None,
         band: OfBand = None,
-        flow: Annotated[str | None, Query(description="only this flow")] = None,
+        flow: Annotated[str | None, Query(description="only this flow", examples=["gold"])] = None,
     ) -> Response:
         """Waiting requests in dispatch order, as far as it can be foretold; `order` says how far."""
         async with in_time():
             return _written(listed.Queue.model_validate(await lists.queue(limit, cursor, _band(band), flow)))
 
-    @routes.get("/inflight", response_model=listed.Inflight, responses=_PAGED)
+    @routes.get("/inflight", summary="Requests in flight", response_model=listed.Inflight, responses=_PAGED)
     async def inflight(limit: Limit = 100, cursor: Cursor = None) -> Response:
         """Requests in flight, those first whose lease ends first."""
         async with in_time():
             return _written(listed.Inflight.model_validate(await lists.in_flight(limit, cursor)))
 
-    @routes.get("/workloads", response_model=listed.Workloads, responses=_PAGED)
+    @routes.get("/workloads", summary="Workloads", response_model=listed.Workloads, responses=_PAGED)
     async def workloads(limit: Limit = 100, cursor: Cursor = None) -> Response:
         """Workloads of the registry, in no order; one that comes or goes meanwhile may be missed."""
         async with in_time():
             return _written(listed.Workloads.model_validate(await lists.workloads(limit, cursor)))
 
-    @routes.get("/workloads/{workload_id:path}", responses=_NO_SUCH)
-    async def workload(workload_id: str) -> listed.Workload:
+    @routes.get("/workloads/{workload_id:path}", summary="One workload", responses=_NO_SUCH)
+    async def workload(workload_id: OneWorkload) -> listed.Workload:
         """One workload; its id may contain any character."""
         async with in_time():
             found = await lists.workload(workload_id)
@@ -103,8 +110,8 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
             raise Refused(404, "unknown_workload", "no such workload has asked of late")
         return listed.Workload.model_validate(found)
 
-    @routes.get("/requests/{request_id:path}", responses=_NO_SUCH)
-    async def request(request_id: str) -> listed.Whereabouts:
+    @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_NO_SUCH)
+    async def request(request_id: OneRequest) -> listed.Whereabouts:
         """Where a request is, and why; and, from the replica that placed it, why it went where it went."""
         async with in_time():
             found = await lists.request(request_id)

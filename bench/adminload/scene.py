@@ -1,4 +1,8 @@
-"""A real Valkey with a long queue, one real replica, and endpoints that only have a metrics page."""
+"""A real Valkey with a long queue, real replicas, and endpoints that only have a metrics page.
+
+The stock counts tokens, and the room that is left in it is less than any request in the queue takes. So the
+queue stays as long as it is, while small requests of a higher band find room at once.
+"""
 
 import asyncio
 import contextlib
@@ -18,13 +22,15 @@ from bench.lifecycle.server import Server
 
 POOL = "bench"
 ENDPOINTS = 10
-SLOTS = 8  # of the stock, for the decisions that are measured
-_PER_ENDPOINT = 20
-_FILLER = "zz-filler"  # never the least of the ids, so that the real replica publishes
+REPLICAS = 3
+RUNNING = 200
+_PER_ENDPOINT_TOKENS = 20_000
+_COST_TOKENS, _LAST_TOKENS = 1000, 500  # of each that waits or runs, but for the last of those that run
+_FILLER = "zz-filler"  # never the least of the ids, so that a real replica publishes
 KEY = "epp:{bench}:pool"
 _BATCH = 64
 _TTL_MS = 3_600_000
-_READY_S = 30.0
+_READY_S = 120.0
 _ENDS_S = 20.0
 _PAGE = b"vllm:num_requests_waiting 0\nvllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.1\n"
 
@@ -70,9 +76,10 @@ async def replica(redis_port: int, addresses: list[str]) -> AsyncIterator[Bound]
         "objectives": [{"name": "gold", "criticality": "Critical"}],
         "fair_request_queue": {"total_capacity": 10**7, "flow_capacity": 10**6, "queue_ttl": "3600s"},
         "request_queue_controller": {
-            "watermark_per_backend": _PER_ENDPOINT,
-            "lower_bound_per_backend": _PER_ENDPOINT,
-            "upper_bound_per_backend": _PER_ENDPOINT,
+            "unit": "tokens",
+            "watermark_per_backend": _PER_ENDPOINT_TOKENS,
+            "lower_bound_per_backend": _PER_ENDPOINT_TOKENS,
+            "upper_bound_per_backend": _PER_ENDPOINT_TOKENS,
         },
         "leases": {"inflight": "3600s", "replica_silence": "60s"},
         "scraping": {"interval": "1s", "stale_after": "10s"},
@@ -106,49 +113,36 @@ class Filler:
         self._server = server
         self._random = random.Random(7)
         self._made = 0
-        self._ids: list[str] = []
-        self._slots: list[str] = []
 
     def fill(self, queued: int, flows: int, workloads: int) -> None:
-        """Take all of the stock, and let `queued` Sheddable requests wait. RuntimeError if not so."""
+        """Take the stock but for little, and let `queued` Sheddable requests wait. RuntimeError if not so."""
         self._call("heartbeat", _FILLER, "{}", 60_000)
-        running = ENDPOINTS * _PER_ENDPOINT - SLOTS
-        self._expect(self._admit(running, flows, workloads), b"placed")
-        self._expect(self._admit(SLOTS, flows, workloads), b"placed")
-        self._slots = self._ids[-SLOTS:]
+        self._expect(self._admit(RUNNING - 1, flows, workloads), b"placed")
+        self._expect(self._admit(1, flows, workloads, _LAST_TOKENS), b"placed")
         for at in range(0, queued, _BATCH):
             self._expect(self._admit(min(_BATCH, queued - at), flows, workloads), b"queued")
 
-    def release(self) -> None:
-        """Give back as much of the stock as decisions need."""
-        self._settle(self._slots)
-
     async def keep_alive(self) -> None:
-        """Beat each second until cancelled; what is granted nevertheless is ended at once."""
+        """Beat each second until cancelled. RuntimeError if the queue is served after all."""
         while True:
             reply = await asyncio.to_thread(self._call, "heartbeat", _FILLER, "{}", 60_000)
-            granted = [item.split()[1].decode() for item in reply[1] if item.startswith(b"granted")]
-            if granted:
-                await asyncio.to_thread(self._settle, granted)
+            if any(item.startswith(b"granted") for item in reply[1]):
+                raise RuntimeError("requests of the queue were served, which was to stay as it is")
             await asyncio.sleep(1.0)
 
-    def _admit(self, count: int, flows: int, workloads: int) -> list[bytes]:
+    def _admit(self, count: int, flows: int, workloads: int, cost: int = _COST_TOKENS) -> list[bytes]:
         args: list[Any] = []
         replies: list[bytes] = []
         for _ in range(count):
             self._made += 1
             id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
-            self._ids.append(id)
             flow = f"tenant-{self._made % flows}"
             workload = f"workload-{self._made % workloads}"
-            args += [id, 1, flow, 2, 1, 1, _TTL_MS, 0, workload, 3, "llama", "*", 0, 0]
+            args += [id, 1, flow, 2, 1, cost, _TTL_MS, 0, workload, 3, "llama", "*", 0, 0]
         size = 14 * _BATCH
         for at in range(0, len(args), size):
             replies += self._call("admit", _FILLER, *args[at : at + size])[4:]
         return replies
-
-    def _settle(self, ids: list[str]) -> None:
-        self._call("settle", _FILLER, *(part for id in ids for part in (id, "completed", "", "")))
 
     def _expect(self, replies: list[bytes], what: bytes) -> None:
         other = [reply for reply in replies if not reply.startswith(what)]

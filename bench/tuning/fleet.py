@@ -22,16 +22,18 @@ from app.audit.stream import LogStream
 
 REPLICAS = ENDPOINTS = 2
 SERVICE_MS = 300  # one token after this long: an answer's whole time
+SLOW_MS = 4000  # where many are to arrive before the first has its answer
 _CONFIG: Mapping[str, Any] = {
     "objectives": [
         {"name": "critical", "criticality": "Critical"},
         {"name": "sheddable", "criticality": "Sheddable"},
     ],
+    "fair_request_queue": {"queue_ttl": "600s"},  # on a slow machine, too, nobody is overdue by chance
     "decision_log": {"enabled": True},
 }
 _READY_S = 120.0
-_CALL_S = 10.0
-_SETTLED_S = 90.0
+_CALL_S = 30.0
+_SETTLED_S = 300.0
 _LOOK_S = 0.05
 
 
@@ -45,6 +47,7 @@ class Group:
     workload: str = ""
     criticality: int = 3
     ttl: str = ""
+    max_tokens: int = 1
 
     def headers(self) -> dict[str, str]:
         headers = {"x-gateway-inference-fairness-id": self.flow}
@@ -98,10 +101,13 @@ class Fleet:
         self._model = model
         self._client = client
 
-    async def run(self, change: Mapping[str, Any], groups: Sequence[Group], *, paused: bool = True) -> Seen:
+    async def run(
+        self, change: Mapping[str, Any], groups: Sequence[Group], *, paused: bool = True, hold_s: float = 0.0
+    ) -> Seen:
         """Change settings, let each group arrive after the former is in (while paused), serve all, undo.
 
-        `change` is a partial settings tree, as `PATCH /api/v1/config` takes it.
+        `change` is a partial settings tree, as `PATCH /api/v1/config` takes it; dispatch stays paused for
+        `hold_s` once all are in.
         """
         before = len(self._entries())
         await self._patch(change)
@@ -113,6 +119,7 @@ class Fleet:
                 sent += [tasks.create_task(self._ask(group)) for _ in range(group.count)]
                 await self._decided(before, len(sent))
             if paused:
+                await asyncio.sleep(hold_s)
                 await self._call("POST", "/api/v1/resume")
         await self._at_rest()
         await self._patch(_undone(change))
@@ -120,7 +127,7 @@ class Fleet:
         return Seen([entry for entry in entries if entry.event != "tuned"], [task.result() for task in sent])
 
     async def _ask(self, group: Group) -> Answer:
-        body = {"model": self._model, "prompt": "Hello", "max_tokens": 1}
+        body = {"model": self._model, "prompt": "Hello", "max_tokens": group.max_tokens}
         answer = await self._client.post(
             f"{self._envoy}/v1/completions", json=body, headers=group.headers(), timeout=_SETTLED_S
         )
@@ -163,15 +170,15 @@ def _undone(change: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[Fleet]:
-    """A fleet of two replicas and two simulated model servers, gone at the end."""
+async def running(settings: Mapping[str, Any], service_ms: int) -> AsyncIterator[Fleet]:
+    """A fleet of two replicas and two simulated model servers under these settings, gone at the end."""
     with tempfile.TemporaryDirectory() as folder:
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
-        config.write_text(json.dumps(_CONFIG), encoding="utf-8")
+        config.write_text(json.dumps({**_CONFIG, **settings}), encoding="utf-8")
         command = [
             *(sys.executable, "-m", "app.cli", "up", "--port", "0", "--config", str(config)),
             *("--replicas", str(REPLICAS), "--endpoints", str(ENDPOINTS), "--state-file", str(state)),
-            *("--sim-ttft", str(SERVICE_MS), "--sim-itl", "0", "--seed", "1"),
+            *("--sim-ttft", str(service_ms), "--sim-itl", "0", "--seed", "1"),
         ]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
         try:
@@ -180,7 +187,9 @@ async def running() -> AsyncIterator[Fleet]:
                     if process.returncode is not None:
                         raise RuntimeError("the fleet did not start; what it said is above")
                     await asyncio.sleep(_LOOK_S)
-            limits = httpx.Limits(max_connections=None)
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=0
+            )  # none goes stale between runs
             async with httpx.AsyncClient(limits=limits) as client:
                 parts = json.loads(state.read_text(encoding="utf-8"))
                 endpoint = parts["endpoints"][0]["address"]

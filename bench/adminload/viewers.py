@@ -1,0 +1,59 @@
+"""Five dashboards that are open or not, as the measurement wants."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+DASHBOARDS = 5
+_READY_S = 600.0
+_ENDS_S = 20.0
+
+
+class Viewers:
+    """The process of `bench.adminload.pages`. `gaps_ms` are those of every page, of all turns so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.gaps_ms: list[float] = []
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """All pages are open and have figures while in here."""
+        if await self._said("open") != "open":
+            raise RuntimeError("the dashboards did not open; what the browser said is above")
+        yield
+        told: list[list[float]] = json.loads(await self._said("close"))
+        if not all(told):
+            raise RuntimeError("a dashboard was never updated")
+        self.gaps_ms += [gap for page in told for gap in page]
+
+    async def _said(self, word: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n".encode())
+        async with asyncio.timeout(_READY_S):
+            return (await self._process.stdout.readline()).decode().strip()
+
+
+@contextlib.asynccontextmanager
+async def viewers(urls: Sequence[str], priority: str) -> AsyncIterator[Viewers]:
+    """Viewers of the dashboards at `urls` (`http://host:port`), in a browser of this priority."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.adminload.pages", priority, str(DASHBOARDS)),
+        *(f"{url}/" for url in urls),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Viewers(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_ENDS_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
