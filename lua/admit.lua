@@ -53,26 +53,16 @@ local function refuse(r, reason)
 end
 
 -- Make room for a request of a higher band: the newest request of the least recently preempted lane of the
--- lowest band below (specs/003). Which lane that is must be known only under pressure, and is kept till it ends.
+-- lowest band below (specs/003).
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
-    if pool[QUEUED[band]] > 0 then
-      if pool.pressed == 0 then
-        pool.pressed = 1
-        for _, each in ipairs({1, 2}) do
-          redis.call('ZUNIONSTORE', key.victims[each], 2, key.flows[each], key.parked[each], 'WEIGHTS', 0, 0)
-        end
-      end
-      while true do
-        local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
-        local newest = redis.call('ZRANGE', key.queue(band, lane), -1, -1)[1]
-        if newest then
-          redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
-          turn_away(record.read(newest), 'preempted')
-          return true
-        end
-        redis.call('ZREM', key.victims[band], lane) -- it has drained meanwhile
-      end
+    local lane, newest
+    if pool[QUEUED[band]] > 0 then lane, newest = queue.victim(band) end
+    if newest then
+      pool.pressed = 1
+      redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
+      turn_away(record.read(newest), 'preempted')
+      return true
     end
   end
   return false

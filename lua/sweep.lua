@@ -14,7 +14,7 @@
 local CHUNK = 100
 local WALKS = 50 -- calls an interval that go on with the walk, at most
 local DOWN_MS = 10000
-local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags are kept
+local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags, and when they were preempted, are kept
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
 local function reap()
@@ -100,7 +100,9 @@ local function age_tags(band)
   -- most one charge of a flow that has nothing waiting.
   local surplus = math.min(redis.call('ZCARD', key.finish[band]) - MOST_IDLE_LANES, 10 * CHUNK)
   if surplus > 0 then redis.call('ZREMRANGEBYRANK', key.finish[band], 0, surplus - 1) end
-  return #stale == 10 * CHUNK or surplus == 10 * CHUNK
+  local memories = math.min(redis.call('ZCARD', key.preempted[band]) - MOST_IDLE_LANES, 10 * CHUNK)
+  if memories > 0 then redis.call('ZREMRANGEBYRANK', key.preempted[band], 0, memories - 1) end
+  return #stale == 10 * CHUNK or surplus == 10 * CHUNK or memories == 10 * CHUNK
 end
 
 local function sweep(args)
@@ -129,11 +131,11 @@ local function sweep(args)
   end
   if forget_buried() then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
-    pool.pressed = 0
-    redis.call('UNLINK', key.victims[1], key.victims[2])
+    if queue.relax(5 * CHUNK) then more = true else pool.pressed = 0 end
   end
   if fresh then
     endpoints.lapse(DOWN_MS)
+    queue.complete_victims(5 * CHUNK)
     measure_rate(swept_ms, tonumber(state[7] or 0))
     redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
   end

@@ -113,6 +113,10 @@ class SideBySide:
             }
             orders[f"parked:{number}"] = {name: lane.tag for name, lane in band.lanes.items() if lane.parked}
             orders[f"finish:{number}"] = band.finish
+            if number > 0:
+                last = {name: float(when) for name, when in band.preempted.items()}
+                orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.lanes}
+                orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.lanes}
             for name, lane in band.lanes.items() if by_workload and not self.model.refiling else ():
                 for kind in ("growing", "static"):
                     filed = {id: it.key for id, it in lane.filed.items() if it.grows == (kind == "growing")}
