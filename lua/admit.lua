@@ -12,7 +12,8 @@
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c' | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with REASON one of no-endpoints,
 --   saturated, insufficient-flow-capacity, too-many-flows | 'expired' | 'unknown-pool' (publish first);
---   of a known id the first two end in ' adopted'
+--   of a known id the first two end in ' adopted'. One that is refused or expired leaves nothing by its id: sent
+--   twice it counts twice among its workload's arrivals, and changes nothing else
 local ADMIT_ITEM = 14
 
 local function adopt(r, attempt, candidates, turn, picks)
@@ -82,7 +83,6 @@ local function bypass(r, candidates, age_ms, turn, picks)
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-  workloads.arrived(r.workload)
   workloads.dispatched(r.workload, age_ms)
   log('bypassed', r)
   return reply
@@ -102,7 +102,6 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
     return refuse(r, 'too-many-flows')
   end
   r.state = 'queued'
-  workloads.arrived(r.workload)
   local tag = queue.insert(r)
   record.write(r)
   log('queued', r, tag)
@@ -129,6 +128,10 @@ local function admit(args)
       tonumber(weight), tonumber(cost), workloads.room_for(workload_id), tonumber(criticality), model,
       pool.arrival(age_ms), 0, '', tonumber(limit), 0, -1
     if learn == '1' then r.cost = r.cost + answers.mean(flow) end
-    return arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+    -- Before anything is decided, so that requests which are turned away count in the rate, too (specs/000, 001).
+    workloads.arrived(r.workload)
+    local reply = arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+    if string.find(reply, '^[re]') then workloads.turned_away(r.workload) end -- refused, expired
+    return reply
   end)
 end

@@ -45,6 +45,7 @@ class SideBySide:
             expected,
         )
         self._compare_numbers(where, seen.numbers)
+        self._compare_workloads(where, seen.workloads)
         orders = self.orders()
         assert_same_orders(where, self.side.orders(list(orders)), orders)
         self.agree = True
@@ -62,6 +63,17 @@ class SideBySide:
         assert seen.keys() == expected.keys()
         for name, value in expected.items():
             assert_alike(f"{where}: {name}", [seen[name]], [value])
+
+    def _compare_workloads(self, where: str, seen: dict[str, list[float]]) -> None:
+        """Arrivals as they count now: an entry of the registry slides only when it is written."""
+        registry = self.model.workloads
+        assert seen.keys() == registry.known.keys(), where
+        for name, (total, active, dispatched, ema_ms, last_ms, slot, *counts) in seen.items():
+            arrivals, it = registry.arrivals(name), registry.known[name]
+            passed = min(int(it.slot - slot), 7)
+            found = [total, active, dispatched, ema_ms, last_ms, *([0.0] * passed + counts)[:7]]
+            expected = [it.total, it.active, it.dispatched, it.ema_ms, it.last_ms, *arrivals]
+            assert_alike(f"{where}: workload {name}", found, expected)
 
     def numbers(self) -> dict[str, Any]:
         """The model's state as lua/state.lua gives it."""
