@@ -9,6 +9,7 @@
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
 --   stock, queued, upper, lower, ready, paused (0 or 1)}; numbers as strings where they may have fractions
+-- Bounded, since a replica may have any number of requests that end at once.
 local NEWS_LIMIT = 256 -- of more, some now and the others at the next heartbeats
 local function news_in(inbox)
   if redis.call('HLEN', inbox) <= NEWS_LIMIT then return redis.call('HGETALL', inbox) end

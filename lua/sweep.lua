@@ -11,10 +11,10 @@
 -- args[2] interval_ms   args[3] grace_ms: a silent replica's queued requests wait this long for adoption
 -- args[4] idle_ms: a workload is forgotten after
 -- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1)}
-local CHUNK = 50 -- requests that a call ends, holds or looks at, at most
-local REFILED = 20 -- and how many it files anew: each of them leaves one order and enters another
+local CHUNK = 32 -- requests that a call ends, holds or looks at, at most
+local REFILED = 16 -- and how many it files anew: each of them leaves one order and enters another
 local LIGHT = 500 -- entries of what is merely forgotten
-local WALKS = 100 -- calls an interval that go on with the walk, at most
+local WALKS = 150 -- calls an interval that go on with the walk, at most
 local DOWN_MS = 10000
 local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags, and when they were preempted, are kept
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends

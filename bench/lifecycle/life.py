@@ -49,6 +49,8 @@ class Lives:
         self._born = self._swept = 0
         self._running: deque[str] = deque()
         self.tape: list[bytes] | None = None  # while it is a list, commands are also written to it
+        # While it is a dict, what each command took of the server's CPU, in microseconds
+        self.took_us: dict[bytes, float] | None = None
         server.forget()
         for replica in ("r", "silent"):
             self._call("heartbeat", replica, "{}", _NEVER_MS)
@@ -71,7 +73,7 @@ class Lives:
 
     def sweep(self, most: int | None = None) -> None:
         """Sweep until nothing is left to do, or `most` times."""
-        more = True
+        more, self._swept = True, 0
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
             self._swept += 1  # no two calls alike: the slow log is searched by what was called
@@ -88,6 +90,11 @@ class Lives:
         """Whoever has been silent for so long is gone; the one that calls here is not."""
         self._call("heartbeat", "r", "{}", silence_ms)
         self.tune(silence_ms=silence_ms)
+
+    def registry_bytes(self) -> int:
+        """What the workloads' registry takes."""
+        key = _KEY.replace("pool", "workloads")
+        return int(self._server.client.memory_usage(key, samples=0) or 0)
 
     def queued(self) -> int:
         return int(self._call("state", _NEVER_MS)[3])
@@ -133,7 +140,11 @@ class Lives:
         command = ("FCALL", self._server.library.function(name), 1, _KEY, *args)
         if self.tape is not None:
             self.tape.append(hiredis.pack_command(command))
-        return self._server.client.execute_command(*command)
+        before = 0.0 if self.took_us is None else self._server.cpu_us()
+        answer = self._server.client.execute_command(*command)
+        if self.took_us is not None:
+            self.took_us[hiredis.pack_command(command)] = self._server.cpu_us() - before
+        return answer
 
 
 _ABOUT = '{"labels":{},"draining":false}'

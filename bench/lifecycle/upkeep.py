@@ -7,9 +7,9 @@ from app.state.link import MAX_BATCH
 from bench.lifecycle.life import Lives
 
 _CALLS = 150  # of each kind, at most
-_MANY = 6000  # requests that are due at once
+MANY = 6000  # requests that are due at once
 _PER_CALL = MAX_BATCH
-_STARVING_MS, _TTL_MS = 4000, 8000  # longer than it takes to bring _MANY
+_STARVING_MS, _TTL_MS = 4000, 8000  # longer than it takes to bring MANY
 _SILENCE_MS = 1000
 _MARGIN_S = 0.05
 _POLICIES = (
@@ -25,7 +25,7 @@ def upkeep(state: Lives) -> Iterator[str]:
     # What waits becomes overdue, then reaches the end of its TTL
     began = time.monotonic()
     state.tune(starvation_ms=_STARVING_MS)
-    state.admit(_MANY, _PER_CALL, ttl_ms=_TTL_MS)
+    state.admit(MANY, _PER_CALL, ttl_ms=_TTL_MS)
     brought = time.monotonic()
     yield "arrivals"
     _wait_until(brought + _STARVING_MS / 1000)
@@ -44,7 +44,7 @@ def upkeep(state: Lives) -> Iterator[str]:
     yield "a sweep, preemptions are forgotten"
     # The bounds are raised while many wait: each call serves as many as one may; then their leases run out
     state.tune(lease_ms=1)
-    state.bound(_MANY)
+    state.bound(MANY)
     state.touch(_CALLS)
     yield "grants"
     state.bound(0)
@@ -57,7 +57,7 @@ def upkeep(state: Lives) -> Iterator[str]:
         state.sweep(_CALLS)
         yield f"a sweep, after a change to {value}"
     # A replica falls silent that has brought many
-    state.admit(_MANY, _PER_CALL, owner="silent")
+    state.admit(MANY, _PER_CALL, owner="silent")
     state.silence(_SILENCE_MS)
     _wait_until(time.monotonic() + _SILENCE_MS / 1000)
     state.silence(_SILENCE_MS)

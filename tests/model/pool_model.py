@@ -11,9 +11,9 @@ from lane_order import Moment, Request, Workloads
 Choose = Callable[[str, dict[str, int]], str]
 Item = TypeVar("Item")
 
-DISPATCH_LIMIT = 32
-TIMERS_LIMIT = 32
-CHUNK = 50  # what a sweep does of a kind
+DISPATCH_LIMIT = 24
+TIMERS_LIMIT = 24
+CHUNK = 32  # what a sweep does of a kind
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
