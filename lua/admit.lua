@@ -12,7 +12,9 @@
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
 --   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows | 'expired'
---   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'
+--   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'.
+--   One that is refused or expired leaves nothing by its id: sent twice it counts twice among its workload's
+--   arrivals, and changes nothing else
 local ADMIT_ITEM = 14
 
 local function adopt(r, attempt, candidates, turn, picks)
@@ -53,26 +55,16 @@ local function refuse(r, reason)
 end
 
 -- Make room for a request of a higher band: the newest request of the least recently preempted lane of the
--- lowest band below (specs/003). Which lane that is must be known only under pressure, and is kept till it ends.
+-- lowest band below (specs/003).
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
-    if pool[QUEUED[band]] > 0 then
-      if pool.pressed == 0 then
-        pool.pressed = 1
-        for _, each in ipairs({1, 2}) do
-          redis.call('ZUNIONSTORE', key.victims[each], 2, key.flows[each], key.parked[each], 'WEIGHTS', 0, 0)
-        end
-      end
-      while true do
-        local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
-        local newest = redis.call('ZRANGE', key.queue(band, lane), -1, -1)[1]
-        if newest then
-          redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
-          turn_away(record.read(newest), 'preempted')
-          return true
-        end
-        redis.call('ZREM', key.victims[band], lane) -- it has drained meanwhile
-      end
+    local lane, newest
+    if pool[QUEUED[band]] > 0 then lane, newest = queue.victim(band) end
+    if newest then
+      pool.pressed = 1
+      redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
+      turn_away(record.read(newest), 'preempted')
+      return true
     end
   end
   return false
@@ -92,7 +84,6 @@ local function bypass(r, candidates, age_ms, turn, picks)
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-  workloads.arrived(r.workload)
   workloads.dispatched(r.workload, age_ms)
   log('bypassed', r)
   return reply
@@ -112,7 +103,6 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
     return refuse(r, 'too-many-flows')
   end
   r.state = 'queued'
-  workloads.arrived(r.workload)
   local tag = queue.insert(r)
   record.write(r)
   log('queued', r, tag)
@@ -139,6 +129,10 @@ local function admit(args)
       tonumber(weight), tonumber(cost), workloads.room_for(workload_id), tonumber(criticality), model,
       pool.arrival(age_ms), 0, '', tonumber(limit), 0, -1
     if learn == '1' then r.cost = r.cost + answers.mean(flow) end
-    return arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+    -- Before anything is decided, so that requests which are turned away count in the rate, too (specs/000, 001).
+    workloads.arrived(r.workload)
+    local reply = arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+    if string.find(reply, '^[re]') then workloads.turned_away(r.workload) end -- refused, expired
+    return reply
   end)
 end

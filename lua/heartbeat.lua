@@ -9,6 +9,12 @@
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
 --   stock, queued, upper, lower, ready, paused (0 or 1)}; numbers as strings where they may have fractions
+-- Bounded, since a replica may have any number of requests that end at once.
+local NEWS_LIMIT = 256 -- of more, some now and the others at the next heartbeats
+local function news_in(inbox)
+  if redis.call('HLEN', inbox) <= NEWS_LIMIT then return redis.call('HGETALL', inbox) end
+  return redis.call('HRANDFIELD', inbox, NEWS_LIMIT, 'WITHVALUES')
+end
 local function heartbeat(args)
   local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
   forget_news(owner)
@@ -25,12 +31,11 @@ local function heartbeat(args)
   end
   local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version')
-  local inbox = redis.call('HGETALL', key.inbox(owner))
-  local left = {}
+  local inbox, left = news_in(key.inbox(owner)), {}
   for i = 1, #inbox, 2 do
     left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
     -- A grant stays until place takes it; an ending has no other trace and is told once.
-    if inbox[i + 1] ~= 'granted' then redis.call('HDEL', key.inbox(owner), inbox[i]) end
+    if inbox[i + 1] ~= 'granted' then later('HDEL', key.inbox(owner), inbox[i]) end
   end
   local head = conclude()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end

@@ -11,14 +11,16 @@
 -- args[2] interval_ms   args[3] grace_ms: a silent replica's queued requests wait this long for adoption
 -- args[4] idle_ms: a workload is forgotten after
 -- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1)}
-local CHUNK = 100
-local WALKS = 50 -- calls an interval that go on with the walk, at most
+local CHUNK = 32 -- requests that a call ends, holds or looks at, at most
+local REFILED = 16 -- and how many it files anew: each of them leaves one order and enters another
+local LIGHT = 500 -- entries of what is merely forgotten
+local WALKS = 150 -- calls an interval that go on with the walk, at most
 local DOWN_MS = 10000
-local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags are kept
+local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags, and when they were preempted, are kept
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
-local function reap()
-  local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, CHUNK)
+local function reap(most)
+  local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, most)
   record.prefetch(ids)
   for _, id in ipairs(ids) do finish_request(record.read(id), 'reclaimed') end
   return #ids
@@ -26,10 +28,10 @@ end
 
 -- A silent replica's queued requests, found by a walk over all, a chunk a call. What comes behind the walk's
 -- back is held by dispatch when its turn comes, or ends with its TTL.
-local function hold_orphans(grace_ms)
+local function hold_orphans(grace_ms, most)
   local silent = redis.call('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
   if not silent then return false end
-  local scan = redis.call('HSCAN', key.requests, redis.call('HGET', key.orphans, silent) or '0', 'COUNT', CHUNK)
+  local scan = redis.call('HSCAN', key.requests, redis.call('HGET', key.orphans, silent) or '0', 'COUNT', most)
   for i = 1, #scan[2], 2 do
     local r = record.meet(scan[2][i], scan[2][i + 1])
     if r and r.owner == silent and r.state == 'queued' then queue.hold(r, now_ms + grace_ms) end
@@ -47,7 +49,7 @@ local function hold_orphans(grace_ms)
 end
 
 local function forget_idle(hash, cursor, is_idle, idle_ms)
-  local scan = redis.call('HSCAN', hash, cursor, 'COUNT', CHUNK)
+  local scan = redis.call('HSCAN', hash, cursor, 'COUNT', 2 * CHUNK)
   for i = 1, #scan[2], 2 do
     if is_idle(scan[2][i + 1], idle_ms) then redis.call('HDEL', hash, scan[2][i]) end
   end
@@ -55,8 +57,9 @@ local function forget_idle(hash, cursor, is_idle, idle_ms)
 end
 
 -- A stretch of the walk over all requests. Returns where it stands; '0' when it is through.
-local function walk(cursor)
-  local scan = redis.call('HSCAN', key.requests, cursor, 'COUNT', CHUNK)
+local function walk(cursor, most)
+  if pool.refiling == 1 then most = math.min(most, REFILED) end
+  local scan = redis.call('HSCAN', key.requests, cursor, 'COUNT', most)
   for i = 1, #scan[2], 2 do
     local r = record.meet(scan[2][i], scan[2][i + 1])
     if r and r.state == 'queued' then
@@ -80,9 +83,9 @@ end
 
 -- Whether more is due than one call forgets.
 local function forget_buried()
-  local due = redis.call('ZRANGEBYSCORE', key.buried, '-inf', now_ms, 'LIMIT', 0, 10 * CHUNK)
+  local due = redis.call('ZRANGEBYSCORE', key.buried, '-inf', now_ms, 'LIMIT', 0, LIGHT)
   if #due > 0 then redis.call('ZREM', key.buried, unpack(due)) end
-  return #due == 10 * CHUNK
+  return #due == LIGHT
 end
 
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
@@ -94,13 +97,15 @@ local function age_tags(band)
     pool[V[band]] = v
   end
   -- Not all at once: a million of them would hold everyone up.
-  local stale = redis.call('ZRANGEBYSCORE', key.finish[band], '-inf', v, 'LIMIT', 0, 10 * CHUNK)
+  local stale = redis.call('ZRANGEBYSCORE', key.finish[band], '-inf', v, 'LIMIT', 0, LIGHT)
   if #stale > 0 then redis.call('ZREM', key.finish[band], unpack(stale)) end
   -- A client with a new flow for each request keeps v where it is. What is forgotten is what is owed least: at
   -- most one charge of a flow that has nothing waiting.
-  local surplus = math.min(redis.call('ZCARD', key.finish[band]) - MOST_IDLE_LANES, 10 * CHUNK)
+  local surplus = math.min(redis.call('ZCARD', key.finish[band]) - MOST_IDLE_LANES, LIGHT)
   if surplus > 0 then redis.call('ZREMRANGEBYRANK', key.finish[band], 0, surplus - 1) end
-  return #stale == 10 * CHUNK or surplus == 10 * CHUNK
+  local memories = math.min(redis.call('ZCARD', key.preempted[band]) - MOST_IDLE_LANES, LIGHT)
+  if memories > 0 then redis.call('ZREMRANGEBYRANK', key.preempted[band], 0, memories - 1) end
+  return #stale == LIGHT or surplus == LIGHT or memories == LIGHT
 end
 
 local function sweep(args)
@@ -115,12 +120,13 @@ local function sweep(args)
   end
   local more = false
   local ran, expired = run_timers(CHUNK)
-  local reaped = reap()
-  if ran == CHUNK or reaped == CHUNK or hold_orphans(grace_ms) then more = true end
+  local reaped = ran < CHUNK and reap(CHUNK - ran) or 0
+  local left = CHUNK - ran - reaped
+  if left == 0 or hold_orphans(grace_ms, left) then more = true end
   local walks = fresh and 0 or tonumber(state[6] or 0)
   local walked = state[5] or '0'
   if pool.refiling == 1 or (settings.ordering == 'workload-aware' and (fresh or walked ~= '0')) then
-    walked, walks = walk(walked), walks + 1
+    if left > 0 then walked, walks = walk(walked, left), walks + 1 end
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
   end
   for _, band in ipairs(BANDS) do
@@ -129,11 +135,11 @@ local function sweep(args)
   end
   if forget_buried() then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
-    pool.pressed = 0
-    redis.call('UNLINK', key.victims[1], key.victims[2])
+    if queue.relax(LIGHT) then more = true else pool.pressed = 0 end
   end
   if fresh then
     endpoints.lapse(DOWN_MS)
+    queue.complete_victims(LIGHT)
     measure_rate(swept_ms, tonumber(state[7] or 0))
     redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
   end

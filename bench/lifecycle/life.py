@@ -15,6 +15,7 @@ IN_FLIGHT = 4 * BATCH
 _FILL = 64
 _KEY = "epp:{bench}:pool"
 _NEVER_MS = 10_000_000
+_GRACE_MS = 60_000
 SETTINGS: dict[str, Any] = {
     "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": _NEVER_MS,
     "silence_ms": _NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
@@ -35,6 +36,7 @@ class Size:
     workloads: int = 10
     endpoints: int = 4
     ordering: str = "fcfs"
+    wait_signal: str = "request"
 
 
 class Lives:
@@ -44,31 +46,63 @@ class Lives:
         self._server = server
         self._size = size
         self._random = random.Random(seed)
-        self._born = 0
+        self._born = self._swept = 0
         self._running: deque[str] = deque()
         self.tape: list[bytes] | None = None  # while it is a list, commands are also written to it
+        # While it is a dict, what each command took of the server's CPU, in microseconds
+        self.took_us: dict[bytes, float] | None = None
         server.forget()
-        self._call("heartbeat", "r", "{}", _NEVER_MS)
+        for replica in ("r", "silent"):
+            self._call("heartbeat", replica, "{}", _NEVER_MS)
         per = IN_FLIGHT / size.endpoints
         settings = {**SETTINGS, "ordering": size.ordering, "upper_per": per, "lower_per": per}
+        settings["wait_signal"] = size.wait_signal
         hosts = [x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ABOUT)]
         self._call("publish", "r", "c", "e", json.dumps(settings), *hosts)
         self.empty_bytes = server.memory_bytes()
-        self._place(self._admit(IN_FLIGHT, _FILL))
-        self._admit(size.queued, _FILL)
+        self._place(self.admit(IN_FLIGHT, _FILL))
+        self.admit(size.queued, _FILL)
 
     def live(self, lives: int) -> None:
         """`lives` requests more: as many arrive as end, so that the queue keeps its length."""
         for _ in range(lives // BATCH):
-            self._admit(BATCH, BATCH)
+            self.admit(BATCH, BATCH)
             ending = [self._running.popleft() for _ in range(BATCH)]
             reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
             self._place([item.split()[1].decode() for item in reply[1]])
 
-    def sweep(self) -> None:
-        """Sweep until nothing is left to do."""
-        while self._call("sweep", "r", 0, 60_000, _NEVER_MS)[7]:
-            pass
+    def sweep(self, most: int | None = None) -> None:
+        """Sweep until nothing is left to do, or `most` times."""
+        more, self._swept = True, 0
+        while more and (most is None or most > 0):
+            most = None if most is None else most - 1
+            self._swept += 1  # no two calls alike: the slow log is searched by what was called
+            more = bool(self._call("sweep", "r", 0, _GRACE_MS, _NEVER_MS + self._swept)[7])
+
+    def tune(self, **settings: Any) -> None:
+        self._call("tune", "r", json.dumps(settings), "{}")
+
+    def bound(self, stock: float) -> None:
+        """Let so many be in flight."""
+        self.tune(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
+
+    def silence(self, silence_ms: int) -> None:
+        """Whoever has been silent for so long is gone; the one that calls here is not."""
+        self._call("heartbeat", "r", "{}", silence_ms)
+        self.tune(silence_ms=silence_ms)
+
+    def registry_bytes(self) -> int:
+        """What the workloads' registry takes."""
+        key = _KEY.replace("pool", "workloads")
+        return int(self._server.client.memory_usage(key, samples=0) or 0)
+
+    def queued(self) -> int:
+        return int(self._call("state", _NEVER_MS)[3])
+
+    def touch(self, calls: int) -> None:
+        """`calls` that do nothing by themselves, but serve what now fits."""
+        for at in range(calls):
+            self._call("settle", "r", f"nobody-{at}", "completed", "", "")
 
     def drain(self) -> None:
         """Let everything that waits or runs end."""
@@ -77,7 +111,9 @@ class Lives:
             reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
             self._place([item.split()[1].decode() for item in reply[1]])
 
-    def _admit(self, count: int, batch: int) -> list[str]:
+    def admit(
+        self, count: int, batch: int, *, band: int = 1, ttl_ms: int = _NEVER_MS, owner: str = "r"
+    ) -> list[str]:
         """Admit `count`; the ones that were placed at once."""
         placed: list[str] = []
         for at in range(0, count, batch):
@@ -89,9 +125,9 @@ class Lives:
                 id = f"{self._random.getrandbits(64):016x}-{self._born:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
-                args += [id, 1, flow, 1, 1, 1, _NEVER_MS, 0, workload, 3, "llama", "*", 0, 0]
+                args += [id, 1, flow, band, 1, 1, ttl_ms, 0, workload, 3, "llama", "*", 0, 0]
                 ids.append(id)
-            replies = self._call("admit", "r", *args)[4:]
+            replies = self._call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]
         return placed
 
@@ -104,7 +140,11 @@ class Lives:
         command = ("FCALL", self._server.library.function(name), 1, _KEY, *args)
         if self.tape is not None:
             self.tape.append(hiredis.pack_command(command))
-        return self._server.client.execute_command(*command)
+        before = 0.0 if self.took_us is None else self._server.cpu_us()
+        answer = self._server.client.execute_command(*command)
+        if self.took_us is not None:
+            self.took_us[hiredis.pack_command(command)] = self._server.cpu_us() - before
+        return answer
 
 
 _ABOUT = '{"labels":{},"draining":false}'

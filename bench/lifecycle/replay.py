@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import hiredis
 
@@ -13,6 +13,7 @@ from app.fleet.ports import LOOPBACK
 from app.state.calls import HEAD
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.server import Server
+from bench.lifecycle.upkeep import upkeep
 
 _DEADLINE_S = 60.0
 _ASTRAY = (b"gone", b"left", b"unknown")
@@ -27,26 +28,31 @@ redis.call('ZPOPMIN', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Server CPU of one life in microseconds, the bytes a queued request takes, and the longest call."""
+    """Server CPU of one life in microseconds, the bytes a queued request takes, those of them that are the
+    workloads' registry, and the longest call: of lives, and of each kind of upkeep."""
 
     us: float
     queued_bytes: float
-    longest_us: int
+    registry_bytes: float
+    longest_us: float
+    upkeep_us: dict[str, float] = field(default_factory=dict)
 
 
-def life(server: Server, size: Size, lives: int, seed: int) -> Life:
+def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = False) -> Life:
     """A life at `size`. The same is done twice, and a call is as long as it was the shorter time: what holds
     only one of them up is the machine.
 
     Where order depends on when requests came (`workload-aware`), a replay would serve others: it is lived the
-    second time, too, call by call.
+    second time, too, call by call. `kept_up`: then comes all the upkeep there is (bench/lifecycle/upkeep.py).
     """
     warm_up = 100 * BATCH
     tape: list[bytes] = []
-    slow: list[dict[bytes, int]] = []
+    slow: list[dict[bytes, float]] = []
+    kinds: list[dict[str, dict[bytes, float]]] = []
     for round in ("record", "play"):
         state = Lives(server, size, seed)
         bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
+        registry_each = state.registry_bytes() / size.queued
         state.live(warm_up)
         if round == "record":
             state.tape = tape
@@ -55,9 +61,28 @@ def life(server: Server, size: Size, lives: int, seed: int) -> Life:
         else:
             cpu_us = _play(server, tape) if size.ordering == "fcfs" else _live(server, state, lives)
         slow.append(server.slow_us())
-    first, second = slow
-    longest_us = max((min(us, second[call]) for call, us in first.items() if call in second), default=0)
-    return Life(cpu_us / lives, bytes_each, longest_us)
+        kinds.append(_kept_up(state) if kept_up else {})
+    upkeep_us = {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
+    return Life(cpu_us / lives, bytes_each, registry_each, _longest(*slow), upkeep_us)
+
+
+def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
+    """The longest call of each kind of upkeep at `size`, each the shorter time of two."""
+    kinds = [_kept_up(Lives(server, size, seed)) for _ in range(2)]
+    return {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
+
+
+def _kept_up(state: Lives) -> dict[str, dict[bytes, float]]:
+    found = {}
+    state.took_us = {}
+    for kind in upkeep(state):
+        found[kind], state.took_us = state.took_us, {}
+    return found
+
+
+def _longest(first: dict[bytes, float], second: dict[bytes, float]) -> float:
+    """Of the calls that both made, each as long as it was the shorter time."""
+    return max((min(us, second[call]) for call, us in first.items() if call in second), default=0.0)
 
 
 def floor_us(server: Server, calls: int) -> float:

@@ -38,9 +38,9 @@ class Server:
     def resident_bytes(self) -> int:
         return resident_bytes(self.pid)
 
-    def slow_us(self) -> dict[bytes, int]:
+    def slow_us(self) -> dict[bytes, float]:
         """How long each call took since the last `forget` that was slow; alike ones by the longest."""
-        found: dict[bytes, int] = {}
+        found: dict[bytes, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
             if _is_ours(command):
@@ -50,6 +50,9 @@ class Server:
     def forget(self) -> None:
         # Not in the background: freeing would be counted with, and slow down, what comes after.
         self.client.execute_command("FLUSHALL", "SYNC")
+        self.forget_slow()
+
+    def forget_slow(self) -> None:
         self.client.slowlog_reset()
 
 

@@ -28,11 +28,7 @@ def configuration(url: str) -> dict[str, Any]:
 
 
 def change(dice: random.Random) -> Mapping[str, Any]:
-    """A live change, by the names of docs/redis-schema.md; None takes one back.
-
-    Not the order within a flow, nor how flows are told apart: while a change of those walks through what
-    waits, the two orders mix, as docs/fairness.md says, and there is nothing to check.
-    """
+    """A live change, by the names of docs/redis-schema.md; None takes one back."""
     per = dice.choice((75, 200, 200, 400))
     return dice.choice(
         (
@@ -46,6 +42,11 @@ def change(dice: random.Random) -> Mapping[str, Any]:
             {"guard_share": dice.choice((0.05, 0.1, 0.5))},
             {"starvation_ms": dice.choice((0, 100, 1000))},
             {"band_policy": dice.choice(("strict", "weighted"))},
+            # These move what waits: until the sweep has come by, a lane keeps its order.
+            {"ordering": dice.choice(("fcfs", "edf", "workload-aware"))},
+            {"fairness": dice.choice(("weighted-fair", "round-robin", "none"))},
+            {"wait_signal": dice.choice(("request", "workload_average"))},
+            {"ordering": None, "fairness": None, "wait_signal": None},
             {"total_capacity": None, "overload": None, "band_policy": None, "flow_capacity": None},
         )
     )

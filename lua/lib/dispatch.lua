@@ -1,7 +1,7 @@
 -- include: ending
 -- What time brings due, the earliest first: a queued request becomes overdue, then expires; a held one is
 -- given up.
-local TIMERS_LIMIT = 64
+local TIMERS_LIMIT = 24
 local timed -- once a call is enough
 local function run_timers(limit)
   timed = true
@@ -56,7 +56,7 @@ local function grant(r, tag, take, by)
 end
 -- Serve the queue while there is room: stock below the lower bound, and never past the upper (G1).
 -- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
-local DISPATCH_LIMIT = 128 -- the next call goes on; every one that frees room ends with a dispatch
+local DISPATCH_LIMIT = 24 -- the next call goes on; every one that frees room ends with a dispatch
 local function dispatch()
   live = {}
   local served, attempts = 0, 0

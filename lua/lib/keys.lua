@@ -16,7 +16,8 @@
 -- flows:B      zset    backlogged lane -> its start tag                          Redis, when empty
 -- parked:B     zset    backlogged lane at its limit -> its start tag             Redis, when empty
 -- finish:B     zset    idle lane -> its last finish tag, while above v           sweep
--- victims:B    zset    lane -> when it was last preempted, us; under pressure    sweep
+-- victims:B    zset    backlogged lane -> when it was last preempted, us         Redis, when empty
+-- preempted:B  zset    the same of idle lanes, under pressure                    sweep
 -- limits       hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load         zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
@@ -44,7 +45,7 @@ local function use_keys(pool_key)
     'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'log'}) do
     key[name] = base .. name
   end
-  for _, kind in ipairs({'flows', 'parked', 'finish', 'victims'}) do
+  for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
   end

@@ -68,6 +68,17 @@ function workloads.ended(id)
   w[2], w[5] = math.max(w[2] - 1, 0), now_ms
   changed_workloads[id] = w
 end
+-- One that has just arrived was not let in. A workload that nobody knew yet is then kept only while half of the
+-- registry is free: requests that are all refused, each of a new workload, must not crowd out those that are served.
+function workloads.turned_away(id)
+  if id == '' then return end
+  workloads.ended(id)
+  local most = settings.max_workloads
+  if most and workload(id)[1] == 1 and registered and registered > most / 2 then
+    known_workloads[id], changed_workloads[id] = nil, nil
+    registered = registered - 1
+  end
+end
 -- A request known to be running, of which the registry has lost sight.
 function workloads.restored(id)
   if id == '' then return end

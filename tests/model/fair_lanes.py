@@ -21,7 +21,7 @@ class Band:
     tag: float = 0.0  # of the band itself, where bands are weighted
     lanes: dict[str, Lane] = field(default_factory=dict)  # the backlogged ones
     finish: dict[str, float] = field(default_factory=dict)  # idle lane -> its last tag
-    preempted: dict[str, int] = field(default_factory=dict)  # under pressure: lane -> when last
+    preempted: dict[str, int] = field(default_factory=dict)  # lane, idle ones too -> when last
 
     @property
     def queued(self) -> int:
@@ -72,8 +72,6 @@ class FairLanes:
             self._join(band)
             tag = self._start(band, band.finish.get(r.lane, 0.0), self.share(r))
             band.lanes[r.lane] = Lane(self._moment, self._workloads, tag)
-            if self.pressed:
-                band.preempted.setdefault(r.lane, 0)
         band.lanes[r.lane].insert(r)
 
     def _join(self, band: Band) -> None:
@@ -169,18 +167,11 @@ class FairLanes:
     def victim(self, r: Request, next_arrival: Callable[[], int]) -> Request | None:
         """Who gives way to r: the newest of the least recently preempted lane of the lowest band below."""
         for band in reversed(self.bands[r.band + 1 :]):
-            if not band.lanes:
-                continue
-            if not self.pressed:
+            if band.lanes:
                 self.pressed = True
-                for each in self.bands:
-                    each.preempted = dict.fromkeys(each.lanes, 0)
-            while True:
-                _, name = min((when, name) for name, when in band.preempted.items())
-                if name in band.lanes:
-                    band.preempted[name] = next_arrival()
-                    return band.lanes[name].newest()
-                del band.preempted[name]
+                name = min(band.lanes, key=lambda name, last=band.preempted: (last.get(name, 0), name))
+                band.preempted[name] = next_arrival()
+                return band.lanes[name].newest()
         return None
 
     def relax(self) -> None:

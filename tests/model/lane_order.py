@@ -54,6 +54,7 @@ class Workload:
     last_ms: int = 0
     slot: int = 0
     counts: list[float] = field(default_factory=lambda: [0.0] * 7)
+    total: int = 0
 
 
 class Workloads:
@@ -71,6 +72,10 @@ class Workloads:
         workload.slot = slot
         return workload
 
+    def arrivals(self, name: str) -> list[float]:
+        """In this sixth of the window and the six before it."""
+        return self._slid(name).counts
+
     def rate(self, name: str) -> float:
         """Arrivals a second over the sliding window."""
         if name not in self.known:
@@ -85,6 +90,7 @@ class Workloads:
     def arrived(self, name: str) -> None:
         if name:
             self._slid(name).counts[0] += 1
+            self.known[name].total += 1
             self._active(name, 1)
 
     def dispatched(self, name: str, wait_ms: float) -> None:

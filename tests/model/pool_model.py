@@ -11,9 +11,9 @@ from lane_order import Moment, Request, Workloads
 Choose = Callable[[str, dict[str, int]], str]
 Item = TypeVar("Item")
 
-DISPATCH_LIMIT = 128
-TIMERS_LIMIT = 64
-CHUNK = 100  # what a sweep does of a kind
+DISPATCH_LIMIT = 24
+TIMERS_LIMIT = 24
+CHUNK = 32  # what a sweep does of a kind
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
@@ -264,13 +264,11 @@ class PoolModel:
 
     # The sweep's parts
 
-    def _reclaim(self) -> int:
-        ran_out = sorted((r.lease_ms, r.id) for r in self.in_flight() if r.lease_ms <= self.moment.now_ms)[
-            :CHUNK
-        ]
-        for _, id in ran_out:
+    def _reclaim(self, most: int) -> int:
+        ran_out = sorted((r.lease_ms, r.id) for r in self.in_flight() if r.lease_ms <= self.moment.now_ms)
+        for _, id in ran_out[:most]:
             self._finish(self.requests[id], "reclaimed")
-        return len(ran_out)
+        return len(ran_out[:most])
 
     def _hold_orphans(self, grace_ms: int) -> None:
         """Of the replica that has been silent the longest."""

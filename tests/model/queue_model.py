@@ -165,8 +165,8 @@ class QueueModel(PoolModel):
         if not fresh and not self._more:
             return Reply(answers=[0, 0, 0, 0])
         ran, expired = self._run_timers(CHUNK)
-        reclaimed = self._reclaim()
-        self._more = ran == CHUNK or reclaimed == CHUNK
+        reclaimed = self._reclaim(CHUNK - ran)
+        self._more = ran + reclaimed == CHUNK
         if not self._more:
             self._hold_orphans(grace_ms)
         self._walk()
@@ -192,6 +192,14 @@ class QueueModel(PoolModel):
         r.arrived = aged if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
+        # An arrival counts in the rate of its workload whatever becomes of it.
+        self.workloads.arrived(r.workload)
+        reply = self._decide(r, item, left_ms)
+        if reply.startswith(("refused", "expired")):
+            self.workloads.ended(r.workload)
+        return reply
+
+    def _decide(self, r: Request, item: Arrival, left_ms: int) -> str:
         if left_ms <= 0:
             return "expired"
         if self.endpoints.ready == 0:
@@ -208,7 +216,6 @@ class QueueModel(PoolModel):
             return None if limited else self._refuse(r, "no-endpoints")
         self.requests[r.id] = r
         self._take(r, take)
-        self.workloads.arrived(r.workload)
         self.workloads.dispatched(r.workload, item.age_ms)
         self._log("bypassed", r.id)
         return reply
@@ -229,7 +236,6 @@ class QueueModel(PoolModel):
 
     def _queue(self, r: Request, left_ms: int) -> str:
         self.requests[r.id] = r
-        self.workloads.arrived(r.workload)
         self.lanes.insert(r)
         self._log("queued", r.id)
         return f"queued {left_ms}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 from fake_struct import with_struct
-from packed import counters
+from packed import counters, doubles
 from pool_model import Reply
 
 from app.state.keys import Keys
@@ -31,6 +31,7 @@ class Seen:
     reply: Reply
     events: list[str]
     numbers: dict[str, Any]
+    workloads: dict[str, list[float]]  # thirteen numbers each, as docs/redis-schema.md lists them
 
 
 class ScriptSide:
@@ -73,12 +74,14 @@ class ScriptSide:
         pipe.fcall(self._library.function("state"), 1, self._keys.pool, SILENCE_MS)
         pipe.hget(self._keys.pool, "counters")
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
-        _, raw, state, packed, log = pipe.execute()
+        pipe.hgetall(self._keys.prefix + "workloads")
+        _, raw, state, packed, log, registry = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or lane_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
-        return Seen(reply, events, numbers_of(state) | band_tags(packed))
+        workloads = {name: doubles(text) for name, text in registry.items()}
+        return Seen(reply, events, numbers_of(state) | band_tags(packed), workloads)
 
 
 def lane_of(entry: dict[str, str]) -> str:

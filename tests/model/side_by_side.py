@@ -45,6 +45,7 @@ class SideBySide:
             expected,
         )
         self._compare_numbers(where, seen.numbers)
+        self._compare_workloads(where, seen.workloads)
         orders = self.orders()
         assert_same_orders(where, self.side.orders(list(orders)), orders)
         self.agree = True
@@ -62,6 +63,17 @@ class SideBySide:
         assert seen.keys() == expected.keys()
         for name, value in expected.items():
             assert_alike(f"{where}: {name}", [seen[name]], [value])
+
+    def _compare_workloads(self, where: str, seen: dict[str, list[float]]) -> None:
+        """Arrivals as they count now: an entry of the registry slides only when it is written."""
+        registry = self.model.workloads
+        assert seen.keys() == registry.known.keys(), where
+        for name, (total, active, dispatched, ema_ms, last_ms, slot, *counts) in seen.items():
+            arrivals, it = registry.arrivals(name), registry.known[name]
+            passed = min(int(it.slot - slot), 7)
+            found = [total, active, dispatched, ema_ms, last_ms, *([0.0] * passed + counts)[:7]]
+            expected = [it.total, it.active, it.dispatched, it.ema_ms, it.last_ms, *arrivals]
+            assert_alike(f"{where}: workload {name}", found, expected)
 
     def numbers(self) -> dict[str, Any]:
         """The model's state as lua/state.lua gives it."""
@@ -113,6 +125,10 @@ class SideBySide:
             }
             orders[f"parked:{number}"] = {name: lane.tag for name, lane in band.lanes.items() if lane.parked}
             orders[f"finish:{number}"] = band.finish
+            if number > 0:
+                last = {name: float(when) for name, when in band.preempted.items()}
+                orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.lanes}
+                orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.lanes}
             for name, lane in band.lanes.items() if by_workload and not self.model.refiling else ():
                 for kind in ("growing", "static"):
                     filed = {id: it.key for id, it in lane.filed.items() if it.grows == (kind == "growing")}

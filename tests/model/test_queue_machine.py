@@ -245,7 +245,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(caller=callers, overrides=some_of(POLICY))
     def change_policy(self, caller: str, overrides: dict[str, Any]) -> None:
-        # Until the waiting requests are refiled their order may mix, so nothing is served meanwhile.
+        # Nothing is served until the waiting requests are refiled. Which of them the sweep has filed anew at
+        # a moment depends on where the server's hash keeps them; until then a lane mixes two orders, of which
+        # nothing is promised but that nobody is lost or served twice. That is left to bench/upheaval, whose
+        # policies change amid dispatch and whose log is audited.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()
         self.call("tune", caller, {"paused": None})

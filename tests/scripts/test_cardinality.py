@@ -30,6 +30,27 @@ async def test_workloads_of_one_batch_are_counted_before_they_are_written(fleet:
         assert await it.redis.hlen(it.keys.prefix + "workloads") == 2
 
 
+async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
+    fleet: OpenFleet,
+) -> None:
+    # Given no room in the queue, and a registry for four
+    async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as it:
+        (a,) = it.replicas
+        await a.admit("runs", workload="served")
+        # When a client brings a new workload with each request, one by one and at once
+        for number in range(10):
+            assert (await a.admit(f"r{number}", workload=f"new-{number}")).what == "refused"
+        await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
+        # Then half of it is left to those that are served
+        registry = it.keys.prefix + "workloads"
+        assert sorted(await it.redis.hkeys(registry)) == ["new-0", "served"]
+        await a.settle("runs")
+        for number in range(3):
+            assert (await a.admit(f"t{number}", workload=f"late-{number}")).what == "placed"
+            await a.settle(f"t{number}")
+        assert sorted(await it.redis.hkeys(registry)) == ["late-0", "late-1", "new-0", "served"]
+
+
 async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
     # Given a registry that is full, and one slot that is taken
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as it:

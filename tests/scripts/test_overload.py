@@ -32,6 +32,49 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
         await it.ledger()
 
 
+async def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(fleet: OpenFleet) -> None:
+    # Given a full queue of three flows with one request each
+    async with fleet("a", upper_per=1, total_capacity=3) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for name in ("x", "y", "z"):
+            await a.admit(name, flow=name, band=Band.SHEDDABLE)
+        # When the first has lost its only one and, a place having come free, brings another
+        await a.admit("c1", flow="c", band=Band.CRITICAL)
+        await a.store.cancel("c1", 1, "cancelled")
+        await a.admit("x again", flow="x", band=Band.SHEDDABLE)
+        # Then it is preempted after the others
+        for name in ("c2", "c3", "c4"):
+            await a.admit(name, flow="c", band=Band.CRITICAL)
+        log = await it.log()
+        assert [entry.request for entry in log if entry.event == "preempted"] == ["x", "y", "z", "x again"]
+        # And when the pressure has ended, what was known of it is forgotten, and no lane is left
+        for name in ("c2", "c3", "c4"):
+            await a.store.cancel(name, 1, "cancelled")
+        await a.settle("runs")
+        await a.sweep()
+        for kind in ("victims", "preempted"):
+            assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
+
+
+async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
+    # Given an order of victims with a lane that has drained, and without two that wait
+    async with fleet("a", upper_per=1, total_capacity=3) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for name in ("x", "y", "z"):
+            await a.admit(name, flow=name, band=Band.SHEDDABLE)
+        victims = it.keys.prefix + "victims:2"
+        await it.redis.delete(victims)
+        await it.redis.zadd(victims, {"gone": 0})
+        # When a critical request finds the queue full, then one of those that wait gives way
+        assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).what == "queued"
+        (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
+        # And after a sweep the order is whole
+        await a.sweep()
+        assert set(await it.redis.zrange(victims, 0, -1)) == {"x", "y", "z"} - {first}
+
+
 async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, total_capacity=2) as it:
         (a,) = it.replicas

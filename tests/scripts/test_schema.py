@@ -97,6 +97,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
         # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
         await b.admit("limited", flow="limited", limit=1)
+        await b.admit("the only one of its flow", flow="lonely", band=2)
         await look()
         await a.publish("10.0.0.1:8000", upper_per=1, ordering="edf", starvation_ms=1, total_capacity=3)
         await b.admit("edf", band=0)

@@ -43,8 +43,7 @@ async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenF
         assert found is not None
         assert (found.total, found.active, found.dispatched) == (3, 3, 1)
         assert sum(found.arrivals) == 3
-        # When one is refused, then it is not counted; nor is an adoption
-        assert (await b.admit("r4", workload="w")).what == "refused"
+        # When one is adopted, then it is not counted again
         await a.admit("r2", attempt=5, workload="w")
         assert await entry(it, "w") == found
         # When one ends and one leaves, then the other has been dispatched and is the only active one
@@ -152,3 +151,59 @@ async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
         await a.settle("r1", "r2")
         assert await it.redis.exists(it.keys.prefix + "workloads") == 0
         assert {line.workload for line in await it.log()} == {""}
+
+
+@pytest.mark.parametrize("reason", ["full", "too old", "no endpoints"])
+async def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
+    fleet: OpenFleet, reason: str
+) -> None:
+    # Given a workload with one request running, and no room, or nowhere to go
+    async with fleet("a", upper_per=1, total_capacity=0) as it:
+        (a,) = it.replicas
+        await a.admit("runs", workload="w")
+        if reason == "no endpoints":
+            await a.publish(upper_per=1)
+        # When it brings more, then each counts in its total and its rate, and the one is active
+        for number in range(1, 4):
+            late = reason == "too old"
+            verdict = await a.admit(
+                f"more-{number}", workload="w", **({"ttl_s": 1, "age_s": 2} if late else {})
+            )
+            assert verdict.what == ("expired" if late else "refused")
+            found = await entry(it, "w")
+            assert found is not None
+            assert (found.total, found.active, found.dispatched) == (1 + number, 1, 1)
+            assert sum(found.arrivals) == 1 + number
+
+
+async def test_a_refusal_that_is_sent_twice_leaves_nothing_but_its_arrivals(fleet: OpenFleet) -> None:
+    # Given a queue without room
+    async with fleet("a", upper_per=1, total_capacity=0) as it:
+        (a,) = it.replicas
+        await a.admit("runs", workload="w")
+        # When the same request is brought twice, then it is refused twice, and nothing is kept by its id
+        for _ in range(2):
+            assert (await a.admit("r", workload="w")).what == "refused"
+        assert await it.redis.hkeys(it.keys.prefix + "requests") == ["runs"]
+        await a.settle("runs")
+        found = await entry(it, "w")
+        assert found is not None
+        assert (found.total, found.active) == (3, 0)
+        assert await it.at_rest()
+
+
+async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet) -> None:
+    # Given two workloads of one flow with a request waiting each, the greedy one's first, and no more room
+    rates = {"rate_weight": 0.9, "rate_cap": 0.1, "guard_share": 0}
+    async with fleet("a", upper_per=1, total_capacity=2, ordering="workload-aware", **rates) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("greedy", workload="greedy")
+        await a.admit("modest", workload="modest")
+        # When the greedy one goes on asking, and the sweep has come by
+        for number in range(5):
+            assert (await a.admit(f"again-{number}", workload="greedy")).what == "refused"
+        await a.sweep()
+        # Then the other is served first
+        await a.settle("runs")
+        assert a.news[-1] == ("granted", "modest")
