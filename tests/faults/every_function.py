@@ -35,10 +35,20 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.news()
     await store.state(60)
     await store.evict("nobody")
+    await _much_news(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)
     await store.leave()
     await other.sweep(idle_s=0)
+
+
+async def _much_news(fleet: Fleet) -> None:
+    """More news than a heartbeat brings."""
+    me, _ = fleet.replicas
+    news = {f"gone-{n}": "evicted" for n in range(300)}
+    await fleet.redis.hset(fleet.keys.inbox(me.name), mapping=news)
+    while await fleet.redis.hlen(fleet.keys.inbox(me.name)):
+        await me.beat()
 
 
 async def _flows_without_end(fleet: Fleet) -> None:
@@ -88,6 +98,8 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.bury("over")
     await me.store.disclaim(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
+    # As a version leaves it that keeps no such order:
+    await fleet.redis.delete(fleet.keys.prefix + "victims:1")
     for name in names:
         await me.beat()
         await me.store.settle(name, Outcome.COMPLETED, 2.0, 7)
