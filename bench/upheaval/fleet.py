@@ -55,6 +55,7 @@ class Upheaval:
         self._children: list[Child] = []
         self._open: dict[str, str] = {}  # request -> owner, as far as the log has been read
         self._last = "-"
+        self._over = False
         self.deeds = Deeds()
         self._store = Store(
             self._url, pool=POOL, replica="operator", call_timeout_s=_CALL_S, connect_timeout_s=_CALL_S,
@@ -74,7 +75,8 @@ class Upheaval:
                 ]
                 while self._arrived() < requests:
                     await self._read()
-                for deed in deeds[1:]:
+                self._over = True  # a kill finishes: who was started in its place has to be told the end
+                for deed in deeds[2:]:
                     deed.cancel()
                 await asyncio.wait(deeds[1:])
                 await self._store.tune({"paused": None}, {})
@@ -129,6 +131,8 @@ class Upheaval:
     async def _kill(self) -> None:
         while True:
             await asyncio.sleep(self._dice.uniform(*_KILL_EVERY_S))
+            if self._over:
+                return
             dead = self._children.pop(self._dice.randrange(len(self._children)))
             await dead.kill()
             self.deeds.kills += 1
