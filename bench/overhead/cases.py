@@ -95,13 +95,13 @@ _LARGE = Case("large", 1, busy=240, calm=120)
 
 
 def full(rounds: int) -> Plan:
-    """Prompts by modes and replicas; answers by modes, and in `lean` with 3 replicas too."""
+    """Prompts and answers by modes and replicas."""
     rigs = []
     for mode in sorted(MODES):
         lean = mode == "lean"
-        rigs.append(Rig(mode, 1, (_SHORT, _MEDIUM, _LONG, _LARGE), queued=lean, paced=lean))
-        many = (_SHORT, _MEDIUM, _LONG, _LARGE) if lean else (_SHORT, _LARGE)
-        rigs.append(Rig(mode, 3, many, queued=lean))
+        cases = (_SHORT, _MEDIUM, _LONG, _LARGE)
+        rigs.append(Rig(mode, 1, cases, queued=lean, paced=lean))
+        rigs.append(Rig(mode, 3, cases, queued=lean))
     return Plan(tuple(rigs), rounds, memory_requests=MEMORY_REQUESTS)
 
 

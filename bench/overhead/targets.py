@@ -33,8 +33,7 @@ def judged(results: Sequence[RigResult], memory: Memory | None) -> list[Target]:
         if result.rig.mode != "lean":
             continue
         for comparison in comparisons(result):
-            if comparison.case.tokens == 1:
-                targets += _of_case(comparison)
+            targets += _of_case(comparison)
         lengths = length_ratio(result, "picker")
         if lengths is not None:
             short, long = (case.tokens for case in result.rig.ends)
@@ -50,8 +49,10 @@ def judged(results: Sequence[RigResult], memory: Memory | None) -> list[Target]:
 
 def _of_case(comparison: Comparison) -> list[Target]:
     where = f"{comparison.rig.name}, {comparison.case.name}"
-    return [
+    targets = [
         Target(f"CPU a request, picker's processes: {where}", _CPU, comparison.cpu),
         Target(f"CPU a request, picker and Valkey: {where}", _CPU, comparison.cpu_with_valkey),
-        Target(f"p50 added latency: {where}", _ADDED_P50, comparison.added_p50),
     ]
+    if comparison.case.tokens == 1:  # up to the headers, an answer's length changes nothing but the noise
+        targets.append(Target(f"p50 added latency: {where}", _ADDED_P50, comparison.added_p50))
+    return targets
