@@ -141,7 +141,11 @@ class Talk:
         played.content_length = told.get("content-length")
         spaces = {name: dict(space.struct_value) for name, space in answer.dynamic_metadata.fields.items()}
         played.told = spaces["envoy.lb"]["x-gateway-destination-endpoint"]
-        played.picked = "".join(map(self._names.letter_of, played.header.split(",")))
+        tries = played.header.split(",")
+        named = list(dict.fromkeys(tries))
+        # Where only some may serve, they are named again until each of Envoy's three tries has one.
+        assert tries == named or tries == [*named, *named, *named][:3]
+        played.picked = "".join(map(self._names.letter_of, named))
         if "picker" in spaces:
             played.id, played.raw_ticket = spaces["picker"]["id"], spaces["picker"]["ticket"]
             played.ticket = dict(zip(_TICKET, played.raw_ticket.split("\t"), strict=True))
