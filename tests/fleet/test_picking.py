@@ -108,12 +108,17 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
             for address in addresses:
                 path = f"/api/v1/endpoints/{address}/drain"
                 assert (await admin.post(f"{here.state['replicas'][0]['admin']}{path}")).is_success
-        assert (await complete_or_not(client)) == 503
-        (refused,) = await entries(here, "refused")
-        told = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
-        assert told["why"] == "this replica refused it: there was no endpoint for it"
-        assert told["explanation"]["chosen"] == []
-        assert told["explanation"]["excluded"] == dict.fromkeys(addresses, "draining")
+
+        async def explained() -> bool:
+            # The replica says what it knew, and it hears of a drain a moment after the scripts do.
+            assert (await complete_or_not(client)) == 503
+            refused = (await entries(here, "refused"))[-1]
+            told = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
+            assert told["why"] == "this replica refused it: there was no endpoint for it"
+            assert told["explanation"]["chosen"] == []
+            return bool(told["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
+
+        await here.eventually(explained, what="a refusal that names both as draining")
     await at_rest(here)
 
 
