@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 
+from bench.rig.ending import end
+
 DASHBOARDS = 5
 _READY_S = 600.0
 _ENDS_S = 20.0
@@ -49,11 +51,4 @@ async def viewers(urls: Sequence[str], priority: str) -> AsyncIterator[Viewers]:
     try:
         yield Viewers(process)
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(_ENDS_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await end(process, _ENDS_S)

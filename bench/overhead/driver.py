@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.overhead.client import Load, Outcome, WrongAnswer
+from bench.rig.ending import end
 
 _STARTS_S = 30.0
 _MARGIN_S = 5.0  # past its own limit, before it counts as hung
@@ -36,14 +37,7 @@ class Driver:
         try:
             yield cls(process)
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                async with asyncio.timeout(_ENDS_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+            await end(process, _ENDS_S)
 
     async def prepare(self, load: Load) -> None:
         """Have the connections open and warm.

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 
+from bench.rig import ending
+
 _ENDS_S = 5.0
 
 
@@ -44,16 +46,8 @@ class Child:
 
     async def end(self) -> None:
         """Close its stdin, which ends it; SIGKILL if it does not."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(_ENDS_S):
-                await self._process.wait()
-        except TimeoutError:
-            await self.kill()
+        await ending.end(self._process, _ENDS_S)
 
     async def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
+        await ending.kill(self._process)
