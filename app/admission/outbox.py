@@ -50,13 +50,14 @@ class Outbox:
         if alive.ticket and alive.id not in self._ended:
             _keep(self._alive, alive.id, alive)
 
-    def ended(self, completion: Completion, note: str) -> float:
-        """What the end of a request frees, in the stock's unit: once for each, 0 for one that never ran.
+    def ended(self, completion: Completion, note: str) -> float | None:
+        """What the end of a request frees, in the stock's unit: 0 for one that never ran, None if it has been
+        heard before.
 
         `note` is its ticket, '' if none came with the end.
         """
         if completion.id in self._ended:
-            return 0.0
+            return None
         _keep(self._ended, completion.id, completion)
         self._alive.pop(completion.id, None)
         placed = self._placed.pop(completion.id, None)
@@ -65,10 +66,6 @@ class Outbox:
     def knows(self, request_id: str) -> bool:
         """Whether it has been seen to run."""
         return request_id in self._placed or request_id in self._alive
-
-    def has_ended(self, request_id: str) -> bool:
-        """Whether its end has been heard."""
-        return request_id in self._ended
 
     def endpoint_of(self, request_id: str) -> str:
         """Where a request was placed, '' if it was not placed here."""

@@ -211,13 +211,15 @@ class SturdyGate:
         self._picker.ended(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
         if completion.failed:
             self._picker.failed(completion.failed)
+        freed = self._outbox.ended(completion, note)
         if self._mode is Mode.LOCAL:
             self._shared.ended(completion)
-            if not self._outbox.has_ended(completion.id):
+            if freed is not None:
                 self._metrics.completed(completion, ticket.model_of(note))
-        freed = self._local.cost_of(self._outbox.ended(completion, note))
-        self._regained += freed
-        self._local.earn(freed)
+        if freed is not None:
+            freed = self._local.cost_of(freed)
+            self._regained += freed
+            self._local.earn(freed)
 
     def renew(self, alive: Alive) -> None:
         if self._mode is not Mode.SHARED:
@@ -335,7 +337,8 @@ class SturdyGate:
         self._local.open(free, pulse.upper, rules, paused=pulse.paused)
         for request_id in self._store.unsent_ends():
             if request_id in self._unanswered:
-                self._local.earn(self._local.cost_of(self._outbox.ended(*self._unanswered[request_id])))
+                freed = self._outbox.ended(*self._unanswered[request_id])
+                self._local.earn(self._local.cost_of(freed or 0.0))
 
     def _count(self, pulse: Pulse) -> int:
         """How many replicas the bound is shared by."""
