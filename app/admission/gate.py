@@ -8,8 +8,9 @@ from app.request import Alive, Completion, InferenceRequest, Placement
 class Gate(Protocol):
     """Admission and placement of requests; every implementation is safe to call from one event loop."""
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
-        """Wait for the request's turn and its endpoints.
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+        """Wait for the request's turn and its endpoints; its place in the queue is that of one which came
+        `age_s` ago.
 
         `held` says that this replica holds the request's stream until it ends (`standard`): the gate then
         renews its lease by itself until `settle` or `withdraw`. Otherwise access-log entries do.
@@ -25,6 +26,16 @@ class Gate(Protocol):
 
         Raises:
             NoEndpoints: none is ready, or none of the subset.
+        """
+        ...
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        """Whether a placement made `age_s` ago is still the request's own: it then has a whole lease again.
+
+        For a request that is not `held` and that Envoy has not been told of, whose lease nobody renews.
+
+        Raises:
+            StateUnavailable: nobody can tell.
         """
         ...
 

@@ -97,11 +97,8 @@ class SharedGate:
         """Requests of this replica that wait for their turn."""
         return len(self._waiting)
 
-    async def admit(
-        self, request: InferenceRequest, *, held: bool, arrived_s: float | None = None
-    ) -> Placement:
-        """As `Gate.admit`; `arrived_s` (event-loop time) is when the request came, None for now."""
-        arrived = self._loop.time() if arrived_s is None else arrived_s
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+        arrived = self._loop.time() - age_s
         patience = asyncio.timeout(None)
         waiter = _Waiter(request, next(self._attempts), arrived, self._loop.create_future(), patience)
         displaced = self._waiting.get(request.id)
@@ -267,6 +264,10 @@ class SharedGate:
         if not ready:
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        # Without its ticket: a place that is lost may be another's, and restored would be one too many (G1).
+        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self._held.pop(request_id, None)

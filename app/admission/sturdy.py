@@ -136,12 +136,13 @@ class SturdyGate:
             "queue_length": self._local.lengths(),
         }
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
-        arrived_s = self._loop.time()
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+        arrived_s = self._loop.time() - age_s
         while True:
             if self._mode is Mode.SHARED:
                 try:
-                    placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                    age_s = self._loop.time() - arrived_s
+                    placement = await self._shared.admit(request, held=held, age_s=age_s)
                 except StateUnavailable:
                     self._lose("a decision could not be had")
                     if self._mode is Mode.SHARED:
@@ -162,7 +163,8 @@ class SturdyGate:
             if self._mode is not Mode.LOCAL:
                 self._prepaid += cost
                 try:
-                    placement = await self._shared.admit(request, held=held, arrived_s=arrived_s)
+                    age_s = self._loop.time() - arrived_s
+                    placement = await self._shared.admit(request, held=held, age_s=age_s)
                 finally:
                     self._prepaid -= cost
                 self._gained += cost
@@ -189,6 +191,23 @@ class SturdyGate:
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._shared.route(subset)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        mode, lease_s = self._mode, self._effective().settings.leases.inflight
+        # Without the shared state: nobody else has it while its lease cannot have run out, nor where this
+        # replica's own purse has paid for it.
+        own = age_s < lease_s or bool(self._outbox.endpoint_of(request_id))
+        if mode is Mode.LOCAL:
+            return own
+        try:
+            if mode is Mode.SHARED or not own:
+                return await self._shared.confirm(request_id, placement, age_s)
+            await self._store.renew(request_id, placement.attempt, "", placement.ticket)
+        except StateUnavailable:
+            self._lose("a place could not be confirmed")
+            if self._mode is Mode.SHARED:
+                raise
+        return own
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         if self._mode is not Mode.SHARED:

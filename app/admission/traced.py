@@ -26,12 +26,12 @@ class TracedGate:
         self._traces = traces
         self._held: dict[str, str] = {}  # request whose stream is held here -> its traceparent
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         live = self._traces.begin(request)
         if live is None:
-            return await self._gate.admit(request, held=held)
+            return await self._gate.admit(request, held=held, age_s=age_s)
         try:
-            placement = await self._gate.admit(request, held=held)
+            placement = await self._gate.admit(request, held=held, age_s=age_s)
         except RequestError as error:
             live.end(None, error.code)
             raise
@@ -48,6 +48,10 @@ class TracedGate:
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._gate.route(subset)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        own, _ = ticket.split_trace(placement.ticket)
+        return await self._gate.confirm(request_id, replace(placement, ticket=own), age_s)
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self._held.pop(request_id, None)

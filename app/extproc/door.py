@@ -34,7 +34,7 @@ class Door:
             self._shown_out.add(task)
             task.cancel()
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         """As `Gate.admit`; at most one at a time in a task.
 
         Raises:
@@ -47,7 +47,7 @@ class Door:
             raise RuntimeError("admission needs a task")
         self._waiting.add(task)
         try:
-            return await self._gate.admit(request, held=held)
+            return await self._gate.admit(request, held=held, age_s=age_s)
         except asyncio.CancelledError:
             if task not in self._shown_out:
                 raise

@@ -57,7 +57,7 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_KEPT_S = 1.0  # how long a place waits for the end of its body; shorter than any lease
+_KEPT_S = 1.0  # how long a place waits for the end of its body unasked; shorter than any lease
 _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
 
 
@@ -85,6 +85,7 @@ class _Ready(NamedTuple):
     request: InferenceRequest
     placement: Placement
     length: int | None
+    came_s: float
     placed_s: float
 
 
@@ -267,11 +268,12 @@ class Exchange:
             length = len(body)
             rename = ModelRename(request.target_model, request.model)
         del ask  # a long wait should not hold the parsed body too
+        came_s = self._desk.clock()
         placement = await self._admit(request)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename)
         answer = codec.placed(placement, request.id, length, self._tries(request))
-        self._ready = _Ready(answer, body, request, placement, length, self._desk.clock())
+        self._ready = _Ready(answer, body, request, placement, length, came_s, self._desk.clock())
 
     async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
         if self._ready is None:
@@ -279,13 +281,22 @@ class Exchange:
         ready, self._ready = self._ready, None
         assert ready is not None
         answer = ready.answer
-        if self._mode != "standard" and self._desk.clock() - ready.placed_s > _KEPT_S:
-            # Nobody renews its lease before Envoy is told: its place may be another's by now.
-            self._desk.gate.withdraw(ready.request.id, ready.placement)
-            self._untold = None
-            placement = await self._admit(ready.request)
-            answer = codec.placed(placement, ready.request.id, ready.length, self._tries(ready.request))
+        if self._mode != "standard":
+            kept_s = self._desk.clock() - ready.placed_s
+            if kept_s > _KEPT_S:
+                answer = await self._still_placed(ready, kept_s)
         return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
+
+    async def _still_placed(self, ready: _Ready, kept_s: float) -> ProcessingResponse:
+        """The answer of one placed `kept_s` ago: nobody renews its lease before Envoy is told, so its place
+        may be another's by now. It then waits for a new one where it stood by its arrival (G4)."""
+        request, gate = ready.request, self._desk.gate
+        if await gate.confirm(request.id, ready.placement, kept_s):
+            return ready.answer
+        gate.withdraw(request.id, ready.placement)
+        self._untold = None
+        placement = await self._admit(request, self._desk.clock() - ready.came_s)
+        return codec.placed(placement, request.id, ready.length, self._tries(request))
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model
@@ -295,8 +306,8 @@ class Exchange:
         self._asked = request
         return request
 
-    async def _admit(self, request: InferenceRequest) -> Placement:
-        placement = await self._desk.door.admit(request, held=self._mode == "standard")
+    async def _admit(self, request: InferenceRequest, age_s: float = 0.0) -> Placement:
+        placement = await self._desk.door.admit(request, held=self._mode == "standard", age_s=age_s)
         self._untold = (request.id, placement)
         return placement
 

@@ -31,11 +31,15 @@ class ScriptedGate:
         self.admitted: list[tuple[InferenceRequest, bool]] = []
         self.routed: list[tuple[str, ...] | None] = []
         self.cancelled: list[str] = []
+        self.ages_s: list[float] = []  # of what was admitted, in the same order
+        self.confirmed: list[tuple[str, float]] = []
+        self.keeping = True  # placements are still their requests' own
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         self.admitted.append((request, held))
+        self.ages_s.append(age_s)
         self.asked.set()
         try:
             await self.open.wait()
@@ -51,6 +55,13 @@ class ScriptedGate:
         if self.error is not None:
             raise self.error
         return Placement(endpoints=PLACEMENT.endpoints, ticket="")
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        assert placement == PLACEMENT
+        self.confirmed.append((request_id, age_s))
+        if self.error is not None:
+            raise self.error
+        return self.keeping
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         assert placement == PLACEMENT

@@ -28,6 +28,7 @@ class ScriptedStore:
         self.cancelled: list[tuple[str, str]] = []
         self.buried: list[str] = []
         self.answering = True  # ends are taken
+        self.renewing = "renewed"
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.born, self.version = "0", ""
@@ -71,7 +72,7 @@ class ScriptedStore:
         return _answered("ended")
 
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
-        return _answered("renewed")
+        return _answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
         return Pulse(

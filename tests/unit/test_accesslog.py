@@ -31,8 +31,11 @@ class Book:
     def withdraw(self, request_id: str) -> None:
         raise AssertionError("the access log withdraws nothing")
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         raise AssertionError("the access log admits nothing")
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        raise AssertionError("the access log confirms nothing")
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         raise AssertionError("the access log routes nothing")

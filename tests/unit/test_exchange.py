@@ -28,9 +28,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import parse
-from app.errors import ExpiredTtl, NoEndpoints
+from app.errors import ExpiredTtl, NoEndpoints, StateUnavailable
 from app.extproc.exchange import Exchange
-from app.request import Outcome
+from app.request import Outcome, Placement
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 400_000}).encode()
@@ -116,6 +116,19 @@ async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
+class Unconfirming(ScriptedGate):
+    """Never says whether a place is still its request's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asking = asyncio.Event()
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        self.asking.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nothing ends the wait")
+
+
 SIZED = {"content-length": str(len(ASK))}
 
 
@@ -148,7 +161,8 @@ async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
     assert len(gate.admitted) == 1
 
 
-async def test_a_place_is_asked_for_anew_when_the_end_of_its_body_was_long_in_coming() -> None:
+@pytest.mark.parametrize("keeping", [True, False])
+async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(keeping: bool) -> None:
     # Given a request that was placed by its length
     gate = ScriptedGate()
     here = desk(gate)
@@ -157,11 +171,46 @@ async def test_a_place_is_asked_for_anew_when_the_end_of_its_body_was_long_in_co
     # When its end comes so late that its lease may have run out, which nobody renews till Envoy is told
     for _ in range(3):
         here.clock()
+    gate.keeping = keeping
     answers = await converse(exchange, body())
-    # Then it is placed again, and what it had is taken back
-    assert [request.id for request, _ in gate.admitted] == ["made-1", "made-1"]
-    assert gate.withdrawn == ["made-1"]
+    # Then it keeps what it has; or asks again, as old as it is, and what it may have is taken back
+    assert gate.confirmed == [("made-1", 4.0)]
+    assert [request.id for request, _ in gate.admitted] == ["made-1"] * (1 if keeping else 2)
+    assert gate.ages_s == [0.0] if keeping else [0.0, 6.0]
+    assert gate.withdrawn == [] if keeping else ["made-1"]
     assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    exchange.close()
+    assert gate.withdrawn == [] if keeping else ["made-1"]
+
+
+async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
+    # Given a request that was placed by its length, and no shared state by the time its body ends
+    gate = ScriptedGate()
+    here = desk(gate)
+    exchange = Exchange(here)
+    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    for _ in range(3):
+        here.clock()
+    gate.error = StateUnavailable("away")
+    code, _ = refusal(await converse(exchange, body()))
+    # Then it is refused, and leaves nothing
+    assert code == 503
+    exchange.close()
+    assert gate.withdrawn == ["made-1"]
+
+
+async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing() -> None:
+    gate = Unconfirming()
+    here = desk(gate)
+    exchange = Exchange(here)
+    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    for _ in range(3):
+        here.clock()
+    task = asyncio.create_task(converse(exchange, body()))
+    await gate.asking.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     exchange.close()
     assert gate.withdrawn == ["made-1"]
 

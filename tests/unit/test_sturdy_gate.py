@@ -1,144 +1,19 @@
 """The gate that goes on without the shared state: going over, working alone, coming back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 from local_requests import ask
 from metrics_page import samples
-from scripted_store import ScriptedStore, until
+from scripted_store import until
+from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
 from app.admission import sturdy
-from app.admission.shared import SharedGate
-from app.admission.sturdy import Mode, SturdyGate
-from app.admission.tuning import Effective
-from app.config import parse
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.admission.sturdy import Mode
 from app.errors import StateUnavailable
-from app.fleet import probe
-from app.request import Alive, Completion, InferenceRequest, Outcome, Placement
-from app.scheduling.chooser import LeastLoaded
-from app.state.store import Pulse, Store, Verdict
-from app.telemetry.metrics import Metrics
-
-E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
-BUDGET_S = 0.01
-PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
-
-
-class FickleStore(ScriptedStore):
-    """A store that may be `away`: decisions then fail or, if `silent`, never come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.away = self.silent = False
-        self.asked_s: float | None = None
-        self.heard_s, self.fault = 0.0, None
-        self.ages_s: list[float] = []
-        self.renewed: list[str] = []
-        self.unsent: list[str] = []
-        self.admitting = [Verdict("placed", E1)]
-
-    async def admit(
-        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Verdict:
-        self.ages_s.append(age_s)
-        if self.silent:
-            self.asked_s = asyncio.get_running_loop().time()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.asked_s = None
-        if self.away:
-            raise StateUnavailable("away")
-        return await super().admit(request, attempt, candidates, age_s)
-
-    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
-        self.renewed.append(request_id)
-        return super().renew(request_id, attempt, served, ticket)
-
-    def unsent_ends(self) -> list[str]:
-        return self.unsent
-
-
-class NoPeers:
-    async def ask(self, address: str, least: float, most: float) -> float | None:
-        return None
-
-    async def close(self) -> None:
-        pass
-
-
-class Bench:
-    """A gate that has beaten once, beside one other replica."""
-
-    def __init__(self, pulse: Pulse | None = PULSE) -> None:
-        self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
-        self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
-        chooser = LeastLoaded(self.cell)
-        store = cast(Store, self.store)
-        self.shared = SharedGate(
-            store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None
-        )
-        self.pokes = 0
-        self.gate = SturdyGate(
-            store,
-            self.shared,
-            replica="a",
-            metrics=self.metrics,
-            endpoints=self.cell,
-            chooser=chooser,
-            budget_s=BUDGET_S,
-            report_s=0.0,
-            effective=lambda: Effective(parse({}), {}),
-            load=lambda: {E1: 3, E2: 1},
-            poke=self._poked,
-            glance=lambda: None,
-            via=NoPeers(),
-        )
-        self.gate.newcomer_s = 0.0
-        if pulse is not None:
-            self.tell_peers()
-            self.gate.beat(pulse, 0.001)
-
-    def _poked(self) -> None:
-        self.pokes += 1
-
-    def tell_peers(self, **degraded: bool) -> None:
-        about: Mapping[str, Mapping[str, Any]] = {
-            name: {"degraded": degraded.get(name, False)} for name in ("a", "b")
-        }
-        self.gate.peers(about)
-
-    def end(self, request_id: str, placement: Placement | None = None) -> None:
-        note = placement.ticket if placement is not None else ""
-        self.gate.settle(Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, ticket=note))
-
-    @property
-    def free(self) -> float:
-        status = self.gate.status()
-        assert status is not None
-        return float(status["free"])
-
-
-@asynccontextmanager
-async def watched(bench: Bench) -> AsyncIterator[None]:
-    running = asyncio.create_task(bench.gate.run())
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
-
-
-async def eventually(condition: Any) -> None:
-    async def look() -> bool | None:
-        return True if condition() else None
-
-    assert await probe.until(look, within_s=30)
+from app.request import Alive, Completion, Outcome
+from app.state.store import Verdict
 
 
 @pytest.fixture

@@ -35,13 +35,17 @@ class Inner:
         self.fault: Exception | None = None
         self.told: list[Any] = []
 
-    async def admit(self, request: InferenceRequest, *, held: bool) -> Placement:
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         if self.fault is not None:
             raise self.fault
         return Placement(("10.0.0.1:8000",), ticket.write(request, "10.0.0.1:8000"), 1)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         raise AssertionError("not asked for")
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        self.told.append((request_id, placement, age_s))
+        return True
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self.told.append(request_id)

@@ -1,0 +1,117 @@
+"""A body whose end is told long after its last byte, in a full pool: its request's place, and its order."""
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+from decision_ledger import events_of
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from extproc_client import Counted, body, converse, headers, parts
+from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
+
+from app.config import parse
+from app.extproc.door import Door
+from app.extproc.exchange import Desk, Exchange
+from app.intake import Intake
+from app.request import Placement
+from app.telemetry.decisions import DecisionLines
+
+ASK = json.dumps({"model": "llama"}).encode()
+
+
+class Clock:
+    """The exchanges' own clock, in seconds; moved by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def uploading(replica: Replica, clock: Clock) -> Exchange:
+    """An exchange of `replica`, whose requests are called upload-1, upload-2, …"""
+    settings, ids = parse({}), itertools.count(1)
+    metrics: Any = Counted()
+    return Exchange(
+        Desk(
+            settings=settings,
+            intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
+            gate=replica.gate,
+            door=Door(replica.gate),
+            metrics=metrics,
+            lines=DecisionLines(lambda: 0.0),
+            clock=clock,
+        )
+    )
+
+
+async def whole_but_open(exchange: Exchange) -> None:
+    """All bytes of a body, without the mark of its end: its request is placed."""
+    messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
+    assert await converse(exchange, *messages) == []
+
+
+async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
+    """A request that waits in the queue."""
+    task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), held=False))
+
+    async def queued() -> bool:
+        return "queued" in events_of(await it.log(), request_id)
+
+    await until(queued)
+    return task
+
+
+async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
+    # Given a full pool: a body that is whole but for the mark of its end, and one that waits behind it
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        clock = Clock()
+        exchange = uploading(a, clock)
+        await whole_but_open(exchange)
+        later = await wait_for(it, a, "later")
+        # When the end is told much later
+        clock.now_s = 20.0
+        answers = await converse(exchange, body())
+        # Then Envoy is told the place it had, which it had all the time; nothing was counted twice
+        assert parts(answers) == ["request_headers", "request_body"]
+        assert not later.done()
+        assert events_of(await it.log(), "upload-1") == ["bypassed"]
+        assert await it.counts() == (1, 1, [1])
+        # And its turn over, the other has its own
+        a.gate.settle(ended("upload-1"))
+        await later
+        a.gate.settle(ended("later"))
+        await until(it.at_rest)
+        await it.ledger()
+
+
+async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFleet) -> None:
+    # Given a body whose place was reaped before its end was told, so that the first who waited has it
+    async with fleet("a", upper_per=1, lease_ms=1) as it:
+        (a,) = it.replicas
+        clock = Clock()
+        exchange = uploading(a, clock)
+        await whole_but_open(exchange)
+        first = await wait_for(it, a, "first")
+        second = await wait_for(it, a, "second")
+        await it.after(5)
+        assert (await a.sweep()).reclaimed == 1
+        await a.publish("10.0.0.1:8000", upper_per=1)  # from here on leases last
+        await first
+        await a.store.renew("first", None, "", "")
+        # When its end is told
+        clock.now_s = 20.0
+        told: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
+        await until(lambda: a.gate.waiting == 2)
+        # Then it waits, as old as it is, before those who came later
+        a.gate.settle(ended("first"))
+        assert parts(await told) == ["request_headers", "request_body"]
+        assert not second.done()
+        a.gate.settle(ended("upload-1"))
+        await second
+        a.gate.settle(ended("second"))
+        await until(it.at_rest)
+        events = events_of(await it.log(), "upload-1")
+        assert events == ["bypassed", "reclaimed", "queued", "granted", "placed", "completed"]
