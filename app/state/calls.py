@@ -30,6 +30,7 @@ class Call:
     command: tuple[Any, ...]
     items: list[Item]
     batched: bool = False
+    head: int = 0  # how many words of `command` come before the items' own
 
     @property
     def answered(self) -> bool:
@@ -44,6 +45,15 @@ class Call:
         for item, part in zip(self.items, reply[HEAD:], strict=True):
             _resolve(item, part)
         on_batch(reply[:HEAD])
+
+    def apart(self) -> list["Call"]:
+        """A call for each item that has no answer yet."""
+        head = self.command[: self.head]
+        return [
+            Call(self.name, (*head, *item.args), [item], self.batched, self.head)
+            for item in self.items
+            if not item.answer.done()
+        ]
 
     def fail(self, why: str) -> None:
         """StateUnavailable to every item that has no answer yet."""

@@ -13,6 +13,9 @@ sent once more on a new one (scripts are idempotent by request id). Then its ite
 StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them; also where it
 answers that it cannot take any for now (out of memory, busy, rights changed). A call therefore takes at most
 two deadlines, one for each time it is sent.
+
+A batch in which a script comes upon an error is asked again item by item, so that only the one fails whose
+fault it is.
 """
 
 import asyncio
@@ -222,8 +225,8 @@ class Link:
             while waiting:
                 items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
                 args = [arg for item in items for arg in item.args]
-                command = ("FCALL", self._functions[name], 1, self._key, self._caller, *args)
-                calls.append(Call(name, command, items, batched=True))
+                head = ("FCALL", self._functions[name], 1, self._key, self._caller)
+                calls.append(Call(name, (*head, *args), items, batched=True, head=len(head)))
         return calls
 
     def _send(self, calls: list[Call], *, whole: bool = True, again: bool = False) -> None:
@@ -248,23 +251,31 @@ class Link:
         if not isinstance(reply, hiredis.ReplyError):
             call.answer(reply, self._on_batch)
         elif str(reply).startswith(_NOT_LOADED) and message.loads < _LOADS:
-            message.forgotten.append(call)
+            message.anew.append(call)
+            message.forgotten = True
         elif str(reply).startswith(NOT_PRIMARY):
             self._astray = str(reply)
         else:
-            self._refused(call, str(reply))
+            self._refused(message, call, str(reply))
         if not message.flying:
             self._finish(message)
 
-    def _refused(self, call: Call, why: str) -> None:
-        """An error in place of a reply. What a server refuses to all for now is asked again, if it lasts."""
+    def _refused(self, message: Message, call: Call, why: str) -> None:
+        """An error in place of a reply. What a server refuses to all for now is asked again, if it lasts.
+
+        Else it is one item's fault, and its neighbours are asked for by themselves.
+        """
         self._metrics.redis_error(call.name)
+        if call.answered:
+            return  # an end that was asked for again, or one that nobody waits for
         if why.startswith(_FOR_NOW) and any(item.lasting for item in call.items):
             for item in call.items:
                 item.tried = True
             self._held_back.append(call)
             if self._patience is None:
                 self._patience = self._loop.call_later(_REFUSED_PAUSE_S, self._ask_again)
+        elif len(call.items) > 1 and not why.startswith(_FOR_NOW):
+            message.part(call)
         else:
             call.fail(f"the shared state refused {call.name}: {why}")
 
@@ -279,8 +290,8 @@ class Link:
             self._note_lost(self._astray)
             return
         self._under_way.popleft()
-        if message.forgotten:
-            self._load_library(message)
+        if message.anew:
+            self._ask_anew(message)
             return
         self._metrics.redis_call(message.calls[0].name, self._loop.time() - message.sent_s, message.items)
         self._fault = ""
@@ -291,22 +302,25 @@ class Link:
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
 
-    def _load_library(self, message: Message) -> None:
-        """Give Redis the library and ask again: a flushed one costs one more trip and no error.
+    def _ask_anew(self, message: Message) -> None:
+        """Ask once more for what of `message` a Redis without the library did not know, having given it the
+        library, and for what it refused in company: one more trip.
 
         What is written now is answered after all that is under way.
         """
-        message.loads += 1
+        message.flying = deque(message.anew)
+        if message.forgotten:
+            message.loads += 1
+            message.flying.appendleft(Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), []))
         # An admission or renewal that runs late must not outlive the end that was sent after it.
-        late = [
+        asked = {id(call) for call in message.anew}
+        message.flying.extend(
             call
             for each in (message, *self._under_way)
             for call in each.calls
-            if call.name in _ENDS and call not in message.forgotten
-        ]
-        load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
-        message.flying = deque([load, *message.forgotten, *late])
-        message.forgotten = []
+            if call.name in _ENDS and id(call) not in asked
+        )
+        message.anew, message.forgotten = [], False
         self._under_way.append(message)
         self._write(message.flying)
 

@@ -17,7 +17,8 @@ class Message:
     whole: bool
     again: bool
     flying: deque[Call] = field(init=False)  # what is not answered yet, in order
-    forgotten: list[Call] = field(default_factory=list)  # what of it met a Redis that lacks the library
+    anew: list[Call] = field(default_factory=list)  # what of it is to be asked once more, in order
+    forgotten: bool = False  # some of it met a Redis that lacks the library
     loads: int = 0  # of the library, on its behalf
 
     def __post_init__(self) -> None:
@@ -26,6 +27,14 @@ class Message:
     @property
     def items(self) -> int:
         return sum(len(call.items) for call in self.calls)
+
+    def part(self, call: Call) -> None:
+        """Ask for each item of `call` by itself once more, if it is one of this message's own."""
+        for at, each in enumerate(self.calls):
+            if each is call:
+                self.calls[at : at + 1] = alone = call.apart()
+                self.anew += alone
+                return
 
     @property
     def unanswered(self) -> list[Call]:

@@ -62,20 +62,22 @@ local function dispatch()
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
   while settings.paused ~= 1 and pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
-    local id, tag, by
+    local id, tag, by, band, lane
     if pool.overdue > 0 and settings.guard_share > 0 and pool.credit >= GUARD_CREDIT then
       id, tag = queue.most_overdue()
       by = 'guard'
     end
     if not id then
-      id, tag = queue.turn()
+      id, tag, band, lane = queue.turn()
       by = 'turn'
     end
     if not id then break end
     local r = record.read(id)
-    local take = math.min(r.cost, pool.upper)
+    local take = r and math.min(r.cost, pool.upper)
     attempts = attempts + 1
-    if r.deadline_ms <= now_ms then
+    if lane and not (r and r.state == 'queued') then
+      queue.drop_stray(id, band, lane, tag)
+    elseif r.deadline_ms <= now_ms then
       turn_away(r, 'expired')
     elseif not is_live(r.owner) then
       queue.hold(r, now_ms + settings.lease_ms)
@@ -99,6 +101,7 @@ local function conclude(replies)
   pool.save()
   endpoints.save()
   send_all()
+  send_log()
   news.send()
   return {full(pool.born), news.mine, attempts, served, unpack(replies or {})}
 end
@@ -125,6 +128,7 @@ local function begin(pool_key)
   forget_endpoints()
   forget_lengths()
   forget_news('')
+  forget_log()
   timed = false
   read_clock()
   read_pool()

@@ -16,7 +16,7 @@ local function standing_lane(r)
   local lane = queue.lane(r)
   if pool.refiling == 0 or redis.call('ZSCORE', key.queue(r.band, lane), r.id) then return lane end
   local other = lane == '' and r.flow or ''
-  return redis.call('ZSCORE', key.queue(r.band, other), r.id) and other
+  return redis.call('ZSCORE', key.queue(r.band, other), r.id) and other or lane
 end
 local lengths = {} -- of lanes, by the key of their requests, as this call knows them
 local function forget_lengths() lengths = {} end
@@ -123,14 +123,14 @@ function queue.complete_victims(most)
   end
 end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
--- written by the caller.
+-- written by the caller. A call may have failed halfway through this, and is repeated then: so what can fail for
+-- this request alone comes first, and what is there already counts once. So it is with taking one out.
 function queue.insert(r)
   local band, lane = r.band, queue.lane(r)
   local length, requests = queue.length(band, lane)
-  redis.call('ZADD', requests, r.arrived, r.id)
-  lengths[requests] = length + 1
   known_records[r.id] = r
   order.insert(r, lane)
+  lengths[requests] = length + redis.call('ZADD', requests, r.arrived, r.id)
   r.due_ms = queue.due_ms(r)
   later('ZADD', key.timers, r.due_ms, r.id)
   grow(r, 1)
@@ -149,13 +149,13 @@ end
 local function unqueue(r)
   local lane = standing_lane(r)
   local length, requests = queue.length(r.band, lane)
-  redis.call('ZREM', requests, r.id)
-  lengths[requests] = length - 1
+  local left = length - redis.call('ZREM', requests, r.id)
+  lengths[requests] = left
   order.remove(r, lane)
   later('ZREM', key.timers, r.id)
   if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, r.id) end
   grow(r, -1)
-  return lane, length == 1
+  return lane, left == 0
 end
 -- Take r out without serving it: its lane's tag stays as it is.
 function queue.remove(r)
@@ -166,7 +166,15 @@ function queue.remove(r)
     tag = redis.call('ZSCORE', key.parked[r.band], lane)
     redis.call('ZREM', key.parked[r.band], lane)
   end
-  retire(r.band, lane, tag)
+  if tag then retire(r.band, lane, tag) end
+end
+-- Take out an id that no queued request has: a call that put it there has failed, and was not repeated.
+function queue.drop_stray(id, band, lane, tag)
+  local requests = key.queue(band, lane)
+  redis.call('ZREM', requests, id)
+  for _, index in ipairs({key.edf, key.growing, key.static}) do redis.call('ZREM', index(band, lane), id) end
+  lengths[requests] = redis.call('ZCARD', requests)
+  if lengths[requests] == 0 then retire(band, lane, tag) end
 end
 -- Take r out and charge it to its lane, whose start tag is `tag`. A turn moves v to the tag; what the guard
 -- serves out of turn does not.
@@ -244,14 +252,14 @@ local function bands_in_turn()
   end)
   return bands
 end
--- Whose turn it is: an id, and its lane's start tag; nil when nobody can be served.
+-- Whose turn it is: an id, its lane's start tag, its band and lane; nil when nobody can be served.
 function queue.turn()
   local bands = bands_in_turn()
   for i = 1, #bands do
     local band = bands[i]
     if pool[QUEUED[band]] > 0 then
       local lane = redis.call('ZRANGE', key.flows[band], 0, 0, 'WITHSCORES')
-      if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]) end
+      if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]), band, lane[1] end
     end
   end
 end
