@@ -3,12 +3,20 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from app.errors import StateUnavailable
 
 Reply = Any
 HEAD = 4  # born, news, attempts, served: what every batched script's reply begins with
+
+
+class CallMetrics(Protocol):
+    """What is reported of calls."""
+
+    def redis_call(self, script: str, seconds: float, items: int) -> None: ...
+
+    def redis_error(self, script: str) -> None: ...
 
 
 @dataclass(slots=True)

@@ -19,44 +19,33 @@ fault it is.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import hiredis
 
 from app.errors import StateUnavailable
 from app.state import cancelling
-from app.state.calls import Call, Item, Reply
+from app.state.calls import Call, CallMetrics, Item, Reply
 from app.state.message import Message
+from app.state.pending import Pending
 from app.state.primary import NOT_PRIMARY, connections
+from app.state.refusals import Refusals
 from app.state.scripts import NAMES, load_library
+from app.state.underway import UnderWay
 from app.state.wire import DOWN, Wire
 
-MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
 MAX_LASTING = 50_000
 _RETRY_PAUSE_S = 0.05
 _PATIENCE_S = 0.002  # how long a decision waits for the message ahead, or anything for company
 _MOST_UNDER_WAY = 64
 _PATIENT = ("settle", "renew")
 _DECISIONS = ("admit", "place")
-_ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 _NOT_LOADED = "ERR Function not found"
 # A reply read so long past its deadline finds a process that slept (SIGSTOP, a frozen machine). Its lease may
 # have run out, and what it grants be another's by now. Shorter than the shortest lease, 2 s.
 _SLEPT_S = 1.0
-# What a server says that is out of memory, cannot write its file, is busy, or had its rights changed.
-_FOR_NOW = ("OOM", "MISCONF", "BUSY", "NOPERM", "NOAUTH")
-_REFUSED_PAUSE_S = 0.5
 _LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
-
-
-class CallMetrics(Protocol):
-    """What the link reports of its calls."""
-
-    def redis_call(self, script: str, seconds: float, items: int) -> None: ...
-
-    def redis_error(self, script: str) -> None: ...
 
 
 class Link:
@@ -79,14 +68,14 @@ class Link:
     ) -> None:
         self._pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
         self._key = key
-        self._caller = caller
         self._call_timeout_s = call_timeout_s
         self._metrics = metrics
         self._on_batch = on_batch
         self._library = load_library()
         self._functions = {name: self._library.function(name) for name in NAMES}
-        self._batched: dict[str, deque[Item]] = {name: deque() for name in NAMES}
-        self._single: deque[Call] = deque()
+        self._pending = Pending(self._functions, key, caller)
+        self._batched, self._single = self._pending.batched, self._pending.single
+        self._refusals = Refusals(self._ask_again)
         self._loop = asyncio.get_running_loop()
         self._wire: Wire | None = None
         self._open = False  # the wire may be written to
@@ -94,12 +83,9 @@ class Link:
         self._lost = asyncio.Event()
         self._lost.set()
         self._due: asyncio.TimerHandle | None = None
-        self._held_back: list[Call] = []  # refused for now, until `_patience` is over
-        self._patience: asyncio.TimerHandle | None = None
-        self._under_way: deque[Message] = deque()  # in the order in which they are answered
+        self._under_way = UnderWay(call_timeout_s, self._note_overdue)
         self._astray = ""  # what a server said that is not the primary
         self.lives = 0  # connections made so far
-        self._deadline: asyncio.TimerHandle | None = None  # of the first message under way
 
     @property
     def fault(self) -> str | None:
@@ -108,7 +94,7 @@ class Link:
 
     def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
-        return [item.args for item in self._batched[name] if not item.tried]
+        return self._pending.unsent(name)
 
     def submit(
         self, name: str, args: tuple[str | int | float, ...], *, lasting: bool = False
@@ -149,9 +135,7 @@ class Link:
                 await self._reconnect()
         finally:
             self._drop_messages("the replica has stopped", keep=False)
-            if self._patience is not None:
-                self._patience.cancel()
-            for call in (*self._take(), *self._held_back):
+            for call in (*self._pending.take(), *self._refusals.take()):
                 call.fail("the replica has stopped")
             await self._disconnect()
 
@@ -175,9 +159,9 @@ class Link:
                 break
         self.lives += 1
         self._open = True
-        rest = [call for message in self._under_way for call in message.unanswered]
-        if rest and not any(message.again for message in self._under_way):
-            self._forget_messages()
+        rest = self._under_way.unanswered
+        if rest and not self._under_way.once_more:
+            self._under_way.forget()
             self._send(rest, again=True)
         else:
             self._drop_messages(self._fault, keep=True)
@@ -208,31 +192,11 @@ class Link:
             return
         # Only of ends in one message is it unknown at any time whether Redis has seen them (`unsent`).
         whole = not any(message.whole for message in self._under_way)
-        if calls := self._take() if whole else self._take_of(_DECISIONS):
+        if calls := self._pending.take() if whole else self._pending.take_of(_DECISIONS):
             self._send(calls, whole=whole)
 
-    def _take(self) -> list[Call]:
-        """Everything pending, as calls of at most MAX_BATCH items, in the fixed order."""
-        calls = self._take_of(NAMES)
-        calls.extend(self._single)
-        self._single.clear()
-        return calls
-
-    def _take_of(self, names: Iterable[str]) -> list[Call]:
-        calls: list[Call] = []
-        for name in names:
-            waiting = self._batched[name]
-            while waiting:
-                items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
-                args = [arg for item in items for arg in item.args]
-                head = ("FCALL", self._functions[name], 1, self._key, self._caller)
-                calls.append(Call(name, (*head, *args), items, batched=True, head=len(head)))
-        return calls
-
     def _send(self, calls: list[Call], *, whole: bool = True, again: bool = False) -> None:
-        self._under_way.append(Message(calls, self._loop.time(), whole, again))
-        if self._deadline is None:
-            self._deadline = self._loop.call_later(self._call_timeout_s, self._note_time)
+        self._under_way.begin(Message(calls, self._loop.time(), whole, again))
         self._write(calls)
 
     def _write(self, calls: Iterable[Call]) -> None:
@@ -256,33 +220,13 @@ class Link:
         elif str(reply).startswith(NOT_PRIMARY):
             self._astray = str(reply)
         else:
-            self._refused(message, call, str(reply))
+            self._metrics.redis_error(call.name)
+            self._refusals.met(message, call, str(reply))
         if not message.flying:
             self._finish(message)
 
-    def _refused(self, message: Message, call: Call, why: str) -> None:
-        """An error in place of a reply. What a server refuses to all for now is asked again, if it lasts.
-
-        Else it is one item's fault, and its neighbours are asked for by themselves.
-        """
-        self._metrics.redis_error(call.name)
-        if call.answered:
-            return  # an end that was asked for again, or one that nobody waits for
-        if why.startswith(_FOR_NOW) and any(item.lasting for item in call.items):
-            for item in call.items:
-                item.tried = True
-            self._held_back.append(call)
-            if self._patience is None:
-                self._patience = self._loop.call_later(_REFUSED_PAUSE_S, self._ask_again)
-        elif len(call.items) > 1 and not why.startswith(_FOR_NOW):
-            message.part(call)
-        else:
-            call.fail(f"the shared state refused {call.name}: {why}")
-
-    def _ask_again(self) -> None:
-        self._patience = None
-        calls, self._held_back = self._held_back, []
-        self._set_aside(calls, "the shared state refuses for now", keep=True)
+    def _ask_again(self, calls: list[Call]) -> None:
+        self._pending.set_aside(calls, "the shared state refuses for now", keep=True)
         self._schedule(now=False)
 
     def _finish(self, message: Message) -> None:
@@ -296,9 +240,8 @@ class Link:
         self._metrics.redis_call(message.calls[0].name, self._loop.time() - message.sent_s, message.items)
         self._fault = ""
         if not self._under_way:
-            self._forget_messages()
-        waits = self._single or any(self._batched.values())
-        if waits and (message.whole or self._due is None or not self._under_way):
+            self._under_way.rest()
+        if self._pending and (message.whole or self._due is None or not self._under_way):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)
 
@@ -308,46 +251,20 @@ class Link:
 
         What is written now is answered after all that is under way.
         """
-        message.flying = deque(message.anew)
+        load = None
         if message.forgotten:
-            message.loads += 1
-            message.flying.appendleft(Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), []))
-        # An admission or renewal that runs late must not outlive the end that was sent after it.
-        asked = {id(call) for call in message.anew}
-        message.flying.extend(
-            call
-            for each in (message, *self._under_way)
-            for call in each.calls
-            if call.name in _ENDS and id(call) not in asked
-        )
-        message.anew, message.forgotten = [], False
+            load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
+        message.repeat(load, self._under_way)
         self._under_way.append(message)
         self._write(message.flying)
-
-    def _forget_messages(self) -> None:
-        self._under_way.clear()
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
     def _note_lost(self, why: str) -> None:
         """The connection broke: what was under way is worth one more try on a new one."""
         self._fault = why
         self._count_errors()
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._under_way.rest()
         self._open = False
         self._lost.set()
-
-    def _note_time(self) -> None:
-        """The deadline of a message has come; it may be one that has long been answered."""
-        self._deadline = None
-        left_s = self._under_way[0].sent_s + self._call_timeout_s - self._loop.time()
-        if left_s > 0:
-            self._deadline = self._loop.call_later(left_s, self._note_time)
-        else:
-            self._note_overdue()
 
     def _note_overdue(self) -> None:
         """No answer in time: a server that is silent gets no second try of the same messages."""
@@ -365,23 +282,14 @@ class Link:
     def _give_up(self) -> None:
         """Fail what is pending, and what was on its way, but for what lasts."""
         self._drop_messages(self._fault, keep=True)
-        calls = self._take()
+        calls = self._pending.take()
         for call in calls:
             self._metrics.redis_error(call.name)
-        self._set_aside(calls, self._fault, keep=True)
+        self._pending.set_aside(calls, self._fault, keep=True)
 
     def _drop_messages(self, why: str, *, keep: bool) -> None:
-        calls = [call for message in self._under_way for call in message.unanswered]
+        calls = self._under_way.unanswered
         for item in (item for call in calls for item in call.items):
             item.tried = True
-        self._forget_messages()
-        self._set_aside(calls, why, keep=keep)
-
-    def _set_aside(self, calls: list[Call], why: str, *, keep: bool) -> None:
-        """Fail the items of `calls`; with `keep` the lasting ones go back to where they came from."""
-        for call in reversed(calls):  # so that what is kept stays in order
-            kept = [item for item in call.items if keep and item.lasting and not item.answer.done()]
-            if kept:
-                self._batched[call.name].extendleft(reversed(kept))
-            call.items = [item for item in call.items if item not in kept]
-            call.fail(f"the shared state cannot be reached: {why}")
+        self._under_way.forget()
+        self._pending.set_aside(calls, why, keep=keep)

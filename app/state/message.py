@@ -1,9 +1,12 @@
 """A message on its way to Redis: calls that are written together and answered in order."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from app.state.calls import Call
+
+_ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
 
 
 @dataclass(slots=True)
@@ -23,6 +26,22 @@ class Message:
 
     def __post_init__(self) -> None:
         self.flying = deque(self.calls)
+
+    def repeat(self, load: Call | None, others: Iterable["Message"]) -> None:
+        """What is in `anew` flies once more, behind `load`; `others` are under way."""
+        self.flying = deque(self.anew)
+        if load is not None:
+            self.loads += 1
+            self.flying.appendleft(load)
+        # An admission or renewal that runs late must not outlive the end that was sent after it.
+        asked = {id(call) for call in self.anew}
+        self.flying.extend(
+            call
+            for each in (self, *others)
+            for call in each.calls
+            if call.name in _ENDS and id(call) not in asked
+        )
+        self.anew, self.forgotten = [], False
 
     @property
     def items(self) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
+from app.state.calls import CallMetrics
 from app.state.keys import Keys
-from app.state.link import CallMetrics, Link
+from app.state.link import Link
 from app.state.reads import Reads
 
 _ALL = "*"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from app.state.link import MAX_BATCH
+from app.state.pending import MAX_BATCH
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.replay import Life, floor_us, life, upkeep_us
 from bench.lifecycle.server import Server, server

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from app.state.link import MAX_BATCH
+from app.state.pending import MAX_BATCH
 from bench.lifecycle.life import Lives
 
 _CALLS = 150  # of each kind, at most

@@ -1,0 +1,56 @@
+"""What waits to be sent to Redis: items by script, and calls by themselves."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from app.state.calls import Call, Item
+from app.state.scripts import NAMES
+
+MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
+
+
+class Pending:
+    """`batched` (script -> items) and `single` are filled by who asks.
+
+    `functions` are the scripts' names as FCALL knows them, `key` is the pool's, `caller` the replica.
+    """
+
+    def __init__(self, functions: Mapping[str, str], key: str, caller: str) -> None:
+        self._heads = {name: ("FCALL", functions[name], 1, key, caller) for name in NAMES}
+        self.batched: dict[str, deque[Item]] = {name: deque() for name in NAMES}
+        self.single: deque[Call] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self.single) or any(self.batched.values())
+
+    def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
+        """The arguments of the items of script `name` that Redis cannot have seen yet."""
+        return [item.args for item in self.batched[name] if not item.tried]
+
+    def take(self) -> list[Call]:
+        """Everything, as calls of at most MAX_BATCH items, in the fixed order."""
+        calls = self.take_of(NAMES)
+        calls.extend(self.single)
+        self.single.clear()
+        return calls
+
+    def take_of(self, names: Iterable[str]) -> list[Call]:
+        """The items of some scripts, likewise."""
+        calls: list[Call] = []
+        for name in names:
+            waiting = self.batched[name]
+            while waiting:
+                items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
+                args = [arg for item in items for arg in item.args]
+                head = self._heads[name]
+                calls.append(Call(name, (*head, *args), items, batched=True, head=len(head)))
+        return calls
+
+    def set_aside(self, calls: list[Call], why: str, *, keep: bool) -> None:
+        """Fail the items of `calls`; with `keep` the lasting ones go back to where they came from."""
+        for call in reversed(calls):  # so that what is kept stays in order
+            kept = [item for item in call.items if keep and item.lasting and not item.answer.done()]
+            if kept:
+                self.batched[call.name].extendleft(reversed(kept))
+            call.items = [item for item in call.items if item not in kept]
+            call.fail(f"the shared state cannot be reached: {why}")
