@@ -6,23 +6,19 @@ stream's try, so that what a dead stream leaves behind never touches the stream 
 """
 
 import asyncio
-import itertools
-import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from app.admission import ticket
 from app.admission.refusal import refusal
+from app.admission.running import RunningRequests, ignore_loss
 from app.admission.service import ServiceMeter
+from app.admission.waiter import Waiter, tell
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
-from app.request import Alive, Completion, InferenceRequest, Placement
+from app.request import InferenceRequest, Placement
 from app.scheduling.chooser import Choice, LeastLoaded
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
-
-_log = logging.getLogger(__name__)
 
 # The replica's own timer trails the queue's, which decides; it only answers where no news came.
 _EXPIRY_SLACK_S = 0.05
@@ -34,31 +30,7 @@ _REBUILD_PAUSE_S = 0.1
 _TAKEN_OVER = "taken over by a newer stream"
 
 
-@dataclass(slots=True)
-class _Waiter:
-    """A request between its admission and its placement. `news` brings what happens to it meanwhile.
-
-    `placing` says that its placement is asked for: it has been granted, and need not be told of again.
-    """
-
-    request: InferenceRequest
-    attempt: int
-    arrived: float  # event-loop time
-    news: asyncio.Future[Verdict]
-    patience: asyncio.Timeout
-    placing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A placed request whose stream this replica holds; the only one who can renew its lease."""
-
-    attempt: int
-    ticket: str
-    served: str
-
-
-class SharedGate:
+class SharedGate(RunningRequests):
     """`app.admission.gate.Gate` over `Store`. One event loop.
 
     `answer_tokens` is what an answer costs by default where the stock counts tokens, None where it counts
@@ -77,19 +49,18 @@ class SharedGate:
         chooser: LeastLoaded | None = None,
         service: ServiceMeter | None = None,
     ) -> None:
-        self._store = store
-        self._metrics = metrics
-        self._endpoints = endpoints
+        super().__init__(
+            store,
+            metrics=metrics,
+            endpoints=endpoints,
+            answer_tokens=answer_tokens,
+            chooser=chooser or LeastLoaded(endpoints),
+            service=service or ServiceMeter(),
+        )
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
-        self._answer_tokens = answer_tokens
-        self.answer_tokens = answer_tokens or 0
-        self._service = service or ServiceMeter()
-        self._chooser = chooser or LeastLoaded(endpoints)
         self.retry_after_s = 1
-        self._attempts = itertools.count(1)
-        self._waiting: dict[str, _Waiter] = {}
-        self._held: dict[str, _Held] = {}
+        self._waiting: dict[str, Waiter] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -100,7 +71,7 @@ class SharedGate:
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         arrived = self._loop.time() - age_s
         patience = asyncio.timeout(None)
-        waiter = _Waiter(request, next(self._attempts), arrived, self._loop.create_future(), patience)
+        waiter = Waiter(request, next(self._attempts), arrived, self._loop.create_future(), patience)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
             # Envoy has re-driven the request over a new stream; the old one has no client any more.
@@ -121,28 +92,13 @@ class SharedGate:
                 del self._waiting[request.id]
         return self._placement(request, waiter.attempt, placed_on, held)
 
-    def placed_elsewhere(
-        self, request: InferenceRequest, endpoints: tuple[str, ...], *, held: bool
-    ) -> Placement:
-        """The placement of a request that was admitted without the shared state."""
-        return self._placement(request, next(self._attempts), endpoints, held)
-
-    def _placement(
-        self, request: InferenceRequest, attempt: int, endpoints: tuple[str, ...], held: bool
-    ) -> Placement:
-        self._service.note(request.band, request.flow, request.cost)
-        note = ticket.write(request, endpoints[0], self.answer_tokens)
-        if held:
-            self._held[request.id] = _Held(attempt, note, endpoints[0])
-        return Placement(endpoints, note, attempt)
-
     def give_up(self) -> None:
         """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
         for waiter in self._waiting.values():
             if not waiter.patience.expired():
                 waiter.patience.reschedule(self._loop.time())
 
-    async def _place(self, waiter: _Waiter) -> tuple[str, ...]:
+    async def _place(self, waiter: Waiter) -> tuple[str, ...]:
         """The endpoints of a request, once its turn has come."""
         request = waiter.request
         verdict = await self._admit_known(waiter)
@@ -155,7 +111,7 @@ class SharedGate:
         finally:
             self._metrics.waiting(request.model, request.target_model, -1)
 
-    async def _wait(self, waiter: _Waiter, verdict: Verdict) -> tuple[str, ...]:
+    async def _wait(self, waiter: Waiter, verdict: Verdict) -> tuple[str, ...]:
         """The endpoints of a queued request; it may be granted and sent back to wait any number of times."""
         request = waiter.request
         while True:
@@ -174,7 +130,7 @@ class SharedGate:
                 if verdict.what == "placed":
                     return tuple(verdict.detail.split(","))
 
-    async def _take_up(self, waiter: _Waiter) -> Verdict:
+    async def _take_up(self, waiter: Waiter) -> Verdict:
         """Ask for a granted request's place: `placed`, `queued` or `gone`; every refusal is raised."""
         request = waiter.request
         # Anew before it is asked: one that is sent back may be granted again before its task runs.
@@ -186,7 +142,7 @@ class SharedGate:
             waiter.placing = False
         return self._chosen(request, choice, answer)
 
-    async def _admit_known(self, waiter: _Waiter) -> Verdict:
+    async def _admit_known(self, waiter: Waiter) -> Verdict:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
         request = waiter.request
         for _ in range(_REBUILD_TRIES):
@@ -224,11 +180,11 @@ class SharedGate:
             self._metrics.evicted(request.band)
         raise error
 
-    async def _turn(self, waiter: _Waiter, queued: Verdict) -> Verdict:
+    async def _turn(self, waiter: Waiter, queued: Verdict) -> Verdict:
         """Wait for the grant of a queued request; `granted`, or `placed` if it was placed meanwhile."""
         request = waiter.request
         left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
-        timer = self._loop.call_later(left_s, _tell, waiter.news, Verdict("late", ""))
+        timer = self._loop.call_later(left_s, tell, waiter.news, Verdict("late", ""))
         try:
             verdict = await waiter.news
         except asyncio.CancelledError:
@@ -242,11 +198,11 @@ class SharedGate:
             self._count_wait(waiter, False)
         return self._accepted(request, verdict)
 
-    def _count_wait(self, waiter: _Waiter, success: bool) -> None:
+    def _count_wait(self, waiter: Waiter, success: bool) -> None:
         request, seconds = waiter.request, self._loop.time() - waiter.arrived
         self._metrics.waited(request.model, seconds, success, request.target_model)
 
-    async def _expire(self, waiter: _Waiter) -> str:
+    async def _expire(self, waiter: Waiter) -> str:
         """`granted` if the grant came in time after all, else `expired`."""
         try:
             async with asyncio.timeout(_EXPIRY_ANSWER_S):
@@ -265,70 +221,6 @@ class SharedGate:
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
-    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # Without its ticket: a place that is lost may be another's, and restored would be one too many (G1).
-        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
-
-    def withdraw(self, request_id: str, placement: Placement) -> None:
-        self._held.pop(request_id, None)
-        self._cancel(request_id, placement.attempt, "withdrawn")
-
-    def settle(self, completion: Completion) -> asyncio.Future[str]:
-        """As `Gate.settle`; the future ends when the shared state has taken it."""
-        self.ended(completion)
-        answer = self.tell_end(completion)
-        answer.add_done_callback(lambda done: self._settled(completion, done))
-        return answer
-
-    def held_ticket(self, request_id: str) -> str:
-        """The ticket of a request whose stream this replica holds; '' if it holds none."""
-        held = self._held.get(request_id)
-        return held.ticket if held is not None else ""
-
-    def ended(self, completion: Completion) -> None:
-        """Account for an end as far as this replica is concerned."""
-        held = self._held.pop(completion.id, None)
-        if held is not None or completion.ticket:  # else it was never placed
-            self._chooser.ended(completion)
-        if completion.failed:
-            self._note_failed(completion.failed)
-
-    def tell_end(self, completion: Completion) -> asyncio.Future[str]:
-        """Tell the shared state of an end; kept until it has taken it."""
-        actual = answer_tokens = None
-        if self._answer_tokens is not None:
-            answer_tokens = completion.completion_tokens
-            if answer_tokens is not None and completion.prompt_tokens is not None:
-                actual = float(completion.prompt_tokens + answer_tokens)
-        answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
-        _ignore_loss(answer)
-        return answer
-
-    def _note_failed(self, address: str) -> None:
-        """Nobody is to pick it any more, until a probe finds it well again."""
-        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
-        if known is not None and not known.down:
-            _log.warning("endpoint %s cannot be connected to", address)
-            _ignore_loss(self._store.mark(address, "down", True))
-
-    def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        what, _, model = answer.result().partition(" ")
-        if what == "settled":
-            self._metrics.completed(completion, model)
-        elif what == "unknown" and completion.ticket:
-            # Placed without the shared state, or lost with it; who placed it may not hear that it is over.
-            _ignore_loss(self._store.bury(completion.id))
-
-    def renew(self, alive: Alive) -> None:
-        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.ticket))
-
-    def renew_held(self) -> None:
-        """Renew every lease that this replica's own streams keep."""
-        for request_id, held in self._held.items():
-            _ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
-
     def hear(self, what: str, request_id: str) -> bool:
         """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing.
 
@@ -337,9 +229,9 @@ class SharedGate:
         """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
-            return _tell(waiter.news, Verdict(what, ""))
+            return tell(waiter.news, Verdict(what, ""))
         if what == "granted" and request_id not in self._held:
-            _ignore_loss(self._store.disclaim(request_id))
+            ignore_loss(self._store.disclaim(request_id))
         return False
 
     def is_placing(self, request_id: str) -> bool:
@@ -358,7 +250,7 @@ class SharedGate:
             told = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]
         return all(task.result() for task in told)
 
-    async def _register_waiter(self, waiter: _Waiter) -> bool:
+    async def _register_waiter(self, waiter: Waiter) -> bool:
         if waiter.news.done() or waiter.placing:
             return True
         age_s = self._loop.time() - waiter.arrived
@@ -374,20 +266,5 @@ class SharedGate:
                 waiter.news.exception()  # it may be past waiting for news
             return True
         if verdict.what == "placed":
-            _tell(waiter.news, verdict)
+            tell(waiter.news, verdict)
         return verdict.what != "unknown-pool"
-
-    def _cancel(self, request_id: str, attempt: int, why: str) -> None:
-        _ignore_loss(self._store.cancel(request_id, attempt, why))
-
-
-def _tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:
-    if news.done():
-        return False
-    news.set_result(verdict)
-    return True
-
-
-def _ignore_loss(answer: asyncio.Future[str]) -> None:
-    """A call whose failure its lease or its repetition makes good; its exception is looked at and left."""
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,136 @@
+"""Requests that have been placed through the shared state: their leases, and their ends."""
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+
+from app.admission import ticket
+from app.admission.service import ServiceMeter
+from app.endpoints.snapshot import SnapshotCell
+from app.request import Alive, Completion, InferenceRequest, Placement
+from app.scheduling.chooser import LeastLoaded
+from app.state.store import Store
+from app.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A placed request whose stream this replica holds; the only one who can renew its lease."""
+
+    attempt: int
+    ticket: str
+    served: str
+
+
+class RunningRequests:
+    """What `SharedGate` knows of them; its parts are described there. One event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        answer_tokens: int | None,
+        chooser: LeastLoaded,
+        service: ServiceMeter,
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._endpoints = endpoints
+        self._answer_tokens = answer_tokens
+        self.answer_tokens = answer_tokens or 0
+        self._service = service
+        self._chooser = chooser
+        self._attempts = itertools.count(1)
+        self._held: dict[str, _Held] = {}
+
+    def placed_elsewhere(
+        self, request: InferenceRequest, endpoints: tuple[str, ...], *, held: bool
+    ) -> Placement:
+        """The placement of a request that was admitted without the shared state."""
+        return self._placement(request, next(self._attempts), endpoints, held)
+
+    def _placement(
+        self, request: InferenceRequest, attempt: int, endpoints: tuple[str, ...], held: bool
+    ) -> Placement:
+        self._service.note(request.band, request.flow, request.cost)
+        note = ticket.write(request, endpoints[0], self.answer_tokens)
+        if held:
+            self._held[request.id] = _Held(attempt, note, endpoints[0])
+        return Placement(endpoints, note, attempt)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        # Without its ticket: a place that is lost may be another's, and restored would be one too many (G1).
+        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        self._held.pop(request_id, None)
+        self._cancel(request_id, placement.attempt, "withdrawn")
+
+    def settle(self, completion: Completion) -> asyncio.Future[str]:
+        """As `Gate.settle`; the future ends when the shared state has taken it."""
+        self.ended(completion)
+        answer = self.tell_end(completion)
+        answer.add_done_callback(lambda done: self._settled(completion, done))
+        return answer
+
+    def held_ticket(self, request_id: str) -> str:
+        """The ticket of a request whose stream this replica holds; '' if it holds none."""
+        held = self._held.get(request_id)
+        return held.ticket if held is not None else ""
+
+    def ended(self, completion: Completion) -> None:
+        """Account for an end as far as this replica is concerned."""
+        held = self._held.pop(completion.id, None)
+        if held is not None or completion.ticket:  # else it was never placed
+            self._chooser.ended(completion)
+        if completion.failed:
+            self._note_failed(completion.failed)
+
+    def tell_end(self, completion: Completion) -> asyncio.Future[str]:
+        """Tell the shared state of an end; kept until it has taken it."""
+        actual = answer_tokens = None
+        if self._answer_tokens is not None:
+            answer_tokens = completion.completion_tokens
+            if answer_tokens is not None and completion.prompt_tokens is not None:
+                actual = float(completion.prompt_tokens + answer_tokens)
+        answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
+        ignore_loss(answer)
+        return answer
+
+    def _note_failed(self, address: str) -> None:
+        """Nobody is to pick it any more, until a probe finds it well again."""
+        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
+        if known is not None and not known.down:
+            _log.warning("endpoint %s cannot be connected to", address)
+            ignore_loss(self._store.mark(address, "down", True))
+
+    def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        what, _, model = answer.result().partition(" ")
+        if what == "settled":
+            self._metrics.completed(completion, model)
+        elif what == "unknown" and completion.ticket:
+            # Placed without the shared state, or lost with it; who placed it may not hear that it is over.
+            ignore_loss(self._store.bury(completion.id))
+
+    def renew(self, alive: Alive) -> None:
+        ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.ticket))
+
+    def renew_held(self) -> None:
+        """Renew every lease that this replica's own streams keep."""
+        for request_id, held in self._held.items():
+            ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
+
+    def _cancel(self, request_id: str, attempt: int, why: str) -> None:
+        ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+def ignore_loss(answer: asyncio.Future[str]) -> None:
+    """A call whose failure its lease or its repetition makes good; its exception is looked at and left."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,30 @@
+"""A request that waits at the gate on shared state, and how it is told."""
+
+import asyncio
+from dataclasses import dataclass
+
+from app.request import InferenceRequest
+from app.state.store import Verdict
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A request between its admission and its placement. `news` brings what happens to it meanwhile.
+
+    `placing` says that its placement is asked for: it has been granted, and need not be told of again.
+    """
+
+    request: InferenceRequest
+    attempt: int
+    arrived: float  # event-loop time
+    news: asyncio.Future[Verdict]
+    patience: asyncio.Timeout
+    placing: bool = False
+
+
+def tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:
+    """Bring news, unless some has come already: False then."""
+    if news.done():
+        return False
+    news.set_result(verdict)
+    return True
