@@ -25,8 +25,8 @@ from app.assembly import assemble
 from app.config import Settings
 from app.endpoints.discovery import source_of
 from app.extproc import accesslog, eds, shares
+from app.extproc.desk import Desk
 from app.extproc.door import Door
-from app.extproc.exchange import Desk
 from app.extproc.server import Server
 from app.extproc.service import Service
 from app.extproc.uploads import Uploads

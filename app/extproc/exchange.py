@@ -3,12 +3,7 @@
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── told, standard ──► RESPONSE ──► DONE
       └─ header-only request, headers mode ──────▲  └─── told, lean and headers ──────────▲
 
-The mode is what Envoy says it will send (`protocol_config` of the first message, ENVOY.md):
-
-    request body           response body          mode
-    FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
-    FULL_DUPLEX_STREAMED   NONE                   lean
-    NONE                   NONE                   headers
+The mode is what Envoy says it will send (app/extproc/mode.py).
 
 Nothing goes out until the whole body has come and the request is placed: until then Envoy can take the
 exchange to another replica (G7). A placed request whose whole answer cannot have reached Envoy is withdrawn,
@@ -17,34 +12,22 @@ one that is held through its response is settled, exactly once (G6); the access 
 
 import enum
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     ProcessingRequest,
     ProcessingResponse,
 )
 
-from app.admission.gate import Gate
-from app.config import Settings
 from app.errors import BadRequest, BodyStalled, Dropped, PayloadTooLarge, RequestError, Unsupported
 from app.extproc import codec
-from app.extproc.door import Door
-from app.extproc.rename import ModelRename
-from app.extproc.response import Response
-from app.intake import CONTENT_LENGTH, Ask, Intake, read_body, read_metadata, read_subset
-from app.request import InferenceRequest, Placement
-from app.telemetry.decisions import DecisionLines
-from app.telemetry.metrics import Metrics
+from app.extproc.desk import Desk
+from app.extproc.mode import mode_of
+from app.extproc.placing import KEPT_S, Placing
+from app.intake import CONTENT_LENGTH, read_metadata, read_subset
 
 _log = logging.getLogger(__name__)
-
-_NONE = ProcessingMode.NONE
-_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
-_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): "headers"}
 
 
 class Step(enum.Enum):
@@ -57,39 +40,10 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_KEPT_S = 1.0  # how long a place waits for the end of its body unasked; shorter than any lease
 _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
 
 
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """What all exchanges of a replica share. `clock` is in seconds and only its differences count."""
-
-    settings: Settings
-    intake: Intake
-    gate: Gate
-    door: Door
-    metrics: Metrics
-    lines: DecisionLines
-    clock: Callable[[], float]
-
-
-class _Ready(NamedTuple):
-    """What was placed before the end of its body was told. `length` is the body's, where it was rewritten.
-
-    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
-    """
-
-    answer: ProcessingResponse
-    body: bytes
-    request: InferenceRequest
-    placement: Placement
-    length: int | None
-    came_s: float
-    placed_s: float
-
-
-class Exchange:
+class Exchange(Placing):
     """One request of Envoy: `receive` a message, write what it gives, at the end `close`.
 
     `told` is said before the last answer of a `receive` is written, not after: Envoy ends the stream as soon
@@ -97,41 +51,20 @@ class Exchange:
     """
 
     __slots__ = (
-        "_asked",
         "_body",
         "_body_bytes",
         "_code",
-        "_desk",
-        "_headers",
         "_length",
-        "_mode",
-        "_model",
-        "_ready",
-        "_response",
-        "_started_s",
         "_step",
-        "_subset",
-        "_target_model",
-        "_untold",
     )
 
     def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+        super().__init__(desk)
         self._step = _OPEN
-        self._started_s = desk.clock()
-        self._mode = ""
-        self._headers: dict[str, bytes] = {}
-        self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._length = -1  # of the body, if its header says so
-        self._ready: _Ready | None = None
-        self._asked: InferenceRequest | None = None
-        self._model = ""
-        self._target_model = ""
         self._code = ""  # of a decision that is not counted yet
-        self._untold: tuple[str, Placement] | None = None  # placed, and Envoy does not know it yet
-        self._response: Response | None = None
 
     @property
     def done(self) -> bool:
@@ -202,7 +135,7 @@ class Exchange:
 
     def _begin(self, message: ProcessingRequest) -> bool:
         """Read the first message; says whether a body follows it."""
-        self._mode = _mode(message)
+        self._mode = mode_of(message)
         if message.HasField("metadata_context"):
             hint = codec.read_metadata(message, codec.SUBSET_HINT)
             if hint is not None and codec.SUBSET in hint:
@@ -254,68 +187,25 @@ class Exchange:
         if part.end_of_stream:
             return await self._answer_body(ended=True)
         if self._ready is None and self._body_bytes == self._length:
-            await self._place_body()
+            await self._place_body(self._whole())
         return ()
 
-    async def _place_body(self) -> None:
+    def _whole(self) -> bytes:
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        ask = read_body(body)
-        request = self._request(ask)
-        length = rename = None
-        if request.target_model != request.model:
-            body = ask.renamed(request.target_model)
-            length = len(body)
-            rename = ModelRename(request.target_model, request.model)
-        del ask  # a long wait should not hold the parsed body too
-        came_s = self._desk.clock()
-        placement = await self._admit(request)
-        if self._mode == "standard":
-            self._response = self._answer_of(request.id, rename)
-        answer = codec.placed(placement, request.id, length, self._tries(request))
-        self._ready = _Ready(answer, body, request, placement, length, came_s, self._desk.clock())
+        return body
 
     async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
         if self._ready is None:
-            await self._place_body()
+            await self._place_body(self._whole())
         ready, self._ready = self._ready, None
         assert ready is not None
         answer = ready.answer
         if self._mode != "standard":
             kept_s = self._desk.clock() - ready.placed_s
-            if kept_s > _KEPT_S:
+            if kept_s > KEPT_S:
                 answer = await self._still_placed(ready, kept_s)
         return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
-
-    async def _still_placed(self, ready: _Ready, kept_s: float) -> ProcessingResponse:
-        """The answer of one placed `kept_s` ago: nobody renews its lease before Envoy is told, so its place
-        may be another's by now. It then waits for a new one where it stood by its arrival (G4)."""
-        request, gate = ready.request, self._desk.gate
-        if await gate.confirm(request.id, ready.placement, kept_s):
-            return ready.answer
-        gate.withdraw(request.id, ready.placement)
-        self._untold = None
-        placement = await self._admit(request, self._desk.clock() - ready.came_s)
-        return codec.placed(placement, request.id, ready.length, self._tries(request))
-
-    def _request(self, ask: Ask) -> InferenceRequest:
-        self._model = ask.model
-        trusted = self._mode != "standard"
-        request = self._desk.intake.request(ask, self._headers, subset=self._subset, trusted=trusted)
-        self._target_model = request.target_model
-        self._asked = request
-        return request
-
-    async def _admit(self, request: InferenceRequest, age_s: float = 0.0) -> Placement:
-        placement = await self._desk.door.admit(request, held=self._mode == "standard", age_s=age_s)
-        self._untold = (request.id, placement)
-        return placement
-
-    def _tries(self, request: InferenceRequest | None) -> int:
-        """How many endpoints the answer names at least: as many as Envoy tries, where only some may serve."""
-        if self._subset is None and (request is None or not request.selector):
-            return 0
-        return 1 + self._desk.settings.scheduling.fallbacks
 
     def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED
@@ -340,17 +230,6 @@ class Exchange:
             self._step = _DONE
         return answers
 
-    def _answer_of(self, request_id: str, rename: ModelRename | None) -> Response:
-        desk = self._desk
-        settle = desk.gate.settle
-        return Response(
-            *(request_id, rename),
-            settle=settle,
-            clock=desk.clock,
-            started_s=self._started_s,
-            placed_s=desk.clock(),
-        )
-
     def _refuse(self, error: RequestError) -> Sequence[ProcessingResponse]:
         self._step = _DONE
         self._code = error.code
@@ -361,24 +240,3 @@ class Exchange:
         limit_bytes = self._desk.settings.extproc.max_body_bytes
         if size_bytes > limit_bytes:
             raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes")
-
-
-def _mode(message: ProcessingRequest) -> str:
-    """The mode that Envoy speaks.
-
-    Raises:
-        Unsupported: it would send bodies in a way that is none of the three modes.
-    """
-    if not message.HasField("protocol_config"):
-        return "standard"
-    config = message.protocol_config
-    request, response = config.request_body_mode, config.response_body_mode
-    mode = _MODES.get((request, response))
-    if mode is None:
-        names = {number: name for name, number in ProcessingMode.BodySendMode.items()}
-        asked, answered = names.get(request, request), names.get(response, response)
-        raise Unsupported(
-            f"request_body_mode {asked} with response_body_mode {answered} is not supported; "
-            "FULL_DUPLEX_STREAMED or NONE is, for both or with NONE for the response"
-        )
-    return mode

@@ -7,7 +7,8 @@ import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from app.extproc.exchange import Desk, Exchange
+from app.extproc.desk import Desk
+from app.extproc.exchange import Exchange
 from app.extproc.uploads import Uploads
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -11,8 +11,9 @@ from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
 from app.config import parse
+from app.extproc.desk import Desk
 from app.extproc.door import Door
-from app.extproc.exchange import Desk, Exchange
+from app.extproc.exchange import Exchange
 from app.intake import Intake
 from app.request import Placement
 from app.telemetry.decisions import DecisionLines

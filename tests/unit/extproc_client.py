@@ -10,8 +10,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 
 from app.config import Settings, parse
 from app.errors import RequestError
+from app.extproc.desk import Desk
 from app.extproc.door import Door
-from app.extproc.exchange import Desk, Exchange
+from app.extproc.exchange import Exchange
 from app.intake import Intake
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.telemetry.decisions import DecisionLines

@@ -1,0 +1,24 @@
+"""What all exchanges of a replica share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.admission.gate import Gate
+from app.config import Settings
+from app.extproc.door import Door
+from app.intake import Intake
+from app.telemetry.decisions import DecisionLines
+from app.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Its parts, made once. `clock` is in seconds and only its differences count."""
+
+    settings: Settings
+    intake: Intake
+    gate: Gate
+    door: Door
+    metrics: Metrics
+    lines: DecisionLines
+    clock: Callable[[], float]
