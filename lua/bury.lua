@@ -7,7 +7,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then the ids of requests that have ended
 -- Returns {born, news, attempts, served, reply...}: 'buried'
-local BURIED_MS = 10000 -- longer than replicas take to come back (app/admission/sturdy.py)
+local BURIED_MS = 10000 -- longer than replicas take to come back (app/admission/homecoming.py)
 local function bury(args)
   return batch(args, 1, function(_, id)
     later('ZADD', key.buried, now_ms + BURIED_MS, id)

@@ -1,9 +1,9 @@
 """How much of a request and its answer Envoy sends: its `protocol_config` in the first message says it.
 
-    request body           response body          mode
-    FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
-    FULL_DUPLEX_STREAMED   NONE                   lean
-    NONE                   NONE                   headers
+request body           response body          mode
+FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
+FULL_DUPLEX_STREAMED   NONE                   lean
+NONE                   NONE                   headers
 """
 
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode

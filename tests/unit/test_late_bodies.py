@@ -4,8 +4,8 @@ import pytest
 from local_requests import ask
 from sturdy_bench import PULSE, Bench, eventually, watched
 
-from app.admission import sturdy
-from app.admission.sturdy import Mode
+from app.admission import crossing
+from app.admission.crossing import Mode
 from app.errors import StateUnavailable
 from app.request import Placement
 
@@ -61,7 +61,7 @@ async def test_given_no_bound_known_when_redis_is_away_then_nobody_can_tell() ->
 async def test_given_the_way_back_when_asked_then_the_shared_state_is_told_of_own_places_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sturdy, "_LONGEST_RETURN_S", 60.0)  # however long the machine stands still
+    monkeypatch.setattr(crossing, "_LONGEST_RETURN_S", 60.0)  # however long the machine stands still
     # Given a replica on its way back, which has let one go by itself
     bench = Bench()
     bench.store.away = True

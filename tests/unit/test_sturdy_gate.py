@@ -9,8 +9,8 @@ from metrics_page import samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from app.admission import sturdy
-from app.admission.sturdy import Mode
+from app.admission import crossing
+from app.admission.crossing import Mode
 from app.errors import StateUnavailable
 from app.request import Alive, Completion, Outcome
 from app.state.store import Verdict
@@ -19,7 +19,7 @@ from app.state.store import Verdict
 @pytest.fixture
 def no_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way back that other replicas have not taken yet lasts, however long the machine stands still."""
-    monkeypatch.setattr(sturdy, "_LONGEST_RETURN_S", 60.0)
+    monkeypatch.setattr(crossing, "_LONGEST_RETURN_S", 60.0)
 
 
 async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
