@@ -12,10 +12,7 @@ A message has a deadline. If its connection breaks before, or the server is not 
 sent once more on a new one (scripts are idempotent by request id). Then its items fail with
 StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them; also where it
 answers that it cannot take any for now (out of memory, busy, rights changed). A call therefore takes at most
-two deadlines, one for each time it is sent.
-
-A batch in which a script comes upon an error is asked again item by item, so that only the one fails whose
-fault it is.
+two deadlines, one for each time it is sent. Errors that scripts come upon: app/state/refusals.py.
 """
 
 import asyncio
@@ -134,7 +131,7 @@ class Link:
                 self._lost.clear()
                 await self._reconnect()
         finally:
-            self._drop_messages("the replica has stopped", keep=False)
+            self._pending.set_aside(self._under_way.drop(), "the replica has stopped", keep=False)
             for call in (*self._pending.take(), *self._refusals.take()):
                 call.fail("the replica has stopped")
             await self._disconnect()
@@ -164,7 +161,7 @@ class Link:
             self._under_way.forget()
             self._send(rest, again=True)
         else:
-            self._drop_messages(self._fault, keep=True)
+            self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
             self._send_pending()
             if not self._under_way:
                 self.command("PING")  # its answer says that Redis is back; nothing else might for a while
@@ -270,7 +267,7 @@ class Link:
         """No answer in time: a server that is silent gets no second try of the same messages."""
         self._fault = "no answer in time"
         self._count_errors()
-        self._drop_messages(self._fault, keep=True)
+        self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
         self._open = False
         self._lost.set()
 
@@ -281,15 +278,8 @@ class Link:
 
     def _give_up(self) -> None:
         """Fail what is pending, and what was on its way, but for what lasts."""
-        self._drop_messages(self._fault, keep=True)
+        self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
         calls = self._pending.take()
         for call in calls:
             self._metrics.redis_error(call.name)
         self._pending.set_aside(calls, self._fault, keep=True)
-
-    def _drop_messages(self, why: str, *, keep: bool) -> None:
-        calls = self._under_way.unanswered
-        for item in (item for call in calls for item in call.items):
-            item.tried = True
-        self._under_way.forget()
-        self._pending.set_aside(calls, why, keep=keep)

@@ -1,4 +1,9 @@
-"""Errors that Redis answers in place of a reply, and what becomes of the calls they meet."""
+"""Errors that Redis answers in place of a reply, and what becomes of the calls they meet.
+
+What it refuses to all for now is asked again later, if it lasts. A batch in which a script comes upon an
+error is asked again item by item, so that only the one fails whose fault it is. Redis keeps what the script
+wrote before; an item that is repeated counts it once, but for a flow's corrected charge (`settle`).
+"""
 
 import asyncio
 from collections.abc import Callable

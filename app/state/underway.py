@@ -36,6 +36,15 @@ class UnderWay(deque[Message]):
         self.clear()
         self.rest()
 
+    def drop(self) -> list[Call]:
+        """None is under way any more; their unanswered calls, whose items Redis may have seen."""
+        calls = self.unanswered
+        for call in calls:
+            for item in call.items:
+                item.tried = True
+        self.forget()
+        return calls
+
     @property
     def unanswered(self) -> list[Call]:
         return [call for message in self for call in message.unanswered]
