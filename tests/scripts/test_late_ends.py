@@ -56,12 +56,12 @@ async def whole_but_open(exchange: Exchange) -> None:
 async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
     """A request that waits in the queue."""
     task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), held=False))
-
-    async def queued() -> bool:
-        return "queued" in events_of(await it.log(), request_id)
-
-    await until(queued)
+    await until(lambda: _queued(it, request_id))
     return task
+
+
+async def _queued(it: Fleet, request_id: str) -> bool:
+    return "queued" in events_of(await it.log(), request_id)
 
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
@@ -105,7 +105,7 @@ async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFl
         # When its end is told
         clock.now_s = 20.0
         told: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
-        await until(lambda: a.gate.waiting == 2)
+        await until(lambda: _queued(it, "upload-1"))
         # Then it waits, as old as it is, before those who came later
         a.gate.settle(ended("first"))
         assert parts(await told) == ["request_headers", "request_body"]
