@@ -1,9 +1,10 @@
 """The floor that benchmarks measure against: a picker that picks a constant and knows nothing else.
 
-It speaks the same message pattern as the real one in every mode (waits for the whole body, answers the
-headers, echoes the body in chunks), takes and discards access logs, serves one fixed list of endpoints for
-the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen 127.0.0.1:0
---endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
+It speaks the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
+body in chunks); with `--terse` that of the real one for small bodies in `lean` (the body goes back with the
+headers' answer, once it is whole by its content-length). It takes and discards access logs, serves one fixed
+list of endpoints for the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen
+127.0.0.1:0 --endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
 """
 
 import argparse
@@ -19,7 +20,11 @@ import uvloop
 from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
 from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    CommonResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
@@ -95,6 +100,35 @@ class ConstantPicker:
             await context.write(answer)
 
 
+class TersePicker:
+    """As `ConstantPicker`, in as few messages as Envoy takes; for `lean`, and bodies of one chunk at most."""
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self._answers = itertools.cycle([_headers_answer(endpoint) for endpoint in endpoints])
+
+    async def process(self, _: object, context: Any) -> None:
+        body, length = b"", -1
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message.HasField("request_headers"):
+                length = _content_length(message)
+            else:
+                body += message.request_body.body
+            ended = message.request_headers.end_of_stream or message.request_body.end_of_stream
+            if ended or len(body) == length:
+                answer = ProcessingResponse()
+                answer.CopyFrom(next(self._answers))
+                if body:
+                    answer.request_headers.response.status = CommonResponse.CONTINUE_AND_REPLACE
+                    answer.request_headers.response.body_mutation.body = body
+                await context.write(answer)
+                return
+
+
+def _content_length(message: ProcessingRequest) -> int:
+    fields = message.request_headers.headers.headers
+    return next((int(field.raw_value) for field in fields if field.key == "content-length"), -1)
+
+
 def _headers_answer(endpoint: str) -> ProcessingResponse:
     answer = ProcessingResponse()
     common = answer.request_headers.response
@@ -124,7 +158,7 @@ def _assignment(endpoints: list[str]) -> ClusterLoadAssignment:
     return assignment
 
 
-def _handlers(endpoints: list[str]) -> list[grpc.GenericRpcHandler]:
+def _handlers(endpoints: list[str], terse: bool) -> list[grpc.GenericRpcHandler]:
     async def access_logs(
         messages: AsyncIterator[StreamAccessLogsMessage], _: Any
     ) -> StreamAccessLogsResponse:
@@ -148,7 +182,7 @@ def _handlers(endpoints: list[str]) -> list[grpc.GenericRpcHandler]:
         service(
             "envoy.service.ext_proc.v3.ExternalProcessor",
             Process=grpc.stream_stream_rpc_method_handler(
-                ConstantPicker(endpoints).process,
+                (TersePicker if terse else ConstantPicker)(endpoints).process,
                 ProcessingRequest.FromString,
                 ProcessingResponse.SerializeToString,
             ),
@@ -170,10 +204,10 @@ def _handlers(endpoints: list[str]) -> list[grpc.GenericRpcHandler]:
     ]
 
 
-async def serve(listen: str, endpoints: list[str]) -> None:
+async def serve(listen: str, endpoints: list[str], terse: bool) -> None:
     """Serve on `listen` until SIGTERM or SIGINT."""
     server = grpc.aio.server(options=OPTIONS)
-    server.add_generic_rpc_handlers(tuple(_handlers(endpoints)))
+    server.add_generic_rpc_handlers(tuple(_handlers(endpoints, terse)))
     health = health_aio.HealthServicer()
     for name in ("", "envoy.service.ext_proc.v3.ExternalProcessor", "liveness", "readiness"):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -192,8 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes any free one")
     parser.add_argument("--endpoint", action="append", required=True, help="ip:port; give it again for more")
+    parser.add_argument("--terse", action="store_true", help="for lean: one message for a small body")
     args = parser.parse_args()
-    uvloop.run(serve(args.listen, args.endpoint))
+    uvloop.run(serve(args.listen, args.endpoint, args.terse))
 
 
 if __name__ == "__main__":

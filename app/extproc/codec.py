@@ -25,6 +25,7 @@ REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
 _RETRY_AFTER_S = 1
+_CONTINUE_AND_REPLACE = 1  # CommonResponse.ResponseStatus
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -99,6 +100,17 @@ def _overwrite(mutation: Any, key: str, value: str) -> None:
     option = mutation.set_headers.add(append_action=_OVERWRITE)
     option.header.key = key
     option.header.raw_value = value.encode()
+
+
+def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
+    """`answer`, which `placed` has made, with the request's whole body: Envoy needs nothing else.
+
+    Envoy buffers it whole, so that it should be small; it goes on as chunks, without a content-length.
+    """
+    common = answer.request_headers.response
+    common.status = _CONTINUE_AND_REPLACE
+    common.body_mutation.body = body
+    return answer
 
 
 def request_body(body: bytes, *, ended: bool) -> list[ProcessingResponse]:

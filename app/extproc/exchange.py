@@ -176,7 +176,8 @@ class Exchange(Placing):
         """Keep a chunk; the answers once the body has ended.
 
         Envoy tells a body's end in a message of its own. By its content-length a body is whole before that:
-        its placement begins then, and the mark of its end comes while it is under way.
+        its placement begins then. Where one message answers, it goes out at once; else the mark of the end
+        comes while the placement is under way.
         """
         chunk = part.body
         if chunk and self._ready is not None:
@@ -188,6 +189,8 @@ class Exchange(Placing):
             return await self._answer_body(ended=True)
         if self._ready is None and self._body_bytes == self._length:
             await self._place_body(self._whole())
+            if self._in_one_message(self._body_bytes):
+                return await self._answer_body(ended=True)
         return ()
 
     def _whole(self) -> bytes:
@@ -205,7 +208,16 @@ class Exchange(Placing):
             kept_s = self._desk.clock() - ready.placed_s
             if kept_s > KEPT_S:
                 answer = await self._still_placed(ready, kept_s)
+        if ended and self._in_one_message(len(ready.body)):
+            return [self._placed(codec.with_body(answer, ready.body))]
         return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
+
+    def _in_one_message(self, size_bytes: int) -> bool:
+        """Whether headers and body go back together, lest one get lost alone (docs/decisions.md, 15).
+
+        In `lean` alone, where the Envoy is one that this project configures.
+        """
+        return self._mode == "lean" and size_bytes <= codec.CHUNK_BYTES
 
     def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED

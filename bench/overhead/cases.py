@@ -6,7 +6,7 @@ from typing import Literal
 from app.fleet.modes import MODES, Mode
 
 Prompt = Literal["small", "large"]
-Variant = Literal["none", "constant", "picker", "queued"]
+Variant = Literal["none", "constant", "terse", "picker", "queued"]
 
 MODEL = "llama"
 MEMORY_REQUESTS = 100_000
@@ -54,6 +54,7 @@ class Case:
 class Rig:
     """Processes that stand side by side while `cases` are measured in turn.
 
+    In `lean` the first case has a second floor, `terse`, which answers in as few messages as the picker does.
     `queued` adds a second picker whose bound is so low that nearly every request of the first case waits;
     `paced` compares the shortest with the longest answer to a small prompt at one pace.
     """
@@ -76,7 +77,9 @@ class Rig:
 
     def variants(self, case: Case) -> tuple[Variant, ...]:
         compared: tuple[Variant, ...] = ("none", "constant", "picker")
-        return (*compared, "queued") if self.queued and case is self.cases[0] else compared
+        if case is not self.cases[0]:
+            return compared
+        return (*compared, *(["terse"] if self.mode == "lean" else []), *(["queued"] if self.queued else []))
 
 
 @dataclass(frozen=True, slots=True)

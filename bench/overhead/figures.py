@@ -12,6 +12,8 @@ from statistics import median
 from bench.overhead.cases import Case, Rig, Variant
 from bench.overhead.measure import Reading, Readings, RigResult
 
+FLOORS: tuple[Variant, ...] = ("constant", "terse")
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -51,10 +53,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The picker by the constant one in one case; 1 would be a picker that costs nothing of its own."""
+    """The picker by a constant one in one case; 1 would be a picker that costs nothing of its own."""
 
     rig: Rig
     case: Case
+    floor: Variant
     cpu: Spread  # the pickers' own processes
     cpu_with_valkey: Spread
     added_p50: Spread
@@ -75,16 +78,20 @@ def rows(result: RigResult) -> list[Row]:
 
 
 def comparisons(result: RigResult) -> list[Comparison]:
+    """Every case by each floor that it has."""
     return [
         Comparison(
             rig=result.rig,
             case=case,
-            cpu=_ratio(readings, lambda reading: reading.picker_us),
-            cpu_with_valkey=_ratio(readings, lambda reading: reading.picker_us + reading.valkey_us),
-            added_p50=_added_ratio(readings, _first_p50),
-            added_p99=_added_ratio(readings, _first_p99),
+            floor=floor,
+            cpu=_ratio(readings, floor, lambda reading: reading.picker_us),
+            cpu_with_valkey=_ratio(readings, floor, lambda reading: reading.picker_us + reading.valkey_us),
+            added_p50=_added_ratio(readings, floor, _first_p50),
+            added_p99=_added_ratio(readings, floor, _first_p99),
         )
         for case, readings in result.cases.items()
+        for floor in FLOORS
+        if floor in readings
     ]
 
 
@@ -105,7 +112,7 @@ def _row(result: RigResult, case: Case, variant: Variant, readings: Readings) ->
     def middle(figure: Callable[[Reading], float]) -> float:
         return median(figure(reading) for reading in own)
 
-    compared = variant in ("constant", "picker")
+    compared = variant in (*FLOORS, "picker")
     return Row(
         rig=result.rig,
         case=case,
@@ -130,17 +137,13 @@ def _first_p99(reading: Reading) -> float:
     return (reading.calm or reading.busy).first_p99_ms
 
 
-def _added_ratio(readings: Readings, figure: Callable[[Reading], float]) -> Spread:
-    picker, constant = (_added(readings, variant, figure) for variant in ("picker", "constant"))
+def _added_ratio(readings: Readings, floor: Variant, figure: Callable[[Reading], float]) -> Spread:
+    return spread(_divided(_added(readings, "picker", figure), _added(readings, floor, figure)))
+
+
+def _ratio(readings: Readings, floor: Variant, figure: Callable[[Reading], float]) -> Spread:
+    picker, constant = ([figure(each) for each in readings[variant]] for variant in ("picker", floor))
     return spread(_divided(picker, constant))
-
-
-def _ratio(readings: Readings, figure: Callable[[Reading], float]) -> Spread:
-    return spread(
-        _divided(
-            [figure(each) for each in readings["picker"]], [figure(each) for each in readings["constant"]]
-        )
-    )
 
 
 def _added(readings: Readings, variant: Variant, figure: Callable[[Reading], float]) -> list[float]:

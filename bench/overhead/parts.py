@@ -22,9 +22,10 @@ _EXT_PROC = "envoy.filters.http.ext_proc"
 class Constant:
     """The floor: `bench.constant_picker` number `number`, which answers with one of `endpoints`."""
 
-    def __init__(self, number: int, endpoints: Sequence[str]) -> None:
+    def __init__(self, number: int, endpoints: Sequence[str], *, terse: bool) -> None:
         self.name = f"constant-{number}"
         self._endpoints = endpoints
+        self._terse = terse
         self._grpc = f"{LOOPBACK}:0"
 
     @property
@@ -34,6 +35,7 @@ class Constant:
 
     def command(self) -> list[str]:
         told = [word for endpoint in self._endpoints for word in ("--endpoint", endpoint)]
+        told += ["--terse"] * self._terse
         return [sys.executable, "-m", "bench.constant_picker", "--listen", self._grpc, *told]
 
     async def ready(self, child: Child) -> str:

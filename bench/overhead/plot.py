@@ -53,7 +53,10 @@ def _short(results: Sequence[RigResult], prompt: Prompt) -> list[Short]:
     found: list[Short] = []
     for result in results:
         for comparison in comparisons(result):
-            if comparison.case.prompt == prompt and comparison.case.tokens == 1:
+            if comparison.floor == "constant" and (comparison.case.prompt, comparison.case.tokens) == (
+                prompt,
+                1,
+            ):
                 own = {row.variant: row for row in rows(result) if row.case is comparison.case}
                 found.append((own, comparison))
     return found

@@ -155,7 +155,7 @@ async def stack(
     """
     own = folder / variant
     numbers = range(1, replicas + 1)
-    valkey = None if variant in ("none", "constant") else Valkey(own)
+    valkey = None if variant in ("none", "constant", "terse") else Valkey(own)
     async with _Crew(own) as crew:
         if valkey is not None:
             await crew.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
@@ -164,7 +164,7 @@ async def stack(
         if valkey is not None:
             pickers = [Replica(number, 0, own, lambda: tree) for number in numbers]
         else:  # `none` too: somebody has to tell Envoy its endpoints and to take its access log
-            pickers = [Constant(number, endpoints) for number in numbers]
+            pickers = [Constant(number, endpoints, terse=variant == "terse") for number in numbers]
         await crew.bring_up(*pickers)
         kind = EnvoyAlone if variant == "none" else Envoy
         hosts = [picker.host for picker in pickers]

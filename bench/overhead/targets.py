@@ -33,7 +33,8 @@ def judged(results: Sequence[RigResult], memory: Memory | None) -> list[Target]:
         if result.rig.mode != "lean":
             continue
         for comparison in comparisons(result):
-            targets += _of_case(comparison)
+            if comparison.floor == "constant":
+                targets += _of_case(comparison)
         lengths = length_ratio(result, "picker")
         if lengths is not None:
             short, long = (case.tokens for case in result.rig.ends)

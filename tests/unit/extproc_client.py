@@ -6,7 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    CommonResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 
 from app.config import Settings, parse
 from app.errors import RequestError
@@ -197,6 +201,16 @@ def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") ->
         for answer in answers
         if answer.WhichOneof("response") == part
     ]
+
+
+def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]]:
+    """The request's body as it goes on, and whether it ends there: with the headers' answer, or in chunks."""
+    whole = [
+        (answer.request_headers.response.body_mutation.body, True)
+        for answer in answers
+        if answer.request_headers.response.status == CommonResponse.CONTINUE_AND_REPLACE
+    ]
+    return whole + [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)]
 
 
 class Fault(RequestError):

@@ -16,6 +16,7 @@ from extproc_client import (
     converse,
     desk,
     echoed,
+    given_back,
     headers,
     parts,
     response_body,
@@ -66,9 +67,8 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
 
     # Then it is sent to its endpoints, its body unchanged
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
-    assert parts(answers) == ["request_headers"] + ["request_body"] * (mode != "headers")
-    if mode != "headers":
-        assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
+    assert given_back(answers) == [(ASK, True)] * (mode != "headers")
     # And the id is Envoy's where Envoy alone can set it; standard holds the request and goes on
     request, held = gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
@@ -130,22 +130,57 @@ class Unconfirming(ScriptedGate):
 
 
 SIZED = {"content-length": str(len(ASK))}
+LONG = json.dumps({"model": "m", "prompt": "x" * 62_000}).encode()  # more than one message gives back
+UNENDED = [headers("lean", {"content-length": str(len(LONG))}), body(LONG, ended=False)]
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean"])
-@pytest.mark.parametrize("end", ["an empty chunk", "trailers"])
-async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(mode: str, end: str) -> None:
+async def test_in_lean_a_small_body_whole_by_its_length_is_answered_in_one_message_at_once() -> None:
     # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
     gate = ScriptedGate()
     exchange = Exchange(desk(gate))
-    assert await converse(exchange, headers(mode, SIZED), body(ASK, ended=False)) == []
+    answers = await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    # Then it is placed and told, with all of its body
+    assert parts(answers) == ["request_headers"]
+    assert given_back(answers) == [(ASK, True)]
+    assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
+    assert exchange.done
+    exchange.close()
+    assert len(gate.admitted) == 1
+    assert gate.withdrawn == []
+
+
+@pytest.mark.parametrize(
+    ("spare", "messages"),
+    [(0, ["request_headers"]), (1, ["request_headers", "request_body", "request_body"])],
+)
+async def test_one_message_gives_back_as_much_as_one_chunk(spare: int, messages: list[str]) -> None:
+    ask = ASK.ljust(62_000 + spare)
+    answers = await converse(Exchange(desk(ScriptedGate())), headers("lean"), body(ask))
+    assert parts(answers) == messages
+    assert b"".join(chunk for chunk, _ in given_back(answers)) == ask
+    assert [ended for _, ended in given_back(answers)][-1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ask"), [pytest.param("standard", ASK, id="standard"), pytest.param("lean", LONG, id="lean")]
+)
+@pytest.mark.parametrize("end", ["an empty chunk", "trailers"])
+async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(
+    mode: str, ask: bytes, end: str
+) -> None:
+    # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
+    gate = ScriptedGate()
+    exchange = Exchange(desk(gate))
+    sized: dict[str, str | bytes] = {"content-length": str(len(ask))}
+    assert await converse(exchange, headers(mode, sized), body(ask, ended=False)) == []
     # Then it is placed, once, and Envoy knows nothing of it yet
     assert len(gate.admitted) == 1
     # When the end is told, then it has its answers
     answers = await converse(exchange, body() if end == "an empty chunk" else trailers())
-    told = ["request_headers", "request_body"] + ["request_trailers"] * (end == "trailers")
-    assert parts(answers) == told
-    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, end != "trailers")]
+    chunks = ["request_body"] * (1 if mode == "standard" else 2)
+    assert parts(answers) == ["request_headers", *chunks] + ["request_trailers"] * (end == "trailers")
+    assert b"".join(chunk for chunk, _ in given_back(answers)) == ask
+    assert [ended for _, ended in given_back(answers)][-1] == (end != "trailers")
     exchange.close()
     assert len(gate.admitted) == 1
     assert gate.withdrawn == []
@@ -154,10 +189,10 @@ async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(mode:
 async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
     gate = ScriptedGate()
     exchange = Exchange(desk(gate))
-    messages = [headers("lean", SIZED), body(ASK, ended=False), body(b"", ended=False)]
+    messages = [headers("standard", SIZED), body(ASK, ended=False), body(b"", ended=False)]
     assert await converse(exchange, *messages) == []
     answers = await converse(exchange, body())
-    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    assert given_back(answers) == [(ASK, True)]
     assert len(gate.admitted) == 1
 
 
@@ -167,7 +202,7 @@ async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(
     gate = ScriptedGate()
     here = desk(gate)
     exchange = Exchange(here)
-    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    await converse(exchange, *UNENDED)
     # When its end comes so late that its lease may have run out, which nobody renews till Envoy is told
     for _ in range(3):
         here.clock()
@@ -178,7 +213,7 @@ async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(
     assert [request.id for request, _ in gate.admitted] == ["made-1"] * (1 if keeping else 2)
     assert gate.ages_s == [0.0] if keeping else [0.0, 6.0]
     assert gate.withdrawn == [] if keeping else ["made-1"]
-    assert [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)] == [(ASK, True)]
+    assert b"".join(chunk for chunk, _ in given_back(answers)) == LONG
     exchange.close()
     assert gate.withdrawn == [] if keeping else ["made-1"]
 
@@ -188,7 +223,7 @@ async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
     gate = ScriptedGate()
     here = desk(gate)
     exchange = Exchange(here)
-    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    await converse(exchange, *UNENDED)
     for _ in range(3):
         here.clock()
     gate.error = StateUnavailable("away")
@@ -203,7 +238,7 @@ async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing(
     gate = Unconfirming()
     here = desk(gate)
     exchange = Exchange(here)
-    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    await converse(exchange, *UNENDED)
     for _ in range(3):
         here.clock()
     task = asyncio.create_task(converse(exchange, body()))
@@ -215,11 +250,15 @@ async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing(
     assert gate.withdrawn == ["made-1"]
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(mode: str) -> None:
+@pytest.mark.parametrize(
+    "unended", [[headers("standard", SIZED), body(ASK, ended=False)], UNENDED], ids=["standard", "lean"]
+)
+async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(
+    unended: list[ProcessingRequest],
+) -> None:
     gate = ScriptedGate()
     exchange = Exchange(desk(gate))
-    await converse(exchange, headers(mode, SIZED), body(ASK, ended=False))
+    await converse(exchange, *unended)
     exchange.close()
     assert len(gate.withdrawn) == 1
 
@@ -227,7 +266,7 @@ async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(mode: st
 async def test_a_body_longer_than_its_length_is_refused_and_taken_back() -> None:
     gate = ScriptedGate()
     exchange = Exchange(desk(gate))
-    await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
+    await converse(exchange, *UNENDED)
     code, error = refusal(await converse(exchange, body(b"more")))
     assert code == 400
     assert "content-length" in error["message"]
@@ -594,7 +633,7 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
     answers = await converse(Exchange(desk(gate, settings=SPLIT)), *asks(mode))
 
     # Then the body names the target, and its length is told
-    sent = b"".join(chunk.body for chunk in echoed(answers))
+    sent = b"".join(chunk for chunk, _ in given_back(answers))
     assert json.loads(sent) == {"model": "m-v2", "prompt": "p"}
     told = set_headers(answers[0].request_headers.response.header_mutation)
     assert told == {**DESTINATION, "content-length": str(len(sent))}

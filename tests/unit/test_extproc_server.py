@@ -142,10 +142,12 @@ async def test_a_refusal_ends_the_stream() -> None:
 async def test_a_body_that_stands_still_is_refused_and_what_it_held_is_free(mode: str) -> None:
     async with replica(stalled_s=0.3) as fleet:
         # Given two clients that vanish amid their upload: of one the half came, of the other all but its end
-        whole = len(ASK)
+        # (in lean a large one, since a small one is answered before its end)
+        ask = ASK if mode == "standard" else ASK.ljust(70_000)
+        whole = len(ask)
         half, endless = fleet.exchange(), fleet.exchange()
-        await told(half, headers(mode, {"content-length": str(2 * whole)}), body(ASK, ended=False), answers=0)
-        await told(endless, headers(mode, {"content-length": str(whole)}), body(ASK, ended=False), answers=0)
+        await told(half, headers(mode, {"content-length": str(2 * whole)}), body(ask, ended=False), answers=0)
+        await told(endless, headers(mode, {"content-length": str(whole)}), body(ask, ended=False), answers=0)
         # When nothing more comes, then both are refused, and the place of the second is given back
         for call in (half, endless):
             [answer] = await told(call, answers=1)
@@ -228,7 +230,7 @@ async def test_a_drain_finishes_what_waits_and_refuses_what_comes() -> None:
         # And the waiting one has its turn, after which the server is gone
         assert not drain.done()
         fleet.gate.open.set()
-        assert parts(await told(waiting, answers=2)) == ["request_headers", "request_body"]
+        assert parts(await told(waiting, answers=1)) == ["request_headers"]
         async with asyncio.timeout(10):
             await drain
         assert fleet.gate.cancelled == []
@@ -291,4 +293,4 @@ async def test_a_message_that_is_none_is_refused_and_harms_no_other(caplog: pyte
         assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
         # And the other is served
-        assert parts(await told(good, body(ASK), answers=2)) == ["request_headers", "request_body"]
+        assert parts(await told(good, body(ASK), answers=1)) == ["request_headers"]
