@@ -1,7 +1,6 @@
 """Replicas are killed, stopped and replaced under load: no client sees it (G1, G4, G6, G7)."""
 
 import asyncio
-import math
 import random
 import time
 from collections import Counter
@@ -40,11 +39,9 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
             await ready(here)
             here.kill_replica(dice.randrange(3))
         await load.more(50)
-    # Then no client has seen an error; but for one, maybe, whose replica died between the two messages of its
-    # answer: Envoy has taken the first, and can ask no other replica any more (docs/guarantees.md, G7)
+    # Then no client has seen an error
     case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
-    assert len(load.failed) <= math.ceil(kills / 20), load.failed
-    assert [asked for asked in load.failed if asked.status < 500] == []
+    assert load.failed == []
     # And the counts are exact within a lease and one sweep
     since = time.monotonic()
     await rests(here)
