@@ -24,12 +24,13 @@ from script_side import SILENCE_MS, ScriptSide
 from side_by_side import SideBySide
 
 CALLERS = ("a", "b", "c")
-ENDPOINTS = ("e1", "e2")
+ENDPOINTS = ("e1", "e2", "e3")
+AT_FIRST = ("open", "open", "away")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 LIMITS = {"four": 1, "half": 1}
 GRACE_MS, IDLE_MS = 2000, 20_000
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
-FEW = {"valkey": 250, "fakeredis": 80}
+FEW = {"valkey": 300, "fakeredis": 100}
 STEPS = 50
 TO_SETTLE = 30_000_000  # us: longer than any silence, lease, TTL or idle time here
 
@@ -40,6 +41,7 @@ BASE: dict[str, Any] = {
     "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
     "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 4000, "rate_cap": 5, "overload": "preempt",
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3,
+    "live_weight": 0.5,
 }  # fmt: skip
 # What an operator may change at any time, and what has the queue refiled.
 LIVE: dict[str, list[Any]] = {
@@ -53,6 +55,7 @@ LIVE: dict[str, list[Any]] = {
     "overload": ["preempt", "reject-noncritical"],
     "weights": [{}, {"one": 5}],
     "fallbacks": [0, 2],
+    "live_weight": [0, 0.3, 2],
     "paused": [0, 0, 0, 1],
 }
 BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}
@@ -78,7 +81,13 @@ def some_of(choices: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 callers = st.sampled_from(CALLERS)
-places = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
+plain = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
+# Equal, near and far apart beside the weights of live load; a few without a score, some named twice.
+scores = st.sampled_from(["=0", "=0.2", "=0.5", "=0.5", "=0.7", "=0.7", "=1.25", ""])
+scored = st.lists(
+    st.tuples(st.sampled_from((*ENDPOINTS, *ENDPOINTS, "away")), scores), min_size=1, max_size=4
+)
+places = st.one_of(plain, plain, scored.map(lambda named: ",".join(map("".join, named))))
 outcomes = st.sampled_from(["completed", "upstream_failed", "client_gone"])
 actuals = st.sampled_from([None, 1.0, 0.4, 6.0])
 answers = st.sampled_from([None, 1, 9])
@@ -86,6 +95,8 @@ served_by = st.sampled_from(["", "", "e2", "moved"])
 steps_us = st.sampled_from([1, 999, 130_000, 130_000, 400_000, 1_000_000, 2_999_000, 3_000_000, 9_000_000])
 alive = st.sampled_from([*[CALLERS] * 3, CALLERS[:1], CALLERS[1:], ()])
 seldom = st.sampled_from([*[False] * 9, True])
+usually_open = st.sampled_from(["open", "open", "open", "drains", "away"])
+seldom_open = st.sampled_from(["away", "away", "open", "drains"])
 number = st.integers(0, 99)  # which of those known to take
 numbers = st.lists(number, min_size=1, max_size=4)
 arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
@@ -144,7 +155,7 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self, policy: dict[str, Any], batch: list[dict[str, Any]]) -> None:
         self.base = BASE | policy
         self.call("admit", "a", [Arrival("early")])  # the pool is unknown
-        self.publish(("open", "open"))
+        self.publish(AT_FIRST)
         for caller in CALLERS:
             self.call("heartbeat", caller, SILENCE_MS)
             self.arrive(caller, batch)
@@ -253,7 +264,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.sweep_out()
         self.call("tune", caller, {"paused": None})
 
-    @rule(ways=st.tuples(*[st.sampled_from(["open", "open", "open", "drains", "away"])] * len(ENDPOINTS)))
+    @rule(ways=st.tuples(usually_open, usually_open, seldom_open))
     def endpoints_change(self, ways: tuple[str, ...]) -> None:
         self.publish(ways)
 
@@ -270,7 +281,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.both.agree or not self.model.moment.settings:
             return
         # When all ends, the queue is served again, and time passes
-        self.publish(("open", "open"))
+        self.publish(AT_FIRST)
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
         while self.model.requests:
             self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])
