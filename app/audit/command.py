@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 and a table on stdout, 1 and the violations below it, or 2 if there is no log to read."""
     try:
-        report = _audit(args.redis, args.pool)
+        report = audited(args.redis, args.pool)
     except (LogUnreadable, EntryError) as fault:
         print(fault, file=sys.stderr)
         return 2
@@ -34,7 +34,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.violations else 0
 
 
-def _audit(url: str, pool: str) -> Report:
+def audited(url: str, pool: str) -> Report:
+    """The verdict on all of the log that the Redis at `url` has of `pool` now.
+
+    Raises:
+        LogUnreadable: there is none, or Redis does not answer.
+        EntryError: an entry cannot be read.
+    """
     with LogStream(url, pool) as log:
         auditor = Auditor(log.settings_throughout())
         for page in log.pages():

@@ -1,8 +1,8 @@
 """Whole fleets for tests: `picker up` as its user runs it, and ways to look into it.
 
 `fleet` starts fleets that are the test's own; `shared_fleet` hands the same one to every test that asks
-for the same, one after the other, and keeps one alive at a time. Either way the end is checked: exit
-status 0 and no process left.
+for the same, one after the other, and keeps one alive at a time. Either way the end is checked: the decision
+log keeps every promise, exit status 0 and no process left.
 """
 
 import json
@@ -17,11 +17,11 @@ Starter = Callable[..., Fleet]
 
 @pytest.fixture
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`fleet(*options, config=None)` starts a fleet of the test's own."""
+    """`fleet(*options, config=None, unjudged="")` starts a fleet of the test's own."""
     running: list[Fleet] = []
 
-    def start(*options: str, config: dict[str, Any] | None = None) -> Fleet:
-        running.append(started(tmp_path_factory.mktemp("fleet"), options, config))
+    def start(*options: str, config: dict[str, Any] | None = None, unjudged: str = "") -> Fleet:
+        running.append(started(tmp_path_factory.mktemp("fleet"), options, config, unjudged=unjudged))
         return running[-1]
 
     yield start

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import judged_log
 from fleet_load import PATIENT, complete, shared
 from redis_servers import LOOPBACK, certificate, debian, running
 from whole_fleet import AS_BY_DEFAULT
@@ -24,9 +25,13 @@ async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path:
     with running(debian("redis-server"), tmp_path / "redis", tls=files) as server:
         server.ask("ACL", "SETUSER", "picker", "on", ">secret", *rules)
         options = "&".join(f"ssl_{name}={files}/{file}.pem" for name, file in FILES)
-        url = f"rediss://picker:secret@{LOOPBACK}:{server.port}/0?{options}"
+        place = f"{LOOPBACK}:{server.port}/0?{options}"
         scorers = [{"name": name} for name in ("prefix-affinity", "latency", "queue-depth")]
-        here = fleet("--redis", url, *LOADED, config={**CONFIG, "scheduling": {"scorers": scorers}})
+        here = fleet(
+            *("--redis", f"rediss://picker:secret@{place}", *LOADED),
+            config={**CONFIG, "scheduling": {"scorers": scorers}},
+            unjudged="its user may not read the log; another does below",
+        )
         # When clients ask
         async with here.client(**PATIENT) as http:
             answers = await asyncio.gather(*(complete(http, f"prompt {i}", 5) for i in range(60)))
@@ -40,6 +45,8 @@ async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path:
         await here.eventually(rests, what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         assert server.ask("ACL", "LOG") == []
+        # And its log, read by who may, keeps every promise
+        judged_log.judge(f"rediss://{place}", "a fleet of the least rights")
         here.stop()
 
 

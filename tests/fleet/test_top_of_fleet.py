@@ -24,7 +24,9 @@ TOP = (sys.executable, "-P", "-m", "app.cli", "top", "--admin")
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    return shared_fleet("--no-restart", "--endpoints", "2", "--replicas", "2")
+    # (one of its frames says that the decision log is off)
+    config = {"decision_log": {"enabled": False}}
+    return shared_fleet("--no-restart", "--endpoints", "2", "--replicas", "2", config=config)
 
 
 @pytest.fixture

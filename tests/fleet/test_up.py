@@ -154,7 +154,7 @@ async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
 
 async def test_terminate_leaves_no_process(fleet: Any) -> None:
     # Given a fleet
-    own = fleet(*SMALL)
+    own = fleet(*SMALL, unjudged="its Valkey ends with it")
     children = own.children()
     assert len(children) == 4  # Valkey, simulator, replica, Envoy
     # When it is told to end as a service manager does

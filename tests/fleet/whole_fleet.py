@@ -1,5 +1,5 @@
-"""`picker up` as its user runs it, and ways to look into it. Its end is checked: exit status 0 and no process
-left.
+"""`picker up` as its user runs it, and ways to look into it. Its end is checked: the decision log keeps every
+promise, exit status 0, and no process left.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import judged_log
 import openai
 import psutil
 import pytest
@@ -34,7 +35,11 @@ _ADMIN_PAUSE_S = 0.1
 
 
 class Fleet:
-    """A running `picker up`. Ports, pids and addresses are read from its state file each time."""
+    """A running `picker up`. Ports, pids and addresses are read from its state file each time.
+
+    Its decision log is on unless `config` turns it off, and is judged when it ends: a broken promise fails
+    the test. `unjudged` says why that cannot be (Redis ends sooner, the state is spoilt on purpose).
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class Fleet:
         options: tuple[str, ...],
         config: dict[str, Any] | None,
         environment: Mapping[str, str] | None = None,
+        unjudged: str = "",
     ) -> None:
         self.state_file = folder / "state.json"
         arguments = ["--port", "0", "--state-file", str(self.state_file), *options]
@@ -55,6 +61,9 @@ class Fleet:
         # Where Redis is not what a test is about, one that stands still with the whole machine is waited for:
         # replicas would rightly go by themselves, and serve past the log that tests judge.
         patience = {} if "redis" in given else PATIENCE
+        log = judged_log.environment(given)
+        self._to_judge = judged_log.is_on(given) and not unjudged
+        self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
         self._said: list[str] = []
         self._news = threading.Condition()
@@ -64,7 +73,7 @@ class Fleet:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **grace, **patience, "TMPDIR": str(folder), **(environment or {})},
+            env={**os.environ, **grace, **patience, **log, "TMPDIR": str(folder), **(environment or {})},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -178,11 +187,26 @@ class Fleet:
         """Every process that it has started and that lives."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def judge(self) -> None:
+        """Replay its decision log, which must be whole and keep every promise."""
+        judged_log.judge(self.state["redis"], self._name)
+
     def stop(self) -> None:
-        """End it as Ctrl-C does; it must exit with 0 and take every child with it."""
+        """End it as Ctrl-C does; its log is judged, it must exit with 0 and take every child with it."""
         if self._killed:
             return
         children = self.children() if self.process.poll() is None else []
+        try:
+            self._judge_once()
+        finally:
+            self._end(children)
+
+    def _judge_once(self) -> None:
+        due, self._to_judge = self._to_judge, False
+        if due:
+            self.judge()
+
+    def _end(self, children: list[psutil.Process]) -> None:
         try:
             self.process.send_signal(signal.SIGINT)
             code = self.process.wait(STOP_S)
@@ -193,9 +217,12 @@ class Fleet:
         assert not alive, f"left behind: {[child.cmdline() for child in alive]}"
 
     def kill(self) -> None:
-        """SIGKILL to `picker up` itself; then there is no end left to check."""
+        """SIGKILL to `picker up` itself, its log judged before; then there is no end left to check."""
         self._killed = True
-        self.discard()
+        try:
+            self._judge_once()
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Make sure that it is gone, whatever happened."""
@@ -227,9 +254,10 @@ def started(
     options: tuple[str, ...],
     config: dict[str, Any] | None,
     environment: Mapping[str, str] | None = None,
+    unjudged: str = "",
 ) -> Fleet:
     """A fleet that is ready. `environment` is added to what its processes inherit."""
-    fleet = Fleet(folder, options, config, environment)
+    fleet = Fleet(folder, options, config, environment, unjudged)
     try:
         fleet.wait_line("dashboard:")
     except BaseException:

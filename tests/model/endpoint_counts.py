@@ -1,6 +1,6 @@
 """Requests in flight on each endpoint, and of each limited flow."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lane_order import Request
 
@@ -43,9 +43,10 @@ class EndpointCounts:
     def loads(self) -> dict[str, float]:
         return {a: count + (0 if a in self._open else CLOSED) for a, count in self.counts.items()}
 
-    def options(self, r: Request, candidates: str) -> tuple[dict[str, int], bool]:
-        """Where r may go, with its counts there; and, if nowhere, whether only its flow's limit is why."""
-        among = self._open if candidates == "*" else self._open & set(candidates.split(","))
+    def options(self, r: Request, named: Collection[str] | None) -> tuple[dict[str, int], bool]:
+        """Where r may go of those named (None: all), with its counts there; and, if nowhere, whether only its
+        flow's limit is why."""
+        among = self._open if named is None else self._open.intersection(named)
         free = {a for a in among if not r.limit or self._of_flow.get((r.flow, a), 0) < r.limit}
         return {address: self.counts[address] for address in free}, bool(among)
 
@@ -58,3 +59,25 @@ class EndpointCounts:
             count = self._of_flow.pop((r.flow, address), 0) + change
             if count > 0:
                 self._of_flow[r.flow, address] = count
+
+
+def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
+    """The addresses named, each once (None: '*', all), and the scores of those that have one."""
+    if text == "*":
+        return None, {}
+    scores: dict[str, float] = {}
+    named: dict[str, None] = {}
+    for part in filter(None, text.split(",")):
+        address, _, score = part.partition("=")
+        named[address] = None
+        if score:
+            scores[address] = float(score)
+    return list(named), scores
+
+
+def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:
+    """What each of these has against it: the load in flight, or with scores its part beside them."""
+    if not scores:
+        return {address: float(count) for address, count in counts.items()}
+    most = max([1, *counts.values()])
+    return {a: live_weight * count / most - scores.get(a, 0.0) for a, count in counts.items()}

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from endpoint_counts import EndpointCounts
+from endpoint_counts import EndpointCounts, burdens, read_candidates
 from fair_lanes import FairLanes
 from lane_order import Moment, Request, Workloads
 
-Choose = Callable[[str, dict[str, int]], str]
+Choose = Callable[[str, dict[str, float]], str]
 Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
@@ -20,8 +20,8 @@ REFILED_BY = (
 )  # fmt: skip
 
 
-def least_loaded(id: str, counts: dict[str, int]) -> str:
-    return min(counts, key=lambda address: (counts[address], address))
+def least_burdened(id: str, burdens: dict[str, float]) -> str:
+    return min(burdens, key=lambda address: (burdens[address], address))
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class Reply:
 class PoolModel:
     """The state. `events` is what the decision log tells of the last call: 'EVENT REQUEST-OR-LANE BY'.
 
-    Which of several endpoints a request gets is asked of `choose` (its id, and the count of each it may have;
-    'a,b,c' best first), so that the rules do not depend on how ties are broken.
+    Which of several endpoints a request gets is asked of `choose` (its id, and what each it may have has
+    against it; 'a,b,c' best first), so that the rules do not depend on how ties are broken.
     """
 
-    def __init__(self, choose: Choose = least_loaded) -> None:
+    def __init__(self, choose: Choose = least_burdened) -> None:
         self.moment = Moment()
         self.workloads = Workloads(self.moment)
         self.lanes = FairLanes(self.moment, self.workloads, self._log)
@@ -137,12 +137,14 @@ class PoolModel:
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool]:
         """The reply; or none, and whether only the flow's limit stands in the way."""
-        counts, limited = self.endpoints.options(r, candidates)
+        named, scores = read_candidates(candidates)
+        counts, limited = self.endpoints.options(r, named)
         if not counts:
             return None, limited
-        r.endpoints, r.state = self._choose(r.id, counts), "placed"
-        told = r.endpoints if candidates == "*" else candidates
-        loads = [str(counts.get(address, "")) for address in dict.fromkeys(told.split(","))]
+        weighed = burdens(counts, scores, self.moment.settings["live_weight"])
+        r.endpoints, r.state = self._choose(r.id, weighed), "placed"
+        told = r.endpoints.split(",") if named is None else named
+        loads = [str(counts.get(address, "")) for address in told]
         self._reserve(r)
         return f"placed {r.endpoints} {','.join(loads)}", False
 

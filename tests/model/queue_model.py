@@ -14,7 +14,8 @@ from pool_model import CHUNK, PoolModel, Reply, first
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One to admit. `candidates`: '*' or 'a,b'; `limit` 0: none; `learn`: cost lacks the answer's part."""
+    """One to admit. `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores); `limit` 0: none; `learn`: cost lacks
+    the answer's part."""
 
     id: str
     attempt: str = "1"

@@ -135,14 +135,14 @@ class SideBySide:
                     orders[f"{kind}:{number}:{name}"] = filed
         return orders
 
-    def _choose(self, id: str, counts: dict[str, int]) -> str:
-        """What the script has chosen, which must be the least loaded, best first."""
-        assert id in self._said, f"{id} may go to {counts}, but the script did not place it"
+    def _choose(self, id: str, burdens: dict[str, float]) -> str:
+        """What the script has chosen, which must be what has the least against it, best first."""
+        assert id in self._said, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._said[id].split(",")
-        want = min(self.model.moment.settings["fallbacks"] + 1, len(counts))
-        best = sorted(counts.values())[:want]
+        want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
+        best = sorted(burdens.values())[:want]
         assert len(set(chosen)) == len(chosen), (id, chosen)
-        assert [counts.get(address) for address in chosen] == best, (id, chosen, counts)
+        assert [burdens.get(address) for address in chosen] == best, (id, chosen, burdens)
         return self._said[id]
 
 

@@ -14,6 +14,7 @@ SETTINGS: dict[str, Any] = {
     "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
     "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100,
     "overload": "preempt", "weights": {}, "paused": 0, "default_answer": 10, "answer_alpha": 0.5,
+    "live_weight": 0,
 }  # fmt: skip
 
 

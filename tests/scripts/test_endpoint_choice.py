@@ -203,3 +203,19 @@ async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: Op
         # When a request of that flow comes with scores, then the third has it
         assert listed(await a.admit("r", candidates=scored, limit=1)) == [E3]
         assert await a.admit("none", candidates=f"{E1}=0.9") == Verdict("refused", "no-endpoints 1")
+
+
+@pytest.mark.parametrize("why", ["drained", "full"])
+async def test_what_cannot_be_picked_makes_the_load_of_others_no_smaller(fleet: OpenFleet, why: str) -> None:
+    # Given an endpoint that takes nothing of a flow, a busy one with the better score, and an idle one
+    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as it:
+        (a,) = it.replicas
+        await a.admit("busy", subset=(E2,))
+        await a.admit("other", subset=(E1,))
+        await a.admit("limited", subset=(E1,), limit=1)
+        if why == "drained":
+            await a.store.mark(E1, "drained", True)
+        # When a request may go to any of them, then the load of the second weighs in full
+        limit = 1 if why == "full" else 0
+        chosen = listed(await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0", limit=limit))
+        assert chosen == [E3, E2]

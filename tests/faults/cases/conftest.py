@@ -40,18 +40,21 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None)` starts a fleet of the test's own.
+    """`faulty(*options, config=None, environment=None, unjudged="")` starts a fleet of the test's own.
 
     It ends before the row is written: a fleet that does not end well is a case that failed.
     """
     running: list[Fleet] = []
 
     def start(
-        *options: str, config: dict[str, Any] | None = None, environment: Mapping[str, str] | None = None
+        *options: str,
+        config: dict[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        unjudged: str = "",
     ) -> Fleet:
         folder = tmp_path_factory.mktemp("fleet")
         given = {**AS_BY_DEFAULT, **(config or {})} if FULL else config
-        running.append(started(folder, ("--debug-headers", *options), given, environment))
+        running.append(started(folder, ("--debug-headers", *options), given, environment, unjudged))
         return running[-1]
 
     yield start
