@@ -91,6 +91,7 @@ end
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
 local function age_tags(band)
   local v = pool[V[band]]
+  send(key.finish[band])
   if pool.queued == 0 and pool.stock == 0 then
     local top = redis.call('ZRANGE', key.finish[band], -1, -1, 'WITHSCORES')
     if top[2] then v = math.max(v, tonumber(top[2])) end

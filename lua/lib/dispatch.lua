@@ -61,6 +61,11 @@ local function dispatch()
   live = {}
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
+  local room = math.min(pool.queued, math.ceil(pool.lower - pool.stock), DISPATCH_LIMIT)
+  if room > 0 and settings.paused ~= 1 then
+    -- As many as have ended are likely to fit; who costs more or less makes it a guess.
+    queue.look_ahead(math.min(room, pool.ended - pool.ended_before))
+  end
   while settings.paused ~= 1 and pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
     local id, tag, by
     if pool.overdue > 0 and settings.guard_share > 0 and pool.credit >= GUARD_CREDIT then
@@ -124,6 +129,7 @@ local function begin(pool_key)
   forget_workloads()
   forget_endpoints()
   forget_lengths()
+  forget_fronts()
   forget_news('')
   timed = false
   read_clock()

@@ -32,6 +32,7 @@ local function read_pool()
   counters_text = v[1]
   local numbers = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
   for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+  pool.ended_before = pool.ended
   if not v[2] then
     settings, settings_text = NO_SETTINGS, nil
   elseif v[2] ~= settings_text then
