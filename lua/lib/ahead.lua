@@ -3,10 +3,10 @@
 -- many as it may serve. What it changes is put off (lib/writes.lua). Whoever else reads such a set, or changes
 -- it in another way, asks `anew` for its key: what was put off is then written, and what was read is forgotten.
 local ahead = {}
-local want = 1 -- how many may be served
+local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
-local function forget_fronts() want, fronts = 1, {} end
-function ahead.expect(count) want = count end
+local function forget_fronts() expected, fronts = 1, {} end
+function ahead.expect(count) expected = count end
 function ahead.anew(name)
   fronts[name] = nil
   send(name)
@@ -51,10 +51,10 @@ local function precedes(score, member, other_score, other)
 end
 local function read_scored(name)
   send(name)
-  local front = redis.call('ZRANGE', name, 0, want - 1, 'WITHSCORES')
+  local front = redis.call('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
   local count = #front
   for i = 2, count, 2 do front[i] = tonumber(front[i]) end
-  front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * want, front[count - 1], front[count]
+  front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
   front.back, front.scores, front.first, front.last = {}, {}, 1, 0
   fronts[name] = front
   return front

@@ -122,16 +122,24 @@ local function column(args, size, n)
   end
   return found
 end
+local under_way = false -- also after a call that failed
 local function begin(pool_key)
+  use_builtins()
+  local failed = under_way
+  under_way = true
   use_keys(pool_key)
   forget_writes()
-  forget_records()
-  forget_workloads()
+  forget_records(failed)
+  forget_workloads(failed)
   forget_endpoints()
   forget_lengths()
   forget_fronts()
   forget_news('')
   timed = false
   read_clock()
-  read_pool()
+  read_pool(failed)
+end
+local function finish(reply)
+  under_way = false
+  return reply
 end

@@ -49,9 +49,9 @@ local NEWCOMERS = 100
 local function start_tag(r, finish)
   local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
   if finish > v then return finish end
-  local ahead = math.max(pool[new], v)
-  if ahead - v >= NEWCOMERS * share then return v + share end
-  pool[new] = ahead + share
+  local reached = math.max(pool[new], v)
+  if reached - v >= NEWCOMERS * share then return v + share end
+  pool[new] = reached + share
   return v
 end
 -- A lane takes its place in the order. A band that had none to serve has no claim to the turns it missed.
