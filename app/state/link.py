@@ -24,7 +24,7 @@ import hiredis
 
 from app.errors import StateUnavailable
 from app.state import cancelling
-from app.state.calls import Call, Item, Reply
+from app.state.calls import Argument, Call, Item, Reply
 from app.state.message import Message
 from app.state.primary import NOT_PRIMARY, connections
 from app.state.scripts import NAMES, load_library
@@ -108,7 +108,7 @@ class Link:
         return [item.args for item in self._batched[name] if not item.tried]
 
     def submit(
-        self, name: str, args: tuple[str | int | float, ...], *, lasting: bool = False
+        self, name: str, args: tuple[Argument, ...], *, lasting: bool = False
     ) -> asyncio.Future[Reply]:
         """Add one item to the next batch of script `name`; the future brings its reply.
 
