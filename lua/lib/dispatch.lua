@@ -129,7 +129,7 @@ local function begin(pool_key)
   under_way = true
   use_keys(pool_key)
   forget_writes()
-  forget_records(failed)
+  forget_records()
   forget_workloads(failed)
   forget_endpoints()
   forget_lengths()

@@ -7,8 +7,9 @@
 local workloads = {}
 local WORKLOAD = 'ddddddddddddd'
 local known_workloads, changed_workloads = {}, {}
--- As records do, they outlive their call: each with the `text` it was last read from or written as.
-local MOST_KEPT = 1000
+-- Those of former calls, each with the `text` it was last read from or written as: where Redis still holds that, it
+-- need not be unpacked again. (Records would gain less, and take more than Redis needs for them.)
+local MOST_KEPT = 256
 local kept_workloads, kept_count = {}, 0
 local registered -- how many there are, once this call has had to ask
 local function parse_workload(id, text)

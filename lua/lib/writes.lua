@@ -9,27 +9,31 @@ local function give(put_off)
   local n = put_off.n
   if n == 0 then return end
   put_off.n = 0
-  redis.call(put_off.command, put_off.key, unpack(put_off, 1, n))
+  local command, name = put_off.command, put_off.key
+  if n <= AT_MOST then return redis.call(command, name, unpack(put_off, 1, n)) end
+  for first = 1, n, AT_MOST do
+    redis.call(command, name, unpack(put_off, first, math.min(first + AT_MOST - 1, n)))
+  end
 end
 local function send(name)
   local put_off = waiting[name]
   if put_off then give(put_off) end
 end
+local function turn_to(command, name)
+  local put_off = waiting[name]
+  if put_off then
+    give(put_off)
+  else
+    used = used + 1
+    put_off = tables[used] or {}
+    tables[used], waiting[name] = put_off, put_off
+  end
+  put_off.command, put_off.key, put_off.n = command, name, 0
+  return put_off
+end
 local function later(command, name, a, b)
   local put_off = waiting[name]
-  if not put_off then
-    used = used + 1
-    put_off = tables[used]
-    if not put_off then
-      put_off = {}
-      tables[used] = put_off
-    end
-    put_off.command, put_off.key, put_off.n = command, name, 0
-    waiting[name] = put_off
-  elseif put_off.command ~= command or put_off.n >= AT_MOST then
-    give(put_off)
-    put_off.command = command
-  end
+  if not put_off or put_off.command ~= command then put_off = turn_to(command, name) end
   local n = put_off.n + 1
   put_off[n] = a
   if b then
