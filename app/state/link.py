@@ -103,7 +103,7 @@ class Link:
         """Why Redis cannot be reached at the moment; None while it answers."""
         return self._fault or None
 
-    def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
+    def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
         return [item.args for item in self._batched[name] if not item.tried]
 
