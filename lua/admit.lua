@@ -59,7 +59,7 @@ end
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
     local lane, newest
-    if pool[QUEUED[band]] > 0 then lane, newest = queue.victim(band) end
+    if pool[QUEUED[band]] > 0 then lane, newest = victims.next(band) end
     if newest then
       pool.pressed = 1
       redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
