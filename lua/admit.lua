@@ -5,17 +5,17 @@
 -- its endpoint and changes its owner, so that repeating a call changes nothing (G6, G7).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request ADMIT_ITEM arguments:
---   id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload ('' anonymous), criticality, model,
---   candidates (as place has them), limit (of the flow, on each endpoint; 0 none), learn (1: cost lacks the
---   answer's part, which the flow's mean gives)
+-- args[1] the calling replica; then each request, packed (app/state/arrival.py): texts, each ended by byte 0:
+--   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band,
+--   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow, on each endpoint; 0 none), learn (1: cost
+--   lacks the answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
 --   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows | 'expired'
 --   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'.
 --   One that is refused or expired leaves nothing by its id: sent twice it counts twice among its workload's
 --   arrivals, and changes nothing else
-local ADMIT_ITEM = 14
+local ARRIVAL = '<ssssssdddddddd'
 
 local function adopt(r, attempt, candidates, turn, picks)
   local old_owner = r.owner
@@ -59,7 +59,7 @@ end
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
     local lane, newest
-    if pool[QUEUED[band]] > 0 then lane, newest = queue.victim(band) end
+    if pool[QUEUED[band]] > 0 then lane, newest = victims.next(band) end
     if newest then
       pool.pressed = 1
       redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
@@ -70,13 +70,13 @@ local function preempt_for(r)
   return false
 end
 
-local function bypass(r, candidates, age_ms, turn, picks)
+local function bypass(r, turn, picks)
   local take = math.min(r.cost, pool.upper)
   if settings.paused == 1 or pool.queued > 0 or pool.stock + take > pool.upper or endpoints.flow_full(r) then
     return nil
   end
   r.taken = take
-  local reply, limited = place_request(r, candidates, turn, picks)
+  local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then
     r.taken = 0
     return not limited and refuse(r, 'no-endpoints') or nil
@@ -84,16 +84,17 @@ local function bypass(r, candidates, age_ms, turn, picks)
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-  workloads.dispatched(r.workload, age_ms)
+  workloads.dispatched(r.workload, r.age_ms)
   log('bypassed', r)
   return reply
 end
 
-local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
-  if ttl_ms <= age_ms then return 'expired' end
+local function arrive(r, turn, picks)
+  local left_ms = r.ttl_ms - r.age_ms
+  if left_ms <= 0 then return 'expired' end
   if pool.ready == 0 then return refuse(r, 'no-endpoints') end
-  r.deadline_ms = now_ms + ttl_ms - age_ms
-  local reply = bypass(r, candidates, age_ms, turn, picks)
+  r.deadline_ms = now_ms + left_ms
+  local reply = bypass(r, turn, picks)
   if reply then return reply end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
   if settings.fairness ~= 'none' and queue.length(r.band, queue.lane(r)) >= settings.flow_capacity then
@@ -106,32 +107,36 @@ local function arrive(r, ttl_ms, age_ms, candidates, turn, picks)
   local tag = queue.insert(r)
   record.write(r)
   log('queued', r, tag)
-  return 'queued ' .. (ttl_ms - age_ms)
+  return 'queued ' .. left_ms
 end
 
 local function admit(args)
+  local count = #args - 1
   if not pool.known then
     local replies = {}
-    for _ = 2, #args, ADMIT_ITEM do replies[#replies + 1] = 'unknown-pool' end
+    for i = 1, count do replies[i] = 'unknown-pool' end
     return {'0', {}, 0, 0, unpack(replies)}
   end
-  record.prefetch(column(args, ADMIT_ITEM, 1))
-  workloads.prefetch(column(args, ADMIT_ITEM, 9))
-  local picks = (#args - 1) / ADMIT_ITEM
-  return batch(args, ADMIT_ITEM, function(at, id, attempt, flow, band, weight, cost, ttl_ms, age_ms, workload_id,
-      criticality, model, candidates, limit, learn)
-    local r = record.read(id)
-    if r then return adopt(r, attempt, candidates, now_us + at, picks) end
-    age_ms = tonumber(age_ms)
-    r = record.new(id)
-    r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
-      r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'new', news.caller, attempt, flow, tonumber(band),
-      tonumber(weight), tonumber(cost), workloads.room_for(workload_id), tonumber(criticality), model,
-      pool.arrival(age_ms), 0, '', tonumber(limit), 0, -1
-    if learn == '1' then r.cost = r.cost + answers.mean(flow) end
+  local asked, ids, workload_ids = {}, {}, {}
+  for i = 1, count do
+    local r = record.new('')
+    r.id, r.attempt, r.flow, r.workload, r.model, r.candidates, r.band, r.weight, r.cost, r.ttl_ms, r.age_ms,
+      r.criticality, r.limit, r.learn = struct.unpack(ARRIVAL, args[i + 1])
+    asked[i], ids[i] = r, r.id
+    if r.workload ~= '' then workload_ids[#workload_ids + 1] = r.workload end
+  end
+  record.prefetch(ids)
+  workloads.prefetch(workload_ids)
+  return batch(args, 1, function(at)
+    local r, turn = asked[at - 1], now_us + at
+    local known = record.read(r.id)
+    if known then return adopt(known, r.attempt, r.candidates, turn, count) end
+    r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', news.caller,
+      workloads.room_for(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
+    if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
     -- Before anything is decided, so that requests which are turned away count in the rate, too (specs/000, 001).
     workloads.arrived(r.workload)
-    local reply = arrive(r, tonumber(ttl_ms), age_ms, candidates, now_us + at, picks)
+    local reply = arrive(r, turn, count)
     if string.find(reply, '^[re]') then workloads.turned_away(r.workload) end -- refused, expired
     return reply
   end)

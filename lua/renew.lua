@@ -34,11 +34,10 @@ local function restore(id, attempt, served, ticket)
     return 'unknown'
   end
   if redis.call('ZSCORE', key.buried, id) then return 'unknown' end
-  local r = {
-    id = id, owner = news.caller, attempt = attempt, flow = flow, band = band, weight = weight, cost = cost,
-    workload = workload_id, criticality = criticality, model = model, arrived = now_us, deadline_ms = 0,
-    endpoints = endpoint, state = 'placed', limit = limit, taken = cost, tag = -1,
-  }
+  local r = record.new(id)
+  r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
+    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'placed', news.caller, attempt, flow, band, weight, cost,
+    workload_id, criticality, model, now_us, 0, endpoint, limit, cost, -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then

@@ -91,6 +91,7 @@ end
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
 local function age_tags(band)
   local v = pool[V[band]]
+  send(key.finish[band])
   if pool.queued == 0 and pool.stock == 0 then
     local top = redis.call('ZRANGE', key.finish[band], -1, -1, 'WITHSCORES')
     if top[2] then v = math.max(v, tonumber(top[2])) end
@@ -135,11 +136,11 @@ local function sweep(args)
   end
   if forget_buried() then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
-    if queue.relax(LIGHT) then more = true else pool.pressed = 0 end
+    if victims.relax(LIGHT) then more = true else pool.pressed = 0 end
   end
   if fresh then
     endpoints.lapse(DOWN_MS)
-    queue.complete_victims(LIGHT)
+    victims.complete(LIGHT)
     measure_rate(swept_ms, tonumber(state[7] or 0))
     redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
   end

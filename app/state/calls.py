@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from app.errors import StateUnavailable
 
 Reply = Any
+Argument = str | int | float | bytes
 HEAD = 4  # born, news, attempts, served: what every batched script's reply begins with
 
 
@@ -24,7 +25,7 @@ class Item:
     """One thing asked, and the future that brings its answer. A `lasting` one outlives a lost connection;
     `tried` says that it was on its way when one broke."""
 
-    args: tuple[str | int | float, ...]
+    args: tuple[Argument, ...]
     answer: asyncio.Future[Reply]
     lasting: bool
     tried: bool = False

@@ -23,7 +23,7 @@ import hiredis
 
 from app.errors import StateUnavailable
 from app.state import cancelling
-from app.state.calls import Call, CallMetrics, Item, Reply
+from app.state.calls import Argument, Call, CallMetrics, Item, Reply
 from app.state.message import Message
 from app.state.pending import Pending
 from app.state.primary import NOT_PRIMARY, connections
@@ -89,12 +89,12 @@ class Link:
         """Why Redis cannot be reached at the moment; None while it answers."""
         return self._fault or None
 
-    def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
+    def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
         return self._pending.unsent(name)
 
     def submit(
-        self, name: str, args: tuple[str | int | float, ...], *, lasting: bool = False
+        self, name: str, args: tuple[Argument, ...], *, lasting: bool = False
     ) -> asyncio.Future[Reply]:
         """Add one item to the next batch of script `name`; the future brings its reply.
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from app.state.calls import Call, Item
+from app.state.calls import Argument, Call, Item
 from app.state.scripts import NAMES
 
 MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
@@ -23,7 +23,7 @@ class Pending:
     def __bool__(self) -> bool:
         return bool(self.single) or any(self.batched.values())
 
-    def unsent(self, name: str) -> list[tuple[str | int | float, ...]]:
+    def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
         return [item.args for item in self.batched[name] if not item.tried]
 

@@ -3,8 +3,8 @@
 A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in once,
 before what needs it. The whole is one chunk, so pieces are plain locals, which Redis defines once when the
 library is loaded rather than at every call. Each file of `lua/` defines one local function of its own name,
-which becomes a function of the library. Names end in the library's own hash, so replicas of two versions
-never run each other's code.
+which becomes a function of the library, and is a block of its own: a chunk may have 200 locals. Names end in
+the library's own hash, so replicas of two versions never run each other's code.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ NAMES = (
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
-_REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return %s(args) end)"
+_REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return finish(%s(args)) end)"
 _REGISTER_READING = (  # these run on a Redis that takes no writes, too
     "redis.register_function{function_name='%s', flags={'no-writes'},\n"
-    "  callback=function(keys, args) begin(keys[1]) return %s(args) end}"
+    "  callback=function(keys, args) begin(keys[1]) return finish(%s(args)) end}"
 )
 
 
@@ -50,26 +50,26 @@ def load_library(clock: str | None = None) -> Library:
     pieces: list[str] = []
     seen: set[str] = set()
     for name in NAMES:
-        _collect(f"{name}.lua", pieces, seen, clock)
+        text = (_SOURCES / f"{name}.lua").read_text(encoding="utf-8")
+        _include(text, pieces, seen, clock)
+        reads = name == "state" or name.startswith("view_")
+        register = (_REGISTER_READING if reads else _REGISTER) % (f"{name}_VERSION", name)
+        pieces.append(f"do\n{text}{register}\nend")
     body = "\n".join(pieces)
     version = hashlib.sha1(body.encode()).hexdigest()[:8]
-    registered = [
-        (_REGISTER_READING if name == "state" or name.startswith("view_") else _REGISTER)
-        % (f"{name}_{version}", name)
-        for name in NAMES
-    ]
-    return Library("\n".join([f"#!lua name=picker_{version}", body, *registered, ""]), version)
+    body = body.replace("_VERSION'", f"_{version}'")
+    return Library(f"#!lua name=picker_{version}\n{body}\n", version)
 
 
-def _collect(file: str, pieces: list[str], seen: set[str], clock: str | None) -> None:
-    if file in seen:
-        return
-    seen.add(file)
-    text = (_SOURCES / file).read_text(encoding="utf-8")
-    for names in _INCLUDE.findall(text):
-        for name in names.split():
-            _collect(f"lib/{name}.lua", pieces, seen, clock)
-    pieces.append(clock if clock is not None and file == "lib/clock.lua" else text)
+def _include(text: str, pieces: list[str], seen: set[str], clock: str | None) -> None:
+    """Add what `text` includes and has not been added yet."""
+    for name in (name for names in _INCLUDE.findall(text) for name in names.split()):
+        if name in seen:
+            continue
+        seen.add(name)
+        piece = (_SOURCES / "lib" / f"{name}.lua").read_text(encoding="utf-8")
+        _include(piece, pieces, seen, clock)
+        pieces.append(clock if clock is not None and name == "clock" else piece)
 
 
 def write_library(folder: Path) -> None:

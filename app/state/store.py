@@ -11,7 +11,8 @@ from typing import Any
 
 from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
-from app.state.calls import CallMetrics
+from app.state.arrival import arrival
+from app.state.calls import Argument, CallMetrics
 from app.state.keys import Keys
 from app.state.link import Link
 from app.state.reads import Reads
@@ -126,7 +127,7 @@ class Store:
         """Event-loop time since when the oldest unanswered decision waits; None: none does."""
         return next(iter(self._asked.values()), None)
 
-    async def _decide(self, name: str, args: tuple[str | int | float, ...]) -> str:
+    async def _decide(self, name: str, args: tuple[Argument, ...]) -> str:
         number = next(self._decisions)
         self._asked[number] = self._clock()
         try:
@@ -141,26 +142,7 @@ class Store:
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
         """
-        workload = request.workload
-        reply = await self._decide(
-            "admit",
-            (
-                request.id,
-                attempt,
-                request.flow,
-                int(request.band),
-                request.weight,
-                request.cost,
-                int(request.ttl_s * 1000),
-                int(age_s * 1000),
-                workload.id if workload.registered else "",
-                workload.criticality,
-                request.model,
-                candidates,
-                request.limit,
-                int(request.learn),
-            ),
-        )
+        reply = await self._decide("admit", (arrival(request, attempt, candidates, age_s),))
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
             self._on_adopted()

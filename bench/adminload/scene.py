@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from app.fleet.ports import LOOPBACK
+from app.state.arrival import pack
 from bench.lifecycle.server import Server
 
 POOL = "bench"
@@ -131,17 +132,16 @@ class Filler:
             await asyncio.sleep(1.0)
 
     def _admit(self, count: int, flows: int, workloads: int, cost: int = _COST_TOKENS) -> list[bytes]:
-        args: list[Any] = []
+        args: list[bytes] = []
         replies: list[bytes] = []
         for _ in range(count):
             self._made += 1
             id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
             flow = f"tenant-{self._made % flows}"
             workload = f"workload-{self._made % workloads}"
-            args += [id, 1, flow, 2, 1, cost, _TTL_MS, 0, workload, 3, "llama", "*", 0, 0]
-        size = 14 * _BATCH
-        for at in range(0, len(args), size):
-            replies += self._call("admit", _FILLER, *args[at : at + size])[4:]
+            args.append(pack((id, "1", flow, workload, "llama", "*"), (2, 1, cost, _TTL_MS, 0, 3, 0, 0)))
+        for at in range(0, len(args), _BATCH):
+            replies += self._call("admit", _FILLER, *args[at : at + _BATCH])[4:]
         return replies
 
     def _expect(self, replies: list[bytes], what: bytes) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import hiredis
 
+from app.state.arrival import pack
 from bench.lifecycle.server import Server
 
 BATCH = 16  # requests a call
@@ -125,7 +126,7 @@ class Lives:
                 id = f"{self._random.getrandbits(64):016x}-{self._born:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
-                args += [id, 1, flow, band, 1, 1, ttl_ms, 0, workload, 3, "llama", "*", 0, 0]
+                args.append(pack((id, "1", flow, workload, "llama", "*"), (band, 1, 1, ttl_ms, 0, 3, 0, 0)))
                 ids.append(id)
             replies = self._call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]

@@ -51,6 +51,8 @@ def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = F
     kinds: list[dict[str, dict[bytes, float]]] = []
     for round in ("record", "play"):
         state = Lives(server, size, seed)
+        filling_us = server.slow_us()
+        server.forget_slow()  # it holds what was asked, which is no part of what is stored
         bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
         registry_each = state.registry_bytes() / size.queued
         state.live(warm_up)
@@ -60,7 +62,7 @@ def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = F
             state.tape = None
         else:
             cpu_us = _play(server, tape) if size.ordering == "fcfs" else _live(server, state, lives)
-        slow.append(server.slow_us())
+        slow.append(filling_us | server.slow_us())
         kinds.append(_kept_up(state) if kept_up else {})
     upkeep_us = {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
     return Life(cpu_us / lives, bytes_each, registry_each, _longest(*slow), upkeep_us)
@@ -85,8 +87,17 @@ def _longest(first: dict[bytes, float], second: dict[bytes, float]) -> float:
     return max((min(us, second[call]) for call, us in first.items() if call in second), default=0.0)
 
 
-def floor_us(server: Server, calls: int) -> float:
-    """What `redis-benchmark` finds one call of the floor to take, in microseconds: one by its rate.
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """One call of the floor, in microseconds: of the server's CPU, and by the clock (one by the rate that
+    `redis-benchmark` finds). They are alike where nothing else runs; what else runs is in the second, too."""
+
+    us: float
+    clock_us: float
+
+
+def floor(server: Server, calls: int) -> Floor:
+    """The floor while `redis-benchmark` asks for it as fast as it can.
 
     RuntimeError if the program is missing (Debian: redis-tools) or fails.
     """
@@ -95,14 +106,16 @@ def floor_us(server: Server, calls: int) -> float:
         raise RuntimeError("redis-benchmark is not installed")
     server.forget()
     sha = server.client.script_load(_THREE_WRITES)
+    before = server.cpu_us()
     said = subprocess.run(
         [program, "-p", str(server.port), "-n", str(calls), "-r", "1000000", "--csv",
          "EVALSHA", sha, "2", "{bench}z", "{bench}h", "1", "member-__rand_int__"],
         capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
     )  # fmt: skip
+    cpu_us = server.cpu_us() - before
     try:
         *_, row = csv.reader(said.stdout.splitlines())
-        return 1e6 / float(row[1])
+        return Floor(cpu_us / calls, 1e6 / float(row[1]))
     except (ValueError, IndexError, ZeroDivisionError):
         raise RuntimeError(f"redis-benchmark failed: {said.stderr or said.stdout}") from None
 

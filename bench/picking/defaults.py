@@ -13,6 +13,7 @@ from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Scheduler
 from app.scraping.board import Reading
 from app.scraping.metrics import EndpointMetrics
+from app.state.arrival import pack
 from bench.lifecycle.life import SETTINGS
 from bench.lifecycle.server import Server, server
 from bench.picking.cases import Step
@@ -106,9 +107,8 @@ def _lives_us(it: Server, candidates: str, requests: int, number: int) -> float:
             "admit",
             "r",
             *(
-                word
+                pack((one, "1", "llama", "", "llama", candidates), (1, 1, 1, _NEVER_MS, 0, 3, 0, 0))
                 for one in ids
-                for word in (one, 1, "llama", 1, 1, 1, _NEVER_MS, 0, "", 3, "llama", candidates, 0, 0)
             ),
         )
         if not all(reply.startswith(b"placed") for reply in replies[4:]):

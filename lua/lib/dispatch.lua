@@ -61,6 +61,11 @@ local function dispatch()
   live = {}
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
+  local room = math.min(pool.queued, math.ceil(pool.lower - pool.stock), DISPATCH_LIMIT)
+  if room > 0 and settings.paused ~= 1 then
+    -- As many as have ended are likely to fit; who costs more or less makes it a guess.
+    queue.look_ahead(math.min(room, pool.ended - pool.ended_before))
+  end
   while settings.paused ~= 1 and pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
     local id, tag, by, band, lane
     if pool.overdue > 0 and settings.guard_share > 0 and pool.credit >= GUARD_CREDIT then
@@ -120,16 +125,25 @@ local function column(args, size, n)
   end
   return found
 end
+local under_way = false -- also after a call that failed
 local function begin(pool_key)
+  use_builtins()
+  local failed = under_way
+  under_way = true
   use_keys(pool_key)
   forget_writes()
   forget_records()
-  forget_workloads()
+  forget_workloads(failed)
   forget_endpoints()
   forget_lengths()
+  forget_fronts()
   forget_news('')
   forget_log()
   timed = false
   read_clock()
-  read_pool()
+  read_pool(failed)
+end
+local function finish(reply)
+  under_way = false
+  return reply
 end

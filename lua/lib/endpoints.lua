@@ -97,9 +97,8 @@ local function below_limit(r, among)
   end
   return free, true
 end
--- What an endpoint has against it: its load, or what its score lacks once live load has its part of it.
+-- What an endpoint has against it, where scores are known: what its score lacks once live load has its part.
 local function burden_of(among, scores)
-  if not scores then return load_of end
   local most = 1
   for _, address in ipairs(among) do
     local load = load_of(address)
@@ -120,7 +119,10 @@ local function load_text(load)
   return text
 end
 local function loads_seen(named, among, best)
-  if not named then return table.concat(best, ',') end
+  if not named then
+    for i = 1, #best do told[i] = load_text(best[i]) end
+    return table.concat(told, ',', 1, #best)
+  end
   local free
   if among ~= named then
     free = {}
@@ -149,13 +151,14 @@ function endpoints.pick(r, candidates, turn, picks)
   end
   local limited = false
   if r.limit > 0 then among, limited = below_limit(r, among) end
-  local burden_on = burden_of(among, scores)
+  local burden_on = scores and burden_of(among, scores) -- without scores, its load
   -- Insertion into the few best so far; a later equal stays behind.
   local best, burdens, kept, count = {}, {}, 0, #among
   for i = 0, count - 1 do
     local address = among[(i + turn) % count + 1]
-    local burden = burden_on(address)
-    if (kept < want or burden < burdens[kept]) and is_pickable(load_of(address)) then
+    local load = loads[address] or load_of(address)
+    local burden = burden_on and burden_on(address) or load
+    if (kept < want or burden < burdens[kept]) and load >= 0 and load < UNPICKABLE then
       if kept < want then kept = kept + 1 end
       local at = kept
       while at > 1 and burden < burdens[at - 1] do

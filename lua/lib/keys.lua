@@ -1,3 +1,4 @@
+-- include: builtins
 -- Every key of the pool, derived from the one declared: keys[1] = epp:{POOL}:pool. All carry the hash
 -- tag {POOL}, so a Cluster keeps them in one slot and each call is legal there. B is a band (0 to 2), L a
 -- lane: what a band orders, the flow's name or, under `fairness: none`, '' for the whole band.

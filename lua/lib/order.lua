@@ -1,4 +1,4 @@
--- include: record workloads
+-- include: record workloads ahead
 -- Which request of a lane is served first. Every queued one stands in queue:B:L by arrival, which is the
 -- order fcfs; edf and workload-aware keep an index beside it.
 --
@@ -41,7 +41,9 @@ local function head_of_line(r, lane)
 end
 function order.insert(r, lane)
   if settings.ordering == 'edf' then
-    redis.call('ZADD', key.edf(r.band, lane), r.deadline_ms * 1000 + r.arrived % 1000, r.id)
+    local edf = key.edf(r.band, lane)
+    ahead.forget(edf)
+    later('ZADD', edf, r.deadline_ms * 1000 + r.arrived % 1000, r.id)
   elseif settings.ordering == 'workload-aware' then
     if r.workload == '' then return file(r, lane) end
     local line = key.line(r.band, lane, r.workload)
@@ -52,7 +54,7 @@ function order.insert(r, lane)
   end
 end
 function order.remove(r, lane)
-  if settings.ordering == 'edf' or pool.refiling == 1 then redis.call('ZREM', key.edf(r.band, lane), r.id) end
+  if settings.ordering == 'edf' or pool.refiling == 1 then ahead.leave(key.edf(r.band, lane), r.id) end
   if settings.ordering == 'workload-aware' or pool.refiling == 1 then
     local was_head = unfile(r, lane)
     if r.workload ~= '' then
@@ -62,10 +64,12 @@ function order.remove(r, lane)
     end
   end
 end
+-- The sorted set whose first is served next, but for `workload-aware`.
+function order.index(band, lane) return (settings.ordering == 'edf' and key.edf or key.queue)(band, lane) end
 -- The id that the lane serves next.
 function order.head(band, lane)
   if settings.ordering == 'edf' then
-    local id = redis.call('ZRANGE', key.edf(band, lane), 0, 0)[1]
+    local id = ahead.member(key.edf(band, lane))
     if id then return id end
   elseif settings.ordering == 'workload-aware' then
     while true do
@@ -84,7 +88,7 @@ function order.head(band, lane)
     end
   end
   -- Also while a change of order has not reached this lane yet.
-  return redis.call('ZRANGE', key.queue(band, lane), 0, 0)[1]
+  return ahead.member(key.queue(band, lane))
 end
 -- The sweep's walk has come by: rates slide without arrivals too.
 function order.refresh(r, lane)

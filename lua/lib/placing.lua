@@ -35,6 +35,6 @@ local function place_granted(r, candidates, turn, picks)
   queue.charge_band(r, -r.cost)
   record.write(r)
   log('requeued', r, tag)
-  if redis.call('ZSCORE', key.flows[r.band], lane) then queue.park(r.band, lane, tag) end
+  if redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane) then queue.park(r.band, lane, tag) end
   return 'queued ' .. (r.deadline_ms - now_ms)
 end

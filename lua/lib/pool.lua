@@ -12,7 +12,7 @@ local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
 local V = {[0] = 'v:0', 'v:1', 'v:2'}
 local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
-local counters_text -- as they were read
+local counters_text -- as they were last read or saved
 local COUNTERS_FORMAT -- made at the first call: a library being loaded has no `string`
 local settings, settings_text -- of the last call; a library outlives its calls
 local NO_SETTINGS = {
@@ -24,14 +24,17 @@ local function whole(text)
   local missing = 8 * #COUNTERS - #text
   return missing > 0 and text .. string.rep('\0', missing) or text
 end
-local function read_pool()
+local function read_pool(failed)
   COUNTERS_FORMAT = COUNTERS_FORMAT or string.rep('d', #COUNTERS)
   local v = redis.call('HMGET', key.pool, 'counters', 'settings')
   -- Settings come with publish: without them nothing may be admitted.
   pool.known = v[1] and true or false
-  counters_text = v[1]
-  local numbers = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
-  for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+  if failed or not v[1] or v[1] ~= counters_text then
+    local numbers = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
+    for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+    counters_text = v[1]
+  end
+  pool.ended_before = pool.ended
   if not v[2] then
     settings, settings_text = NO_SETTINGS, nil
   elseif v[2] ~= settings_text then
@@ -43,7 +46,9 @@ function pool.save()
   local numbers = {}
   for i = 1, #COUNTERS do numbers[i] = pool[COUNTERS[i]] end
   local text = struct.pack(COUNTERS_FORMAT, unpack(numbers))
-  if text ~= counters_text then redis.call('HSET', key.pool, 'counters', text) end
+  if text == counters_text then return end
+  redis.call('HSET', key.pool, 'counters', text)
+  counters_text = text
 end
 -- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.
 local RESIDUE = 1e-6

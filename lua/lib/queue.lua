@@ -1,4 +1,4 @@
--- include: order log
+-- include: order log victims
 -- The queue: bands, in each band lanes ordered by start tag, in each lane requests by the ordering.
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; several servers: Jin, Chase, Kaur, SFQ(D), 2004):
 -- a lane that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share.
@@ -14,9 +14,9 @@ function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
 -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
 local function standing_lane(r)
   local lane = queue.lane(r)
-  if pool.refiling == 0 or redis.call('ZSCORE', key.queue(r.band, lane), r.id) then return lane end
+  if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(key.queue(r.band, lane)), r.id) then return lane end
   local other = lane == '' and r.flow or ''
-  return redis.call('ZSCORE', key.queue(r.band, other), r.id) and other or lane
+  return redis.call('ZSCORE', ahead.anew(key.queue(r.band, other)), r.id) and other or lane
 end
 local lengths = {} -- of lanes, by the key of their requests, as this call knows them
 local function forget_lengths() lengths = {} end
@@ -24,6 +24,7 @@ function queue.length(band, lane)
   local requests = key.queue(band, lane)
   local length = lengths[requests]
   if not length then
+    send(requests)
     length = redis.call('ZCARD', requests)
     lengths[requests] = length
   end
@@ -48,120 +49,65 @@ local NEWCOMERS = 100
 local function start_tag(r, finish)
   local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
   if finish > v then return finish end
-  local ahead = math.max(pool[new], v)
-  if ahead - v >= NEWCOMERS * share then return v + share end
-  pool[new] = ahead + share
+  local reached = math.max(pool[new], v)
+  if reached - v >= NEWCOMERS * share then return v + share end
+  pool[new] = reached + share
   return v
 end
 -- A lane takes its place in the order. A band that had none to serve has no claim to the turns it missed.
 local function join(band, lane, tag)
-  if redis.call('ZCARD', key.flows[band]) == 0 then
-    pool[BAND_TAG[band]] = math.max(pool[BAND_TAG[band]], pool.bv)
-  end
-  redis.call('ZADD', key.flows[band], tag, lane)
-end
--- Who gives way where the queue is full: `victims` has every backlogged lane below Critical by when it was last
--- preempted, kept as lanes come and go, so that no call ever has to put it together. Lanes that have drained
--- since are remembered in `preempted`, while there is pressure.
-local function expose(band, lane)
-  local last = pool.pressed == 1 and redis.call('ZSCORE', key.preempted[band], lane)
-  if last then redis.call('ZREM', key.preempted[band], lane) end
-  later('ZADD', key.victims[band], last or 0, lane)
-end
-local function shield(band, lane)
-  if pool.pressed == 1 then
-    send(key.victims[band])
-    local last = redis.call('ZSCORE', key.victims[band], lane)
-    if tonumber(last or 0) > 0 then redis.call('ZADD', key.preempted[band], last, lane) end
-  end
-  later('ZREM', key.victims[band], lane)
-end
--- The lane to be preempted next, and its newest request; nil if there is none.
-local VICTIMS_LOOKED_AT = 16
-function queue.victim(band)
-  send(key.victims[band])
-  -- A version that does not keep the order leaves lanes in it that have drained, and out of it others.
-  for _ = 1, VICTIMS_LOOKED_AT do
-    local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
-      or redis.call('ZRANGE', key.flows[band], 0, 0)[1]
-    if not lane then return nil end
-    local newest = redis.call('ZRANGE', key.queue(band, lane), -1, -1)[1]
-    if newest then return lane, newest end
-    redis.call('ZREM', key.victims[band], lane)
-  end
-end
--- The sweep's part: when the pressure has ended so does the memory of who was preempted, `most` lanes of a band
--- a call. Returns whether there may be more.
-function queue.relax(most)
-  local more = false
-  for band = 1, 2 do
-    local victims, lanes = key.victims[band], {}
-    send(victims)
-    for _, lane in ipairs(redis.call('ZRANGEBYSCORE', victims, '(0', '+inf', 'LIMIT', 0, most)) do
-      lanes[#lanes + 1] = 0
-      lanes[#lanes + 1] = lane
-    end
-    if #lanes > 0 then redis.call('ZADD', victims, unpack(lanes)) end
-    local idle = redis.call('ZREMRANGEBYRANK', key.preempted[band], 0, most - 1)
-    more = more or #lanes == 2 * most or idle == most
-  end
-  return more
-end
--- Lanes that a version without this order has filled come into it, `most` a call; in one version none are missing.
-function queue.complete_victims(most)
-  for band = 1, 2 do
-    local victims, flows, lanes = key.victims[band], key.flows[band], {}
-    send(victims)
-    if redis.call('ZCARD', victims) < redis.call('ZCARD', flows) then
-      for _, lane in ipairs(redis.call('ZRANDMEMBER', flows, most)) do
-        lanes[#lanes + 1] = 0
-        lanes[#lanes + 1] = lane
-      end
-      redis.call('ZADD', victims, 'NX', unpack(lanes))
-    end
-    if pool[QUEUED[band]] == 0 then redis.call('UNLINK', victims) end
-  end
+  local flows, name = key.flows[band], BAND_TAG[band]
+  if pool[name] < pool.bv and redis.call('ZCARD', ahead.anew(flows)) == 0 then pool[name] = pool.bv end
+  ahead.forget(flows)
+  later('ZADD', flows, tag, lane)
 end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
--- written by the caller. A call may have failed halfway through this, and is repeated then: so what can fail for
--- this request alone comes first, and what is there already counts once. So it is with taking one out.
+-- written by the caller. Writes are put off to the end of the call, so that one which fails halfway, and is then
+-- repeated, has left nothing of it; what may be left all the same is dropped at its turn (`drop_stray`).
 function queue.insert(r)
   local band, lane = r.band, queue.lane(r)
   local length, requests = queue.length(band, lane)
+  ahead.forget(requests)
+  later('ZADD', requests, r.arrived, r.id)
+  lengths[requests] = length + 1
   known_records[r.id] = r
   order.insert(r, lane)
-  lengths[requests] = length + redis.call('ZADD', requests, r.arrived, r.id)
   r.due_ms = queue.due_ms(r)
   later('ZADD', key.timers, r.due_ms, r.id)
   grow(r, 1)
   if length > 0 then return nil end
+  send(key.finish[band])
   local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
   join(band, lane, tag)
-  if band > 0 then expose(band, lane) end
+  if band > 0 then victims.expose(band, lane) end
   return tag
 end
 local function retire(band, lane, tag)
-  redis.call('ZREM', key.flows[band], lane)
-  redis.call('ZADD', key.finish[band], tag, lane)
-  if band > 0 then shield(band, lane) end
+  ahead.move(key.flows[band], lane)
+  later('ZADD', key.finish[band], tag, lane)
+  if band > 0 then victims.shield(band, lane) end
 end
 -- Take r off everything that orders it. Returns its lane, and whether that is now empty.
 local function unqueue(r)
   local lane = standing_lane(r)
-  local length, requests = queue.length(r.band, lane)
-  local left = length - redis.call('ZREM', requests, r.id)
-  lengths[requests] = left
+  local requests = key.queue(r.band, lane)
+  local emptied, left = ahead.leave(requests, r.id), lengths[requests]
+  if left then
+    lengths[requests], emptied = left - 1, left == 1
+  elseif emptied == nil then
+    emptied = queue.length(r.band, lane) == 0
+  end
   order.remove(r, lane)
   later('ZREM', key.timers, r.id)
   if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, r.id) end
   grow(r, -1)
-  return lane, left == 0
+  return lane, emptied
 end
 -- Take r out without serving it: its lane's tag stays as it is.
 function queue.remove(r)
   local lane, emptied = unqueue(r)
   if not emptied then return end
-  local tag = redis.call('ZSCORE', key.flows[r.band], lane)
+  local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane)
   if not tag then
     tag = redis.call('ZSCORE', key.parked[r.band], lane)
     redis.call('ZREM', key.parked[r.band], lane)
@@ -170,9 +116,11 @@ function queue.remove(r)
 end
 -- Take out an id that no queued request has: a call that put it there has failed, and was not repeated.
 function queue.drop_stray(id, band, lane, tag)
-  local requests = key.queue(band, lane)
+  local requests = ahead.anew(key.queue(band, lane))
   redis.call('ZREM', requests, id)
-  for _, index in ipairs({key.edf, key.growing, key.static}) do redis.call('ZREM', index(band, lane), id) end
+  for _, index in ipairs({key.edf, key.growing, key.static}) do
+    redis.call('ZREM', ahead.anew(index(band, lane)), id)
+  end
   lengths[requests] = redis.call('ZCARD', requests)
   if lengths[requests] == 0 then retire(band, lane, tag) end
 end
@@ -185,7 +133,7 @@ function queue.serve(r, tag, by)
   if emptied then
     retire(r.band, lane, tag + share)
   else
-    redis.call('ZADD', key.flows[r.band], tag + share, lane)
+    ahead.move(key.flows[r.band], lane, tag + share)
   end
   if settings.band_policy == 'weighted' then
     if by == 'turn' then pool.bv = math.max(pool.bv, pool[BAND_TAG[r.band]]) end
@@ -197,6 +145,7 @@ end
 -- Returns the lane's tag after it.
 function queue.correct(r, lane, change, floor)
   for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
+    ahead.anew(place)
     if redis.call('ZSCORE', place, lane) then return tonumber(redis.call('ZINCRBY', place, change, lane)) end
   end
   redis.call('ZADD', key.finish[r.band], floor + change, lane)
@@ -210,7 +159,7 @@ function queue.charge_band(r, cost)
 end
 -- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
 function queue.park(band, lane, tag)
-  redis.call('ZREM', key.flows[band], lane)
+  ahead.move(key.flows[band], lane)
   redis.call('ZADD', key.parked[band], tag, lane)
   log_lane('parked', band, lane, tag)
 end
@@ -252,14 +201,30 @@ local function bands_in_turn()
   end)
   return bands
 end
+-- Read what up to `count` turns are likely to need: the lanes whose turn is near, and the records of those who are
+-- then served if each lane has its part of the turns.
+function queue.look_ahead(count)
+  ahead.expect(count)
+  if count < 2 or settings.ordering == 'workload-aware' then return end
+  local bands, at = bands_in_turn(), 1
+  while pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
+  local band, ids = bands[at], {}
+  local lanes = ahead.front(key.flows[band])
+  local each, odd = math.floor(2 * count / #lanes), 2 * count % #lanes
+  for i = 1, #lanes, 2 do
+    local part = i < odd and each + 1 or each
+    ahead.members(order.index(band, lanes[i]), part, ids)
+  end
+  record.prefetch(ids)
+end
 -- Whose turn it is: an id, its lane's start tag, its band and lane; nil when nobody can be served.
 function queue.turn()
   local bands = bands_in_turn()
   for i = 1, #bands do
     local band = bands[i]
     if pool[QUEUED[band]] > 0 then
-      local lane = redis.call('ZRANGE', key.flows[band], 0, 0, 'WITHSCORES')
-      if lane[1] then return order.head(band, lane[1]), tonumber(lane[2]), band, lane[1] end
+      local lane, tag = ahead.scored(key.flows[band])
+      if lane then return order.head(band, lane), tag, band, lane end
     end
   end
 end
@@ -268,7 +233,7 @@ local GUARD_LOOKS_AT = 16
 function queue.most_overdue()
   for _, id in ipairs(redis.call('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
     local r = record.read(id)
-    local tag = redis.call('ZSCORE', key.flows[r.band], standing_lane(r))
+    local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), standing_lane(r))
     if tag then return id, tonumber(tag) end
   end
 end

@@ -5,13 +5,13 @@ local record = {}
 local RECORD = 'ssssBddsBsddsddd'
 local known_records = {}
 -- Tables of former calls, to be used again: a new one of this size is what a call would spend most on.
-local tables, used = {}, 0
+local record_tables, records_used = {}, 0
 function record.new(id)
-  used = used + 1
-  local r = tables[used]
+  records_used = records_used + 1
+  local r = record_tables[records_used]
   if not r then
     r = {}
-    tables[used] = r
+    record_tables[records_used] = r
   end
   r.id, r.due_ms = id, false
   return r
@@ -58,6 +58,6 @@ function record.drop(r)
 end
 local function forget_records()
   known_records = {}
-  if used > 1000 then tables = {} end
-  used = 0
+  if records_used > 1000 then record_tables = {} end
+  records_used = 0
 end

@@ -7,11 +7,26 @@
 local workloads = {}
 local WORKLOAD = 'ddddddddddddd'
 local known_workloads, changed_workloads = {}, {}
+-- Those of former calls, each with the `text` it was last read from or written as: where Redis still holds that, it
+-- need not be unpacked again. (Records would gain less, and take more than Redis needs for them.)
+local MOST_KEPT = 256
+local kept_workloads, kept_count = {}, 0
 local registered -- how many there are, once this call has had to ask
 local function parse_workload(id, text)
-  local w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  local w = kept_workloads[id]
+  if not w or w.text ~= text then
+    w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+    w.text = text
+  end
   known_workloads[id] = w
   return w
+end
+local function keep_workload(id, w)
+  if not kept_workloads[id] then
+    if kept_count == MOST_KEPT then kept_workloads, kept_count = {}, 0 end
+    kept_count = kept_count + 1
+  end
+  kept_workloads[id] = w
 end
 function workloads.prefetch(ids)
   if #ids == 0 then return end
@@ -91,6 +106,14 @@ function workloads.idle(text, idle_ms)
   return active == 0 and now_ms - last_ms > idle_ms
 end
 function workloads.save()
-  for id, w in pairs(changed_workloads) do later('HSET', key.workloads, id, struct.pack(WORKLOAD, unpack(w))) end
+  for id, w in pairs(changed_workloads) do
+    local text = struct.pack(WORKLOAD, unpack(w, 1, 13))
+    w.text = text
+    keep_workload(id, w)
+    later('HSET', key.workloads, id, text)
+  end
 end
-local function forget_workloads() known_workloads, changed_workloads, registered = {}, {}, nil end
+local function forget_workloads(failed)
+  known_workloads, changed_workloads, registered = {}, {}, nil
+  if failed then kept_workloads, kept_count = {}, 0 end
+end

@@ -3,23 +3,37 @@
 -- `redis.call`, for commands that take any number of `a` or `a, b`. Those of one key keep their order. Whoever
 -- reads such a key in the same call sends what waits for it first.
 local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
-local waiting, keys_waiting = {}, 0 -- key -> command and arguments, n of them; tables are used again
+local waiting = {} -- key -> command and arguments, n of them
+local tables, used = {}, 0 -- of this call and former ones: to fill one again costs less than to make it
+local function give(put_off)
+  local n = put_off.n
+  if n == 0 then return end
+  put_off.n = 0
+  local command, name = put_off.command, put_off.key
+  if n <= AT_MOST then return redis.call(command, name, unpack(put_off, 1, n)) end
+  for first = 1, n, AT_MOST do
+    redis.call(command, name, unpack(put_off, first, math.min(first + AT_MOST - 1, n)))
+  end
+end
 local function send(name)
   local put_off = waiting[name]
-  if not put_off or put_off.n == 0 then return end
-  redis.call(put_off.command, name, unpack(put_off, 1, put_off.n))
-  put_off.n = 0
+  if put_off then give(put_off) end
+end
+local function turn_to(command, name)
+  local put_off = waiting[name]
+  if put_off then
+    give(put_off)
+  else
+    used = used + 1
+    put_off = tables[used] or {}
+    tables[used], waiting[name] = put_off, put_off
+  end
+  put_off.command, put_off.key, put_off.n = command, name, 0
+  return put_off
 end
 local function later(command, name, a, b)
   local put_off = waiting[name]
-  if not put_off then
-    put_off = {command = command, n = 0}
-    waiting[name] = put_off
-    keys_waiting = keys_waiting + 1
-  elseif put_off.command ~= command or put_off.n >= AT_MOST then
-    send(name)
-    put_off.command = command
-  end
+  if not put_off or put_off.command ~= command then put_off = turn_to(command, name) end
   local n = put_off.n + 1
   put_off[n] = a
   if b then
@@ -29,9 +43,9 @@ local function later(command, name, a, b)
   put_off.n = n
 end
 local function send_all()
-  for name in pairs(waiting) do send(name) end
+  for i = 1, used do give(tables[i]) end
 end
 local function forget_writes()
-  if keys_waiting > 100 then waiting, keys_waiting = {}, 0 end
-  for _, put_off in pairs(waiting) do put_off.n = 0 end -- of a call that failed
+  if used > 100 then tables = {} end
+  waiting, used = {}, 0
 end

@@ -10,6 +10,7 @@ from fake_struct import with_struct
 from packed import counters, doubles
 from pool_model import Reply
 
+from app.state.arrival import pack
 from app.state.keys import Keys
 from app.state.scripts import load_library
 
@@ -124,7 +125,7 @@ def band_tags(packed: str | None) -> dict[str, float]:
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     """A call's arguments as the script takes them, from what the model takes."""
     if name == "admit":
-        return [caller, *(value for it in rest[0] for value in arrival_fields(it))]
+        return [caller, *map(packed_arrival, rest[0])]
     if name == "renew":
         return [caller, *(v for id, attempt, served, r in rest[0] for v in (id, attempt, served, ticket(r)))]
     if name in ("place", "settle", "cancel"):
@@ -144,11 +145,11 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     return [caller, *rest]
 
 
-def arrival_fields(it: Any) -> list[Any]:
-    return [
-        it.id, it.attempt, it.flow, it.band, it.weight, it.cost, it.ttl_ms, it.age_ms, it.workload,
-        it.criticality, it.model, it.candidates, it.limit, int(it.learn),
-    ]  # fmt: skip
+def packed_arrival(it: Any) -> bytes:
+    return pack(
+        (it.id, str(it.attempt), it.flow, it.workload, it.model, it.candidates),
+        (it.band, it.weight, it.cost, it.ttl_ms, it.age_ms, it.criticality, it.limit, it.learn),
+    )
 
 
 def ticket(r: Any) -> str:

@@ -6,6 +6,8 @@ import pytest
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
+from app.state.arrival import pack
+
 START_US = 1_000_000_000
 
 
@@ -17,8 +19,8 @@ def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: i
     side.call(START_US, "publish", ["b", "1", "1", settings, "e", '{"labels":{},"draining":false}'])
     side.call(START_US, "heartbeat", ["b", "{}", SILENCE_MS])
     for caller, request in (("b", "runs"), ("a", "waits")):
-        asked = [request, 1, "flow", 1, 1, 1, 60_000, 0, "", 3, "llama", "*", 0, 0]
-        side.call(START_US, "admit", [caller, *asked])
+        asked = pack((request, "1", "flow", "", "llama", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
+        side.call(START_US, "admit", [caller, asked])
     side.call(START_US, "heartbeat", ["a", "{}", SILENCE_MS])
     now_us = START_US + silent_ms * 1000
     # When a has been silent, to the millisecond

@@ -1,4 +1,5 @@
-"""Lua's `struct` for fakeredis, which lacks it: as much as the library uses, readable only by itself."""
+"""Lua's `struct` for fakeredis, which lacks it: as much as the library uses. What it packs only it can read;
+what comes packed from a replica ('<' in the format) it reads as everyone does."""
 
 from app.state.scripts import Library
 
@@ -11,7 +12,29 @@ function struct.pack(format, ...)
   end
   return table.concat(fields, '\31') .. '\31'
 end
+local function double(text, at)
+  local bytes = {string.byte(text, at, at + 7)}
+  local exponent, mantissa = bytes[8] % 128 * 16 + math.floor(bytes[7] / 16), bytes[7] % 16
+  for i = 6, 1, -1 do mantissa = mantissa * 256 + bytes[i] end
+  local value = exponent == 0 and 0 or (mantissa / 2 ^ 52 + 1) * 2 ^ (exponent - 1023)
+  return bytes[8] < 128 and value or -value
+end
+local function unpack_sent(format, text)
+  local values, at = {}, 1
+  for i = 2, #format do
+    if string.sub(format, i, i) == 's' then
+      local stop = string.find(text, '%z', at)
+      values[i - 1] = string.sub(text, at, stop - 1)
+      at = stop + 1
+    else
+      values[i - 1] = double(text, at)
+      at = at + 8
+    end
+  end
+  return unpack(values)
+end
 function struct.unpack(format, text)
+  if string.sub(format, 1, 1) == '<' then return unpack_sent(format, text) end
   local values, at = {}, 1
   for i = 1, #format do
     local stop = string.find(text, '\31', at, true)

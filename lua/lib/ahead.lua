@@ -1,0 +1,97 @@
+-- include: writes
+-- What dispatch takes from the front of sorted sets, read ahead: of a band's lanes, and of a lane's requests, as
+-- many as it may serve. What it changes is put off (lib/writes.lua). Whoever else reads such a set, or changes
+-- it in another way, asks `anew` for its key: what was put off is then written, and what was read is forgotten.
+local ahead = {}
+local expected = 1 -- how many may be served
+local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
+local function forget_fronts() expected, fronts = 1, {} end
+function ahead.expect(count) expected = count end
+function ahead.anew(name)
+  fronts[name] = nil
+  send(name)
+  return name
+end
+function ahead.forget(name) fronts[name] = nil end
+-- Of members that only ever leave: the first. One more than is asked for is read, to know whether it is the last.
+local function read_members(name, more)
+  send(name)
+  local front = redis.call('ZRANGE', name, 0, more)
+  front.at, front.whole = 1, #front <= more
+  fronts[name] = front
+  return front
+end
+function ahead.member(name)
+  local front = fronts[name]
+  if not front or not (front.whole or front[front.at]) then front = read_members(name, 1) end
+  return front[front.at]
+end
+-- The first `count`, at the end of `found`.
+function ahead.members(name, count, found)
+  local front, known = read_members(name, count), #found
+  for i = 1, math.min(count, #front) do found[known + i] = front[i] end
+end
+-- It leaves. Returns whether it was the last, if that is known.
+function ahead.leave(name, member)
+  later('ZREM', name, member)
+  local front = fronts[name]
+  if not front then return nil end
+  if front[front.at] ~= member then
+    fronts[name] = nil
+    return nil
+  end
+  front.at = front.at + 1
+  if front[front.at] then return false end
+  return front.whole or nil
+end
+-- Of members that come back with a higher score: the first, and its score. Those that have come back stand in
+-- `back` from `first` to `last`, their scores in `scores`; equals go by name, as in Redis.
+local function precedes(score, member, other_score, other)
+  return score < other_score or (score == other_score and member < other)
+end
+local function read_scored(name)
+  send(name)
+  local front = redis.call('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
+  local count = #front
+  for i = 2, count, 2 do front[i] = tonumber(front[i]) end
+  front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
+  front.back, front.scores, front.first, front.last = {}, {}, 1, 0
+  fronts[name] = front
+  return front
+end
+-- What was read: member, score, and so on.
+function ahead.front(name)
+  local front = fronts[name]
+  if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
+  return read_scored(name)
+end
+function ahead.scored(name)
+  local front = ahead.front(name)
+  local member, score = front[front.at], front[front.at + 1]
+  local other, other_score = front.back[front.first], front.scores[front.first]
+  if other and not (member and precedes(score, member, other_score, other)) then return other, other_score end
+  return member, score
+end
+-- The first comes back with `score`, or leaves: nil.
+function ahead.move(name, member, score)
+  if score then later('ZADD', name, score, member) else later('ZREM', name, member) end
+  local front = fronts[name]
+  if not front then return end
+  local back, scores = front.back, front.scores
+  if front[front.at] == member then
+    front.at = front.at + 2
+  elseif back[front.first] == member then
+    front.first = front.first + 1
+  else
+    fronts[name] = nil
+    return
+  end
+  if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
+  local i = front.last
+  while i >= front.first and precedes(score, member, scores[i], back[i]) do
+    back[i + 1], scores[i + 1] = back[i], scores[i]
+    i = i - 1
+  end
+  back[i + 1], scores[i + 1] = member, score
+  front.last = front.last + 1
+end
