@@ -1,9 +1,12 @@
 """`picker up`: a whole fleet of real parts, from its first line to its end."""
 
+import asyncio
+import json
 import signal
 import subprocess
 from typing import Any
 
+import h11
 import psutil
 import pytest
 
@@ -65,6 +68,53 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
     assert picked[0] == answer.headers["x-picker-served"] == answer.headers["x-served-by"]
     assert len(set(picked)) == 3
     assert set(picked) <= addresses
+
+
+async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool = False) -> tuple[int, Any]:
+    """Status and body of the answer to a prompt of `words`, whose request's body is written in `pieces`."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = json.dumps({"model": "llama", "prompt": "word " * words, "max_tokens": 2}).encode()
+    framing = ("content-length", str(len(body))) if sized else ("transfer-encoding", "chunked")
+    fields = [("host", "fleet"), ("content-type", "application/json"), framing]
+    client, size = h11.Connection(h11.CLIENT), -(-len(body) // pieces)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(30):
+        for event in (
+            h11.Request(method="POST", target="/v1/completions", headers=fields),
+            *(h11.Data(data=body[at : at + size]) for at in range(0, len(body), size)),
+            h11.EndOfMessage(headers=[("x-trailer", "yes")] if trailer else []),
+        ):
+            writer.write(client.send(event) or b"")
+            await writer.drain()
+            await asyncio.sleep(0.02)  # so that each piece is a message of its own to the picker
+        status, said = 0, b""
+        while not isinstance(event := client.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                client.receive_data(await reader.read(65_536))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                said += event.data
+    writer.close()
+    return status, json.loads(said)
+
+
+@pytest.mark.parametrize("words", [10, 20_000])
+async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int) -> None:
+    # When a request comes whole and in pieces, with its length and without, and with trailers
+    answers = [
+        await asked(any_mode.url, words, pieces, sized=sized, trailer=trailer)
+        for pieces, sized, trailer in (
+            (1, True, False),
+            (3, True, False),
+            (3, False, False),
+            (3, False, True),
+        )
+    ]
+    # Then each time the model server has read the same prompt
+    assert [status for status, _ in answers] == [200] * 4
+    assert len({said["usage"]["prompt_tokens"] for _, said in answers}) == 1
+    assert answers[0][1]["usage"]["prompt_tokens"] >= words
 
 
 async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:
