@@ -1,10 +1,10 @@
 """The floor that benchmarks measure against: a picker that picks a constant and knows nothing else.
 
 It speaks the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
-body in chunks); with `--terse` that of the real one for small bodies in `lean` (the body goes back with the
-headers' answer, once it is whole by its content-length). It takes and discards access logs, serves one fixed
-list of endpoints for the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen
-127.0.0.1:0 --endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
+body in chunks); with `--terse` that of the real one in `lean` (the body goes back with the headers' answer,
+once it is whole by its content-length). It takes and discards access logs, serves one fixed list of endpoints
+for the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen 127.0.0.1:0
+--endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class ConstantPicker:
 
 
 class TersePicker:
-    """As `ConstantPicker`, in as few messages as Envoy takes; for `lean`, and bodies of one chunk at most."""
+    """As `ConstantPicker`, in as few messages as Envoy takes; for `lean`."""
 
     def __init__(self, endpoints: list[str]) -> None:
         self._answers = itertools.cycle([_headers_answer(endpoint) for endpoint in endpoints])
@@ -226,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes any free one")
     parser.add_argument("--endpoint", action="append", required=True, help="ip:port; give it again for more")
-    parser.add_argument("--terse", action="store_true", help="for lean: one message for a small body")
+    parser.add_argument("--terse", action="store_true", help="for lean: one message an answer")
     args = parser.parse_args()
     uvloop.run(serve(args.listen, args.endpoint, args.terse))
 

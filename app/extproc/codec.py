@@ -24,6 +24,7 @@ PICKER = "picker"  # {id, ticket}: comes back in the access log
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
+WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what an Envoy buffers by default
 _RETRY_AFTER_S = 1
 _CONTINUE_AND_REPLACE = 1  # CommonResponse.ResponseStatus
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
@@ -105,7 +106,7 @@ def _overwrite(mutation: Any, key: str, value: str) -> None:
 def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
     """`answer`, which `placed` has made, with the request's whole body: Envoy needs nothing else.
 
-    Envoy buffers it whole, so that it should be small; it goes on as chunks, without a content-length.
+    Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
     """
     common = answer.request_headers.response
     common.status = _CONTINUE_AND_REPLACE

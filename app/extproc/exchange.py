@@ -217,7 +217,7 @@ class Exchange(Placing):
 
         In `lean` alone, where the Envoy is one that this project configures.
         """
-        return self._mode == "lean" and size_bytes <= codec.CHUNK_BYTES
+        return self._mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED

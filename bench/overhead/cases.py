@@ -54,7 +54,7 @@ class Case:
 class Rig:
     """Processes that stand side by side while `cases` are measured in turn.
 
-    In `lean` the first case has a second floor, `terse`, which answers in as few messages as the picker does.
+    In `lean` short answers have a second floor, `terse`, which takes as few messages as the picker does.
     `queued` adds a second picker whose bound is so low that nearly every request of the first case waits;
     `paced` compares the shortest with the longest answer to a small prompt at one pace.
     """
@@ -76,10 +76,12 @@ class Rig:
         return f"{self.mode}, {self.replicas} replica{'s' if self.replicas > 1 else ''}"
 
     def variants(self, case: Case) -> tuple[Variant, ...]:
-        compared: tuple[Variant, ...] = ("none", "constant", "picker")
-        if case is not self.cases[0]:
-            return compared
-        return (*compared, *(["terse"] if self.mode == "lean" else []), *(["queued"] if self.queued else []))
+        found: list[Variant] = ["none", "constant", "picker"]
+        if self.mode == "lean" and case.tokens == 1:
+            found.append("terse")
+        if self.queued and case is self.cases[0]:
+            found.append("queued")
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
     return status, json.loads(said)
 
 
-@pytest.mark.parametrize("words", [10, 20_000])
+@pytest.mark.parametrize("words", [10, 20_000, 150_000])
 async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int) -> None:
     # When a request comes whole and in pieces, with its length and without, and with trailers
     answers = [

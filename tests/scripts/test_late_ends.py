@@ -11,6 +11,7 @@ from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
 from app.config import parse
+from app.extproc.codec import WHOLE_BYTES
 from app.extproc.desk import Desk
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
@@ -18,7 +19,9 @@ from app.intake import Intake
 from app.request import Placement
 from app.telemetry.decisions import DecisionLines
 
-ASK = json.dumps({"model": "llama", "prompt": "x" * 62_000}).encode()  # a smaller one is answered at once
+ASK = json.dumps(
+    {"model": "llama", "prompt": "x" * WHOLE_BYTES}
+).encode()  # a smaller one is answered at once
 
 
 class Clock:
@@ -76,7 +79,7 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         clock.now_s = 20.0
         answers = await converse(exchange, body())
         # Then Envoy is told the place it had, which it had all the time; nothing was counted twice
-        assert parts(answers) == ["request_headers", "request_body", "request_body"]
+        assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not later.done()
         assert events_of(await it.log(), "upload-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
@@ -108,7 +111,7 @@ async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFl
         await until(lambda: _queued(it, "upload-1"))
         # Then it waits, as old as it is, before those who came later
         a.gate.settle(ended("first"))
-        assert parts(await told) == ["request_headers", "request_body", "request_body"]
+        assert parts(await told) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         a.gate.settle(ended("upload-1"))
         await second

@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from app.config import parse
 from app.errors import StartupError
+from app.extproc.codec import WHOLE_BYTES
 from app.extproc.server import Server
 from app.extproc.service import SERVICE, Service
 from app.extproc.uploads import STALLED_S, Uploads
@@ -103,14 +104,14 @@ async def until(holds: Callable[[], object]) -> None:
 
 async def test_lean_ends_the_stream_with_its_answer() -> None:
     async with replica() as fleet:
-        # Given a request in lean mode, when its 400 KB body has come in chunks
-        ask = json.dumps({"model": "m", "prompt": "x" * 400_000}).encode()
+        # Given a request in lean mode, when its 600 KB body has come in chunks
+        ask = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
         chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
         call = fleet.exchange()
-        said = await told(call, headers("lean"), *chunks, body(), answers=8)
+        said = await told(call, headers("lean"), *chunks, body(), answers=11)
 
         # Then it is answered whole, and the stream is over without Envoy's doing
-        assert parts(said) == ["request_headers"] + ["request_body"] * 7
+        assert parts(said) == ["request_headers"] + ["request_body"] * 10
         assert b"".join(chunk.body for chunk in echoed(said)) == ask
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
@@ -143,7 +144,7 @@ async def test_a_body_that_stands_still_is_refused_and_what_it_held_is_free(mode
     async with replica(stalled_s=0.3) as fleet:
         # Given two clients that vanish amid their upload: of one the half came, of the other all but its end
         # (in lean a large one, since a small one is answered before its end)
-        ask = ASK if mode == "standard" else ASK.ljust(70_000)
+        ask = ASK if mode == "standard" else ASK.ljust(WHOLE_BYTES + 1)
         whole = len(ask)
         half, endless = fleet.exchange(), fleet.exchange()
         await told(half, headers(mode, {"content-length": str(2 * whole)}), body(ask, ended=False), answers=0)
