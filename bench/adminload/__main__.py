@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,9 +23,11 @@ from bench.adminload.viewers import DASHBOARDS, Viewers, viewers
 from bench.lifecycle.server import Server, server
 from bench.overhead.processes import cpu_ns
 from bench.overhead.surroundings import look
+from bench.rig.ending import end
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _READY_S = 120.0
+_ENDS_S = 5.0
 _READ_MS = 50.0
 _SCRIPT_US = 5000
 _CALLS = 300
@@ -45,15 +47,17 @@ async def _reads(it: Server, fleet: Sequence[Bound], rounds: int) -> list[Row]:
     """Each call's median and longest time, one after the other, and the CPU of its replica and Valkey.
 
     The replicas are asked in turn; a row's CPU is that of all of them, what the dashboards take meanwhile
-    included.
+    included. Before each call a server is asked that has its answer ready: how long that takes at the longest
+    is the machine's and the client's part.
     """
-    rows = []
+    rows, floor_ms = [], []
     pids = [at.pid for at in fleet]
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(httpx.AsyncClient(base_url=at.admin, timeout=30, trust_env=False))
             for at in fleet
         ]
+        floor = await stack.enter_async_context(_constant())
         cursor = await _deep(clients[0])
         some = (await _json(clients[0], f"/api/v1/queue?limit=200&cursor={cursor}"))["requests"][0]
         for path in (
@@ -65,9 +69,8 @@ async def _reads(it: Server, fleet: Sequence[Bound], rounds: int) -> list[Row]:
             took_ms = []
             before = cpu_ns(pids), cpu_ns([it.pid])
             for each in range(rounds):
-                begun = time.perf_counter()
-                await _json(clients[each % len(clients)], f"/api/v1/{path}")
-                took_ms.append((time.perf_counter() - begun) * 1000)
+                floor_ms.append(await _timed_ms(floor, "/"))
+                took_ms.append(await _timed_ms(clients[each % len(clients)], f"/api/v1/{path}"))
             used = [
                 (after - start) / 1e6 / rounds
                 for after, start in zip((cpu_ns(pids), cpu_ns([it.pid])), before, strict=True)
@@ -84,7 +87,41 @@ async def _reads(it: Server, fleet: Sequence[Bound], rounds: int) -> list[Row]:
                 )
             )
             print(rows[-1], flush=True)
+    floor_ms.sort()
+    late = sum(took_ms > _READ_MS for took_ms in floor_ms)
+    rows.append(
+        Row(
+            f"floor: a server that has its answer ready, {len(floor_ms)} calls among these",
+            f"{median(floor_ms):.1f} ms, longest {floor_ms[-1]:.1f} ms; {late} longer than {_READ_MS:g} ms",
+            "",
+            True,
+        )
+    )
+    print(rows[-1], flush=True)
     return rows
+
+
+@contextlib.asynccontextmanager
+async def _constant() -> AsyncIterator[httpx.AsyncClient]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.adminload.constant"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_READY_S):
+            url = (await process.stdout.readline()).decode().strip()
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+            yield client
+    finally:
+        await end(process, _ENDS_S)
+
+
+async def _timed_ms(http: httpx.AsyncClient, path: str) -> float:
+    begun = time.perf_counter()
+    await _json(http, path)
+    return (time.perf_counter() - begun) * 1000
 
 
 async def _deep(http: httpx.AsyncClient) -> str:
