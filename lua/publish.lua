@@ -16,16 +16,20 @@ local function publish(args)
   local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
   for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
   endpoints.prefetch(addresses)
+  local known = redis.call('HGETALL', key.endpoints)
+  local former = {}
+  for i = 1, #known, 2 do former[known[i]] = known[i + 1] end
   for at = FIRST_ENDPOINT, #args, 2 do
     local address, about = args[at], args[at + 1]
-    local draining = cjson.decode(about).draining or marked[address]
+    local draining = endpoints.is_draining(about) or marked[address]
     wanted[address] = true
     if not draining then ready = ready + 1 end
-    later('HSET', key.endpoints, address, about)
+    if former[address] ~= about then later('HSET', key.endpoints, address, about) end
     endpoints.list(address, draining)
   end
   send(key.endpoints)
-  for _, address in ipairs(redis.call('HKEYS', key.endpoints)) do
+  for i = 1, #known, 2 do
+    local address = known[i]
     if not wanted[address] then
       redis.call('HDEL', key.endpoints, address)
       endpoints.forget_marks(address)

@@ -40,9 +40,21 @@ function endpoints.release(address)
 end
 -- An endpoint that is published; what it has in flight stays counted.
 function endpoints.list(address, draining)
-  local load = math.max(load_of(address), 0)
-  local count = load >= UNPICKABLE and load - UNPICKABLE or load
-  set_load(address, draining and count + UNPICKABLE or count)
+  local load = load_of(address)
+  local count = load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
+  local listed_load = draining and count + UNPICKABLE or count
+  if listed_load ~= load then set_load(address, listed_load) end
+end
+-- Whether it is to take nothing new, by what it is published with. Most are published with the same, again and again.
+local drains, drains_known = {}, 0
+function endpoints.is_draining(about)
+  local draining = drains[about]
+  if draining == nil then
+    if drains_known >= 1000 then drains, drains_known = {}, 0 end
+    draining = cjson.decode(about).draining == true
+    drains[about], drains_known = draining, drains_known + 1
+  end
+  return draining
 end
 -- One that is published no more: it takes nothing new, and is gone once its last request has ended.
 function endpoints.unlist(address)
@@ -193,7 +205,7 @@ function endpoints.mark(what, on, address)
   local after = endpoints.is_marked(address)
   if before == after then return true end
   redis.call('HINCRBY', key.pool, 'marks_version', 1)
-  if cjson.decode(about).draining then return true end
+  if endpoints.is_draining(about) then return true end
   set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
   pool.ready = pool.ready + (after and -1 or 1)
   pool.bound()
