@@ -3,10 +3,11 @@
 Which side it is on, and when it changes, is decided in `app.admission.crossing`.
 """
 
+import asyncio
 from typing import Any
 
 from app.admission import ticket
-from app.admission.crossing import Crossing, Mode
+from app.admission.crossing import WAKING_PAUSE_S, Crossing, Mode
 from app.admission.outbox import Placed
 from app.errors import StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
@@ -48,7 +49,9 @@ class SturdyGate(Crossing):
                 except StateUnavailable:
                     self._lose("a decision could not be had")
                     if self._mode is Mode.SHARED:
-                        raise  # nothing is known that could be gone by
+                        if not self._waking():
+                            raise  # nothing is known that could be gone by
+                        await asyncio.sleep(WAKING_PAUSE_S)
                     continue
                 self._gained += self._cost(request)
                 self._busy = True

@@ -1,13 +1,14 @@
 """The gate that goes on without the shared state: going over, working alone, coming back."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 from local_requests import ask
 from metrics_page import samples
 from scripted_store import until
-from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
+from sturdy_bench import BUDGET_S, E1, E2, PULSE, Bench, eventually, watched
 
 from app.admission import crossing
 from app.admission.crossing import Mode
@@ -117,6 +118,27 @@ async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_
 
 
 @pytest.mark.usefixtures("no_end_by_itself")
+async def test_given_a_process_that_stood_still_when_redis_seems_away_then_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crossing, "_SLEPT_S", 0.1)
+    monkeypatch.setattr(crossing, "_WAKING_S", 60.0)  # however slow the machine is
+    bench = Bench()
+    async with watched(bench):
+        await asyncio.sleep(3 * BUDGET_S)
+        # Given that nothing ran in it for a while, as between SIGSTOP and SIGCONT
+        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
+        # When its first question on waking has no answer
+        bench.store.away = True
+        asking = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+        await eventually(lambda: len(bench.store.ages_s) >= 3)
+        # Then it does not go by itself: it was away, not Redis
+        assert bench.gate.mode is Mode.SHARED
+        bench.store.away = False
+        assert (await asking).endpoints == (E1,)
+        assert bench.gate.mode is Mode.SHARED
+
+
 async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
     bench = Bench()
     bench.store.away = True
