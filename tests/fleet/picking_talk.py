@@ -9,7 +9,11 @@ from typing import Any
 import grpc
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    CommonResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from extproc_client import body, headers, response_body, response_headers, set_headers
 from picking_case import Ask
 
@@ -36,6 +40,7 @@ class Played:
     raw_ticket: str = ""
     content_length: str | None = None
     chunks: list[bytes] = field(default_factory=list)
+    whole: bool = False  # the body came with the headers' answer
     reply: bytes = b""
 
     @property
@@ -104,6 +109,10 @@ class Talk:
             answer = await self._call.read()
             assert answer is not grpc.aio.EOF, "the stream ended without an answer"
             played = self._read(answer)
+            if answer.request_headers.response.status == CommonResponse.CONTINUE_AND_REPLACE:
+                played.chunks.append(answer.request_headers.response.body_mutation.body)
+                played.whole = True
+                return played
             while played.status == 200 and self._has_body:
                 echo = (await self._call.read()).request_body.response.body_mutation.streamed_response
                 played.chunks.append(echo.body)

@@ -14,7 +14,7 @@ from picking_table import GROUPS, TABLE
 from picking_talk import Played
 from script_backends import url_of, valkey
 
-CHUNK_BYTES = 62_000
+CHUNK_BYTES, WHOLE_BYTES = 62_000, 512 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,9 @@ def _check(case: Case, played: Played) -> None:
 
 
 def _check_body(case: Case, played: Played) -> None:
-    """It goes on as it came but for the model, in chunks that Envoy takes, and its length is right."""
-    assert all(len(chunk) <= CHUNK_BYTES for chunk in played.chunks)
+    """It goes on as it came but for the model, in one piece or chunks that Envoy takes, its length right."""
+    assert played.whole == (case.ask.mode == "lean" and len(played.sent) <= WHOLE_BYTES)
+    assert played.whole or all(len(chunk) <= CHUNK_BYTES for chunk in played.chunks)
     if not case.want.model:
         assert played.sent == case.ask.raw
         assert played.content_length is None
