@@ -181,11 +181,11 @@ class Crossing:
             self._glance()
 
     def _waking(self) -> bool:
-        """Whether this process has just slept."""
+        """Whether this process has just slept, with the state shared; on its way back it has a purse to go by."""
         now_s = self._loop.time()
         if self._looked_s is not None and now_s - self._looked_s > _SLEPT_S:
             self._woke_s = now_s
-        return now_s - self._woke_s < _WAKING_S
+        return self._mode is Mode.SHARED and now_s - self._woke_s < _WAKING_S
 
     def _lose(self, why: str) -> None:
         if self._mode is Mode.LOCAL or self._pulse is None or self._waking():

@@ -139,6 +139,27 @@ async def test_given_a_process_that_stood_still_when_redis_seems_away_then_it_as
         assert bench.gate.mode is Mode.SHARED
 
 
+async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again(
+    no_end_by_itself: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crossing, "_SLEPT_S", 0.1)
+    monkeypatch.setattr(crossing, "_WAKING_S", 60.0)  # however slow the machine is
+    bench = Bench()
+    bench.store.away = True
+    await bench.gate.admit(ask("r"), held=False)
+    async with watched(bench):
+        bench.store.away = False
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING)
+        # Given that nothing ran in it for a while
+        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
+        # When a decision cannot be had, then it goes by itself, and does not wait on its way for ever
+        bench.store.away = True
+        assert (await bench.gate.admit(ask("s"), held=False)).endpoints
+        assert bench.gate.mode is Mode.LOCAL
+
+
 async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
     bench = Bench()
     bench.store.away = True
