@@ -181,7 +181,7 @@ class Crossing:
             self._glance()
 
     def _waking(self) -> bool:
-        """Whether this process has just slept while the state was shared. On its way back it goes by its purse."""
+        """Whether this process has just slept while the state was shared; else it goes by its purse."""
         now_s = self._loop.time()
         if self._looked_s is not None and now_s - self._looked_s > _SLEPT_S:
             self._woke_s = now_s
