@@ -11,7 +11,6 @@ have brought back meanwhile what it had not heard the end of.
 """
 
 import asyncio
-import contextlib
 import enum
 import logging
 from collections.abc import Callable, Mapping
@@ -142,19 +141,27 @@ class Crossing:
             tasks.create_task(self._borrower.run(), name="borrower")
 
     async def _watch(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._budget_s / 2):
-                        await self._changed.wait()
-                self._changed.clear()
-                self._look()
-                if self._mode is Mode.LOCAL and self._breaker.closed:
-                    self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
-                    self._regained = 0.0
-                    tasks.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
-                if self._mode is Mode.RETURNING and self._all_told():
-                    self._finish()
+        self._tick()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await self._changed.wait()
+                    self._changed.clear()
+                    if self._mode is Mode.LOCAL and self._breaker.closed:
+                        self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+                        self._regained = 0.0
+                        tasks.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
+                    if self._mode is Mode.RETURNING and self._all_told():
+                        self._finish()
+        finally:
+            self._ticking.cancel()
+
+    def _tick(self) -> None:
+        # A timer's callback and no task: it comes many times a second and nearly always finds nothing.
+        self._ticking = self._loop.call_later(self._budget_s / 2, self._tick)
+        self._look()
+        if self._mode is not Mode.SHARED:
+            self._changed.set()
 
     def _look(self) -> None:
         if self._pulse is None:

@@ -7,23 +7,20 @@ Moments in both are Redis's own, so that the age of a stored reading can be told
 clocks: each round trip asks for TIME, and the difference to this replica's monotonic clock is kept.
 """
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, cast
-
-from redis import exceptions as redis_errors
-from redis.asyncio import Redis
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from app.errors import StateUnavailable
 from app.scraping import message, metrics
 from app.scraping.metrics import BadReading, EndpointMetrics
-from app.state import cancelling, primary
+from app.state import channel
+from app.state.asker import Asker, Command
+from app.state.channel import CHECK_S
 from app.state.keys import Keys
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 0.2
+_DEADLINE_S = 0.5
 
 
 class Feed:
@@ -33,15 +30,16 @@ class Feed:
     """
 
     def __init__(
-        self, url: str, pool: str, replica: str, *, now_ms: Callable[[], int], deadline_s: float = 0.5
+        self, url: str, pool: str, replica: str, *, now_ms: Callable[[], int], deadline_s: float = _DEADLINE_S
     ) -> None:
         self._url = url
         self._name = Keys.of(pool).prefix + "metrics"
         self._replica = replica
+        self._own = message.head(replica)
         self._now_ms = now_ms
-        self._deadline_s = deadline_s
-        self._client = self._connection()
+        self._asker = Asker(url, self._name, deadline_s=deadline_s)
         self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
+        self._told_fault = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
         """Store and announce `batch`, in one round trip. An empty one only says that this replica lives.
@@ -49,18 +47,15 @@ class Feed:
         Raises:
             StateUnavailable: Redis did not take it in time.
         """
-        async with self._deadline():
-            if self._ahead_ms is None:
-                await self._read_clock()
-            ahead_ms = cast(int, self._ahead_ms)
-            encoded = {address: metrics.encode(one, ahead_ms) for address, one in batch.items()}
-            text = message.encode(self._replica, self._now_ms() + ahead_ms, encoded)
-            pipeline = self._client.pipeline(transaction=False)
-            pipeline.time()
-            if encoded:
-                pipeline.hset(self._name, mapping=cast(Mapping[Any, Any], encoded))
-            pipeline.publish(self._name, text)
-            self._note_clock((await pipeline.execute())[0])
+        if self._ahead_ms is None:
+            self._note_clock((await self._ask([("TIME",)]))[0])
+        assert self._ahead_ms is not None
+        encoded = {address: metrics.encode(one, self._ahead_ms) for address, one in batch.items()}
+        text = message.encode(self._replica, self._now_ms() + self._ahead_ms, encoded)
+        commands: list[Command] = [("TIME",), ("PUBLISH", self._name, text)]
+        if encoded:
+            commands.append(("HSET", self._name, *(part for pair in encoded.items() for part in pair)))
+        self._note_clock((await self._ask(commands))[0])
 
     async def remove(self, addresses: Iterable[str]) -> None:
         """Drop what is stored of `addresses`.
@@ -69,8 +64,7 @@ class Feed:
             StateUnavailable: Redis did not take it in time.
         """
         if listed := list(addresses):
-            async with self._deadline():
-                await self._client.hdel(self._name, *listed)
+            await self._ask([("HDEL", self._name, *listed)])
 
     async def stored(self) -> dict[str, EndpointMetrics]:
         """Every stored reading that can be read.
@@ -78,14 +72,10 @@ class Feed:
         Raises:
             StateUnavailable: Redis did not answer in time.
         """
-        async with self._deadline():
-            pipeline = self._client.pipeline(transaction=False)
-            pipeline.time()
-            pipeline.hgetall(self._name)
-            time, flat = await pipeline.execute()
+        time, flat = await self._ask([("TIME",), ("HGETALL", self._name)])
         shift_ms = -self._note_clock(time)
         found: dict[str, EndpointMetrics] = {}
-        for address, text in flat.items():
+        for address, text in zip(flat[::2], flat[1::2], strict=True):
             try:
                 found[address.decode()] = metrics.decode(text, shift_ms)
             except (BadReading, UnicodeDecodeError) as fault:
@@ -97,78 +87,52 @@ class Feed:
         on_readings: Callable[[str | None, Mapping[str, EndpointMetrics]], None],
         *,
         on_link: Callable[[], None],
-        quiet_s: float,
+        check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: first what is stored (sender None), then messages.
+        """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages. Of its
+        own messages it hears only that they came.
 
-        It begins anew after a fault, and after `quiet_s` without a message: replicas speak more often than
-        that, this one included, so the connection is dead. `on_link` is called each time messages begin to
-        come.
+        It begins anew after a fault (app/state/channel.py). `on_link` is called each time messages have begun
+        to come and what is stored was read.
         """
-        while True:
+
+        async def catch_up() -> None:
+            # Only now is no message missed between what is stored and what is announced.
+            on_readings(None, await self.stored())
+            self._told_fault = False
+            on_link()
+
+        def take(text: bytes) -> None:
+            if text.startswith(self._own):
+                on_readings(self._replica, {})
+                return
             try:
-                await self._follow_once(on_readings, on_link, quiet_s)
-            except (redis_errors.RedisError, OSError, TimeoutError, StateUnavailable) as fault:
-                cancelling.heed()
-                _log.warning("metrics of other replicas interrupted: %s", str(fault) or "silence")
-            await asyncio.sleep(_PAUSE_S)
+                heard = message.decode(text, self._now_ms())
+            except BadReading as fault:
+                self._warn((str(fault),))
+            else:
+                on_readings(heard.sender, heard.readings)
+                self._warn(heard.faults)
+
+        await channel.follow(self._url, self._name, take, on_link=catch_up, check_s=check_s)
 
     async def close(self) -> None:
         """End the connection that `publish` uses."""
-        async with asyncio.timeout(self._deadline_s):
-            await self._client.aclose()
+        await self._asker.close()
 
-    async def _follow_once(
-        self,
-        on_readings: Callable[[str | None, Mapping[str, EndpointMetrics]], None],
-        on_link: Callable[[], None],
-        quiet_s: float,
-    ) -> None:
-        clock = asyncio.get_running_loop().time
-        told_fault = False
-        async with (
-            asyncio.timeout(quiet_s) as quiet,
-            self._connection() as client,
-            client.pubsub() as channel,
-        ):
-            await channel.subscribe(self._name)
-            cancelling.heed()
-            async for item in channel.listen():
-                cancelling.heed()
-                quiet.reschedule(clock() + quiet_s)
-                if item["type"] == "subscribe":
-                    # Only now is no message missed between what is stored and what is announced.
-                    on_readings(None, await self.stored())
-                    on_link()
-                    continue
-                try:
-                    heard = message.decode(item["data"], self._now_ms())
-                except BadReading as fault:
-                    faults: tuple[str, ...] = (str(fault),)
-                else:
-                    on_readings(heard.sender, heard.readings)
-                    faults = heard.faults
-                if faults and not told_fault:
-                    told_fault = True  # they would come with every message
-                    _log.warning("readings of other replicas are left out: %s", "; ".join(faults[:3]))
+    def _warn(self, faults: Sequence[str]) -> None:
+        if faults and not self._told_fault:
+            self._told_fault = True  # they would come with every message
+            _log.warning("readings of other replicas are left out: %s", "; ".join(faults[:3]))
 
-    async def _read_clock(self) -> None:
-        self._note_clock(await self._client.time())
-
-    def _note_clock(self, time: tuple[int, int]) -> int:
+    def _note_clock(self, time: tuple[bytes, bytes]) -> int:
         # Now is later than Redis's answer was: what is stamped seems a little older, never younger.
-        self._ahead_ms = time[0] * 1000 + time[1] // 1000 - self._now_ms()
-        return self._ahead_ms
+        ahead_ms = int(time[0]) * 1000 + int(time[1]) // 1000 - self._now_ms()
+        self._ahead_ms = ahead_ms
+        return ahead_ms
 
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
+    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
         try:
-            async with asyncio.timeout(self._deadline_s):
-                yield
-                cancelling.heed()
-        except (redis_errors.RedisError, OSError, TimeoutError) as fault:
-            cancelling.heed()
-            raise StateUnavailable(f"Redis took no metrics: {str(fault) or 'no answer in time'}") from None
-
-    def _connection(self) -> Redis:
-        return primary.client(self._url, self._name)
+            return await self._asker.ask(commands)
+        except StateUnavailable as fault:
+            raise StateUnavailable(f"Redis took no metrics: {fault}") from None

@@ -23,6 +23,11 @@ class Message:
     faults: tuple[str, ...] = ()
 
 
+def head(sender: str) -> bytes:
+    """What each message of `sender` begins with, and nobody else's."""
+    return orjson.dumps({"from": sender})[:-1] + b","
+
+
 def encode(sender: str, sent_ms: int, readings: Mapping[str, bytes]) -> bytes:
     """The message; `readings` are encoded ones, by address."""
     parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}

@@ -19,7 +19,6 @@ from app.sections import Scraping
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
 _SILENT_LOOKS = 3  # replicas speak at least once a look
-_QUIET_HEARTBEATS = 3
 
 
 class ScrapingTask:
@@ -49,7 +48,6 @@ class ScrapingTask:
         self._scraper = Scraper(engine, interval_s=scraping.interval, publish=self._publish, meter=meter)
         self._replica = replica
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        self._quiet_s = heartbeat_s * _QUIET_HEARTBEATS
         # The next word of others and the next look find the silence, still within a heartbeat.
         self._presence = Presence(replica, self._look_s * _SILENT_LOOKS)
         self._live = live
@@ -71,14 +69,12 @@ class ScrapingTask:
                 await asyncio.shield(self._feed.close())
 
     async def _follow(self) -> None:
-        await self._feed.follow(
-            self._hear, on_link=lambda: self._presence.link(self._clock()), quiet_s=self._quiet_s
-        )
+        await self._feed.follow(self._hear, on_link=lambda: self._presence.link(self._clock()))
 
     def _hear(self, sender: str | None, readings: Mapping[str, EndpointMetrics]) -> None:
         if sender is not None:
             self._presence.heard(sender, self._clock())
-        if sender != self._replica:
+        if readings:
             self.board.take(readings)
 
     async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:

@@ -24,21 +24,31 @@ class Wire(asyncio.Protocol):
     called once, if the connection ends other than by `close`."""
 
     def __init__(
-        self, connection: Connection, on_reply: Callable[[Any], None], on_lost: Callable[[str], None]
+        self,
+        connection: Connection,
+        on_reply: Callable[[Any], None],
+        on_lost: Callable[[str], None],
+        *,
+        text: bool,
     ) -> None:
         self._connection = connection
         self._on_reply = on_reply
         self._on_lost = on_lost
-        self._reader = hiredis.Reader(encoding="utf-8", errors="replace")
+        self._reader = hiredis.Reader(encoding="utf-8", errors="replace") if text else hiredis.Reader()
         self._closed = False
         self._transport = cast(asyncio.Transport, connection._writer.transport)  # type: ignore[union-attr]
         self._transport.set_protocol(self)
 
     @classmethod
     async def connect(
-        cls, pool: ConnectionPool, on_reply: Callable[[Any], None], on_lost: Callable[[str], None]
+        cls,
+        pool: ConnectionPool,
+        on_reply: Callable[[Any], None],
+        on_lost: Callable[[str], None],
+        *,
+        text: bool = True,
     ) -> "Wire":
-        """A new connection of `pool`, whose protocol must be RESP2.
+        """A new connection of `pool`, whose protocol must be RESP2; replies as str, or as bytes.
 
         Raises:
             one of DOWN: it cannot be had.
@@ -51,7 +61,7 @@ class Wire(asyncio.Protocol):
             with contextlib.suppress(*DOWN):
                 await connection.disconnect(nowait=True)
             raise
-        return cls(connection, on_reply, on_lost)
+        return cls(connection, on_reply, on_lost, text=text)
 
     def write(self, message: bytes) -> None:
         self._transport.write(message)

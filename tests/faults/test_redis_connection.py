@@ -175,7 +175,7 @@ async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool:
         following = [
             tasks.create_task(routes.run()),
             tasks.create_task(
-                readings.follow(lambda *_: None, on_link=lambda: links.append(clock()), quiet_s=1.0)
+                readings.follow(lambda *_: None, on_link=lambda: links.append(clock()), check_s=SHORT_S)
             ),
         ]
         await routes.caught_up()

@@ -13,8 +13,6 @@ from app.scraping.feed import Feed
 from app.scraping.metrics import EndpointMetrics
 from app.state.keys import Keys
 
-QUIET_S = 30.0
-
 
 class Clock:
     """A replica's own clock, ms; it stands still unless moved, and has nothing to do with Redis's."""
@@ -61,10 +59,10 @@ async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterat
 
 
 @asynccontextmanager
-async def following(feed: Feed, quiet_s: float = QUIET_S) -> AsyncIterator[Heard]:
+async def following(feed: Feed) -> AsyncIterator[Heard]:
     """A follower that has caught up."""
     heard = Heard()
-    task = asyncio.create_task(feed.follow(heard.take, on_link=heard.link, quiet_s=quiet_s))
+    task = asyncio.create_task(feed.follow(heard.take, on_link=heard.link, check_s=10))
     try:
         await heard.until(lambda: heard.links == 1)
         yield heard
@@ -116,6 +114,14 @@ async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[F
     assert heard.readings["b:1"].scraped_ms <= 49_400
     assert (heard.readings["b:1"].fault, heard.readings["b:1"].failures) == ("no page", 3)
     assert replace(heard.readings["a:1"], scraped_ms=0) == reading(0)
+
+
+async def test_of_its_own_messages_it_hears_that_they_came(pair: tuple[Feed, Feed]) -> None:
+    one, _ = pair
+    async with following(one) as heard:
+        await one.publish({"a:1": reading(999_000)})
+        await heard.until(lambda: ("one", {}) in heard.told)
+    assert not heard.readings
 
 
 async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[Feed, Feed]) -> None:
@@ -175,15 +181,6 @@ async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, po
         # Then it comes back and knows
         await heard.until(lambda: heard.links == 2)
         assert heard.readings.keys() == {"a:1"}
-
-
-async def test_silence_is_taken_for_a_dead_connection(valkey_url: str, pool: str) -> None:
-    # Given a follower that nobody speaks to / When its bound of silence passes / Then it connects anew
-    async with (
-        opened(valkey_url, pool, "two", Clock(50_000)) as two,
-        following(two, quiet_s=0.05) as heard,
-    ):
-        await heard.until(lambda: heard.links >= 3)
 
 
 async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
