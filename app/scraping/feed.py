@@ -114,7 +114,8 @@ class Feed:
                 on_readings(heard.sender, heard.readings)
                 self._warn(heard.faults)
 
-        await channel.follow(self._url, self._name, take, on_link=catch_up, check_s=check_s)
+        what = "metrics of other replicas"
+        await channel.follow(self._url, self._name, take, what=what, on_link=catch_up, check_s=check_s)
 
     async def close(self) -> None:
         """End the connection that `publish` uses."""

@@ -26,6 +26,7 @@ async def follow(
     channel: str,
     on_message: Callable[[bytes], object],
     *,
+    what: str,
     on_link: OnLink | None = None,
     check_s: float = CHECK_S,
 ) -> None:
@@ -34,13 +35,14 @@ async def follow(
     A connection of its own, since a subscriber gets nothing else. One that is silent is asked for a sign of
     life every `check_s`: where the peer has vanished nothing else would tell. `on_link` is awaited each time
     messages begin to come, so that it can ask for what was missed; StateUnavailable from it begins anew.
+    `what` the messages are is for the log.
     """
     while True:
         try:
             await _Subscription(channel, on_message).follow(url, on_link, check_s)
         except (*DOWN, StateUnavailable) as fault:
             cancelling.heed()
-            _log.warning("%s interrupted: %s", channel, str(fault) or "no answer in time")
+            _log.warning("%s interrupted: %s", what, str(fault) or "no answer in time")
         await asyncio.sleep(_PAUSE_S)
 
 

@@ -16,4 +16,4 @@ async def listen(
             what, _, request_id = line.partition(" ")
             on_news(what, request_id)
 
-    await channel.follow(url, name, take, check_s=check_s)
+    await channel.follow(url, name, take, what="wake-ups", check_s=check_s)
