@@ -212,11 +212,11 @@ async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(
     # Then it keeps what it has; or asks again, as old as it is, and what it may have is taken back
     assert gate.confirmed == [("made-1", 4.0)]
     assert [request.id for request, _ in gate.admitted] == ["made-1"] * (1 if keeping else 2)
-    assert gate.ages_s == [0.0] if keeping else [0.0, 6.0]
-    assert gate.withdrawn == [] if keeping else ["made-1"]
+    assert gate.ages_s == ([0.0] if keeping else [0.0, 6.0])
+    assert gate.withdrawn == ([] if keeping else ["made-1"])
     assert b"".join(chunk for chunk, _ in given_back(answers)) == LONG
     exchange.close()
-    assert gate.withdrawn == [] if keeping else ["made-1"]
+    assert gate.withdrawn == ([] if keeping else ["made-1"])
 
 
 async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
