@@ -23,6 +23,7 @@ class Asker:
         self._pool = connections(url, key)
         self._deadline_s = deadline_s
         self._wire: Wire | None = None
+        self._lost = False
         self._turn = asyncio.Lock()
         self._replies: list[Any] = []
         self._answer: asyncio.Future[None] | None = None
@@ -50,8 +51,11 @@ class Asker:
             await wire.close()
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        if self._lost:
+            await self.close()
         if self._wire is None:
             self._wire = await Wire.connect(self._pool, self._take, self._lose, text=False)
+            self._lost = False
         self._replies, self._left = [], len(commands)
         self._answer = asyncio.get_running_loop().create_future()
         try:
@@ -77,6 +81,6 @@ class Asker:
             self._answer.set_result(None)
 
     def _lose(self, why: str) -> None:
-        self._wire = None
+        self._lost = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionError(why))
