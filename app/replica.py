@@ -110,6 +110,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(membership.run(), "membership")
                 start(parts.sturdy.run(), "redis-watch")
                 start(parts.scraping.run(), "scraping")
+                start(lookout.run(), "lookout")
                 start(events.run(), "events")
                 start(uploads.run(), "uploads")
                 if parts.feed is not None:

@@ -54,7 +54,7 @@ class FleetLists:
         return {
             "flows": await self._flows(lanes),
             "total": sum(count for at, count in enumerate(totals) if band is None or at % 3 == band),
-            "cursor": _cursor(more, "flows", lanes, lambda last: (last.group, last.tag, last.name)),
+            "cursor": _cursor(more, "flows", lanes, lambda last: (last.group, repr(last.start), last.name)),
         }
 
     async def flow(self, name: str) -> dict[str, Any] | None:
@@ -79,20 +79,19 @@ class FleetLists:
         if cursor is not None:
             group, tag, name = cursors.decode(cursor, "queue", int, str, str)
             behind = Point(int(group), float(cursors.finite(tag)), str(name))
+        lanes: Sequence[Lane]
         if flow is None:
             standing = await self._lookout.standing()
-            lanes: Sequence[Lane] = standing.lanes
-            state = await self._membership.state()
-            total = state["queued"] if band is None else state["queue_length"][shown.BANDS[band]]
+            lanes, whole = standing.lanes, standing.whole
         else:
-            lanes = [lane for lane in await self._store.reads.lane(flow) if band is None or lane.band == band]
-            total = sum(lane.queued for lane in lanes)
-        lanes = [lane for lane in lanes if band is None or lane.band == band]
+            lanes, whole = await self._store.reads.lane(flow), True
+        if band is not None:
+            lanes = [lane for lane in lanes if lane.band == band]
         turns = foretold.turns(lanes, behind, limit + 1)
         turns, more = turns[:limit], len(turns) > limit
         return {
-            "requests": await self._queued(turns, foretold.before(lanes, turns[0].point) if turns else 0),
-            "total": total,
+            "requests": await self._queued(turns),
+            "total": sum(lane.queued for lane in lanes) if whole else await self._waiting(band),
             "cursor": _cursor(
                 more, "queue", turns, lambda last: (last.lane.group, repr(last.tag), last.lane.name)
             ),
@@ -185,23 +184,27 @@ class FleetLists:
         weights = {band: standing.weights(band, even=even) for band in Band}
         return [shown.flow(lane, standing, weights[Band(lane.band)], even=even) for lane in lanes]
 
-    async def _queued(self, turns: Sequence[Turn], ahead: int) -> list[dict[str, Any]]:
-        """The requests of `turns`, of which `ahead` others come before the first."""
-        ranks: dict[tuple[int, str], list[tuple[int, Turn]]] = {}
-        for position, turn in enumerate(turns, ahead + 1):
-            ranks.setdefault((turn.lane.group, turn.lane.name), []).append((position, turn))
+    async def _waiting(self, band: Band | None) -> int:
+        state = await self._membership.state()
+        return int(state["queued"] if band is None else state["queue_length"][shown.BANDS[band]])
+
+    async def _queued(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """The requests of `turns`."""
+        of_lanes: dict[tuple[int, str], list[Turn]] = {}
+        for turn in turns:
+            of_lanes.setdefault((turn.lane.group, turn.lane.name), []).append(turn)
         stretches = [
-            Stretch(theirs[0][1].lane.band, theirs[0][1].lane.name, theirs[0][1].rank, theirs[-1][1].rank)
-            for theirs in ranks.values()
+            Stretch(theirs[0].lane.band, theirs[0].lane.name, theirs[0].rank, theirs[-1].rank)
+            for theirs in of_lanes.values()
         ]
-        found: dict[str, tuple[int, float, Entry]] = {}
-        for theirs, entries in zip(ranks.values(), await self._store.reads.queued(stretches), strict=True):
+        found: dict[str, tuple[Turn, Entry]] = {}
+        for theirs, entries in zip(of_lanes.values(), await self._store.reads.queued(stretches), strict=True):
             # Of what stands on one page of a lane, the best score is served first.
-            entries.sort(key=lambda entry: -sum(_parts(entry)))
-            for (position, turn), entry in zip(theirs, entries, strict=False):
-                found[entry.id] = (position, turn.tag, entry)
-        rows = sorted(found.values(), key=lambda row: row[0])
-        return [shown.queued(entry, position, tag) for position, tag, entry in rows]
+            entries.sort(key=lambda entry: -sum(entry.score or ()))
+            for turn, entry in zip(theirs, entries, strict=False):
+                found[entry.id] = turn, entry
+        rows = sorted(found.values(), key=lambda row: row[0].position)
+        return [shown.queued(entry, turn.position, turn.tag) for turn, entry in rows]
 
     def _order(self) -> str:
         queue = self._membership.effective.settings.fair_request_queue
@@ -215,8 +218,3 @@ def _cursor(
 ) -> str | None:
     """Where the list `name` goes on behind the last of `rows`; None if there are no more."""
     return cursors.encode(name, *place(rows[-1])) if more else None
-
-
-def _parts(entry: Entry) -> tuple[float, ...]:
-    score = entry.score
-    return () if score is None else (score.wait, score.criticality, score.rate)

@@ -9,8 +9,8 @@ over lanes. What may change the order: arrivals, the guard's dispatches, unlike 
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from app.state.rows import Lane
 
@@ -18,8 +18,7 @@ _SLACK = 1e-6  # of a share: sums of fractions differ in their last digits
 _LEAST_SHARE = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A request's place: its lane's group, the start tag it will be served at, and its lane."""
 
     group: int
@@ -27,13 +26,15 @@ class Point:
     lane: str
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The `rank`-th request of `lane` (0: the first) is foretold to be served at `tag`."""
+class Turn(NamedTuple):
+    """The `rank`-th request of `lane` (0: the first) is foretold to be served at `tag`, as the `position`-th
+    of all (1: the first).
+    """
 
     lane: Lane
     rank: int
     tag: float
+    position: int
 
     @property
     def point(self) -> Point:
@@ -47,34 +48,31 @@ def tag_of(lane: Lane, rank: int) -> float:
 
 def turns(lanes: Sequence[Lane], behind: Point | None, limit: int) -> list[Turn]:
     """The next `limit` turns behind a point; O(lanes + limit · log lanes)."""
+    ahead = 0
+    if behind is None:
+        heads = [(lane.group, lane.start, lane.name, 0, lane) for lane in lanes if lane.queued]
+    else:
+        heads = []
+        for lane in lanes:
+            rank = _passed(lane, behind, itself=True)
+            ahead += rank
+            if rank < lane.queued:
+                heads.append((lane.group, tag_of(lane, rank), lane.name, rank, lane))
+    heapq.heapify(heads)
     found: list[Turn] = []
-    for group in sorted({lane.group for lane in lanes}):
-        if len(found) == limit:
-            break
-        found += _turns_of([lane for lane in lanes if lane.group == group], behind, limit - len(found))
+    while heads and len(found) < limit:
+        group, tag, name, rank, lane = heads[0]
+        found.append(Turn(lane, rank, tag, ahead + len(found) + 1))
+        if rank + 1 < lane.queued:
+            heapq.heapreplace(heads, (group, tag_of(lane, rank + 1), name, rank + 1, lane))
+        else:
+            heapq.heappop(heads)
     return found
 
 
 def before(lanes: Sequence[Lane], point: Point) -> int:
     """How many requests are foretold to be served before the one at `point`."""
     return sum(_passed(lane, point, itself=False) for lane in lanes)
-
-
-def _turns_of(lanes: Sequence[Lane], behind: Point | None, limit: int) -> Iterator[Turn]:
-    heads = []
-    for lane in lanes:
-        rank = _passed(lane, behind, itself=True) if behind else 0
-        if rank < lane.queued:
-            heads.append((tag_of(lane, rank), lane.name, rank, lane))
-    heapq.heapify(heads)
-    while heads and limit:
-        tag, name, rank, lane = heads[0]
-        yield Turn(lane, rank, tag)
-        limit -= 1
-        if rank + 1 < lane.queued:
-            heapq.heapreplace(heads, (tag_of(lane, rank + 1), name, rank + 1, lane))
-        else:
-            heapq.heappop(heads)
 
 
 def _passed(lane: Lane, point: Point, *, itself: bool) -> int:

@@ -1,25 +1,28 @@
-"""How the fleet stands: all lanes, and what replicas tell. Reading it takes a fiftieth of the time at most,
-however many ask: what took 20 ms is good for a second, what took 1 ms for 50. A few lanes are read each time.
+"""How the fleet stands: all lanes, and what replicas tell, not older than a second.
+
+All lanes are read once for the whole fleet (app/state/survey.py), and each replica works out once what its
+answers need of them. For as long as somebody asks, the next standing is read while the last one is good, so
+that who asks need not wait. A few lanes are read each time.
 """
 
 import asyncio
+import bisect
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from app.admission.service import WINDOW_S
-from app.state.reads import ReplicaRow
+from app.errors import StateUnavailable
+from app.state.reads import CHUNK, Lanes, ReplicaRow
 from app.state.rows import Lane
 from app.state.store import Store
 
 MOST_LANES = 2000
-_OLDEST_S = 1.0
-_REST = 50  # times as long as the reading took
-_LANE_S = 0.0005  # and no longer than this for each lane: reading a few may take long, and costs nothing
 _BANDS = 3
 
 
@@ -33,8 +36,25 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """What a band's lanes are together."""
+
+    lanes: int = 0
+    weights: float = 0.0
+    oldest_s: float | None = None
+
+    @classmethod
+    def of(cls, lanes: Sequence[Lane]) -> "Together":
+        return cls(
+            len(lanes),
+            math.fsum(lane.weight for lane in lanes),
+            max((lane.oldest_s for lane in lanes), default=None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
-    """`whole`: the lanes are all there are, and not the first MOST_LANES of them."""
+    """`lanes` are in their order, each once. `whole`: they are all there are, not the first MOST_LANES."""
 
     lanes: tuple[Lane, ...] = ()
     totals: tuple[int, ...] = (0,) * 2 * _BANDS
@@ -43,6 +63,7 @@ class Standing:
     served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
     served_bands: tuple[float, ...] = (0.0,) * _BANDS
     served_cut: bool = False  # a replica served more flows than it told of
+    bands: tuple[Together, ...] = (Together(),) * _BANDS
 
     def served_per_s(self, band: int, flow: str) -> float | None:
         """Cost a second that the flow was given; None if it is not known."""
@@ -56,36 +77,42 @@ class Standing:
         if not self.whole:
             return None
         place = (group, float(behind[0]), behind[1].encode()) if behind else (group, -math.inf, b"")
-        return [
-            lane
-            for lane in self.lanes
-            if (band is None or lane.band == band) and (lane.group, lane.start, lane.name.encode()) > place
-        ][:limit]
+        first = bisect.bisect_right(self.lanes, place, key=_place)
+        if band is None:
+            return list(self.lanes[first : first + limit])
+        return [lane for lane in self.lanes[first:] if lane.band == band][:limit]
 
     def weights(self, band: int, *, even: bool) -> float | None:
         """Of the band's waiting flows, summed up; `even`: each counts 1. None if not all are known."""
-        mine = [lane for lane in self.lanes if lane.band == band]
-        return (float(len(mine)) if even else math.fsum(lane.weight for lane in mine)) if self.whole else None
+        if not self.whole:
+            return None
+        return float(self.bands[band].lanes) if even else self.bands[band].weights
 
     def oldest_s(self, band: int) -> float | None:
         """Age of the band's oldest waiting request; None if there is none, or not all lanes are known."""
-        return (
-            max((lane.oldest_s for lane in self.lanes if lane.band == band), default=None)
-            if self.whole
-            else None
-        )
+        return self.bands[band].oldest_s if self.whole else None
+
+
+def _place(lane: Lane) -> tuple[int, float, bytes]:
+    return lane.group, lane.start, lane.name.encode()
+
+
+def _each_once(lanes: Iterable[Lane]) -> list[Lane]:
+    """In their order. One that moved on while they were read has come twice; it stands where it was last."""
+    return sorted({(lane.band, lane.name): lane for lane in lanes}.values(), key=_place)
 
 
 class Lookout:
-    """The fleet's `Standing`, not older than a second. One event loop."""
+    """The fleet's `Standing`. One event loop."""
 
     def __init__(self, store: Store, silence_s: float) -> None:
         self._store = store
         self._silence_s = silence_s
         self._clock = asyncio.get_running_loop().time
         self._reading = asyncio.Lock()
+        self._asked = asyncio.Event()
         self._standing = Standing()
-        self._good_until = -math.inf
+        self._fresh_until = self._good_until = -math.inf
 
     @property
     def last(self) -> Standing:
@@ -94,36 +121,52 @@ class Lookout:
 
     async def standing(self) -> Standing:
         """Raises StateUnavailable, as the store does."""
-        async with self._reading:
-            begun = self._clock()
-            if begun >= self._good_until:
-                self._standing = await self._read()
-                took_s = self._clock() - begun
-                lanes_s = _LANE_S * len(self._standing.lanes)
-                self._good_until = begun + min(_OLDEST_S, _REST * took_s, lanes_s)
-            return self._standing
+        self._asked.set()
+        if self._clock() >= self._good_until:
+            async with self._reading:
+                if self._clock() >= self._good_until:
+                    await self._read()
+        return self._standing
 
-    async def _read(self) -> Standing:
-        reads = self._store.reads
-        lanes = await reads.lanes(MOST_LANES)
-        replicas = [_told(row) for row in await reads.replicas()]
+    async def run(self) -> None:
+        """Read ahead of those who ask, until cancelled. Of faults they learn when they ask."""
+        while True:
+            await self._asked.wait()
+            await asyncio.sleep(self._fresh_until - self._clock())
+            self._asked.clear()
+            if len(self._standing.lanes) > CHUNK:
+                with contextlib.suppress(StateUnavailable):
+                    async with self._reading:
+                        if self._clock() >= self._fresh_until:
+                            await self._read()
+
+    async def _read(self) -> None:
+        found = await self._store.survey.lanes(MOST_LANES)
+        as_of_s = self._clock()
+        self._standing = await self._put_together(found.lanes)
+        self._fresh_until, self._good_until = as_of_s + found.fresh_s, as_of_s + found.good_s
+
+    async def _put_together(self, found: Lanes) -> Standing:
+        replicas = [_told(row) for row in await self._store.reads.replicas()]
         served: Counter[tuple[int, str]] = Counter()
-        bands = [0.0] * _BANDS
+        service = [0.0] * _BANDS
         cut = False
         for replica in replicas:
             if replica.heartbeat_s_ago < self._silence_s:
                 flows, totals, more = _service(replica.about)
                 served.update(flows)
-                bands = [a + b for a, b in zip(bands, totals, strict=True)]
+                service = [a + b for a, b in zip(service, totals, strict=True)]
                 cut = cut or more
+        lanes = _each_once(found.lanes)
         return Standing(
-            tuple(lanes.lanes),
-            lanes.totals,
-            sum(lanes.totals) <= len(lanes.lanes),
+            tuple(lanes),
+            found.totals,
+            len(found.lanes) < MOST_LANES,
             tuple(replicas),
             served,
-            tuple(bands),
+            tuple(service),
             cut,
+            tuple(Together.of([lane for lane in lanes if lane.band == band]) for band in range(_BANDS)),
         )
 
 

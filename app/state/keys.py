@@ -31,6 +31,10 @@ class Keys:
         return self.prefix + "replicas"
 
     @property
+    def lanes(self) -> str:
+        return self.prefix + "lanes"
+
+    @property
     def routes(self) -> str:
         return self.prefix + "routes"
 

@@ -113,7 +113,7 @@ class Link:
         """Run script `name` by itself with `args`; the future brings its whole reply."""
         return self._enqueue(name, ("FCALL", self._functions[name], 1, self._key, *args))
 
-    def command(self, *args: str | int | float) -> asyncio.Future[Reply]:
+    def command(self, *args: Argument) -> asyncio.Future[Reply]:
         """Run one plain command."""
         return self._enqueue(str(args[0]).lower(), args)
 

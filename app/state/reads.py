@@ -86,7 +86,7 @@ class Reads:
             found += [rows.lane(row, float(now)) for row in page]
             if len(page) < wanted or len(found) >= limit:
                 return Lanes(found, totals)
-            group, behind = found[-1].group, (found[-1].tag, found[-1].name)
+            group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
 
     async def lane(self, name: str) -> list[Lane]:
         """The lane of each band that has waiting requests under this name."""

@@ -16,6 +16,7 @@ from app.state.calls import Argument, CallMetrics
 from app.state.keys import Keys
 from app.state.link import Link
 from app.state.reads import Reads
+from app.state.survey import Survey
 
 _ALL = "*"
 _BANDS = ("Critical", "Default", "Sheddable")
@@ -66,7 +67,7 @@ class Store:
     `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
     was already known.
-    `reads` is what an operator sees.
+    `reads` is what an operator sees, `survey` what of it is read once for all replicas.
     Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
     """
 
@@ -103,6 +104,7 @@ class Store:
             on_batch=self._take_head,
         )
         self.reads = Reads(self._link, self.keys.log)
+        self.survey = Survey(self._link, self.reads, self.keys.lanes)
 
     async def run(self) -> None:
         """Carry calls until cancelled."""

@@ -24,6 +24,7 @@
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
 -- marks        hash    drained\31endpoint or down\31endpoint -> since when, ms    undrain, probes, sweep
 -- metrics      hash    endpoint -> JSON of its last scrape; and its channel      scraping (app/scraping/)
+-- lanes        string  all lanes as one replica read them for all, or its claim  Redis, when too old
 -- routes       stream  what was routed where, and completed (app/scheduling/)   its own cap
 -- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
@@ -43,7 +44,7 @@ local function use_keys(pool_key)
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
   for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-    'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'log'}) do
+    'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'lanes', 'log'}) do
     key[name] = base .. name
   end
   for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do

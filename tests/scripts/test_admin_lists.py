@@ -1,11 +1,13 @@
 """The admin API's lists over the real scripts: pages, positions, shares and reasons."""
 
 import asyncio
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 from script_fleet import Fleet, OpenFleet, Replica, until
 
+from app.admin import listed
 from app.admin.cursor import BadCursor
 from app.admin.fleet_lists import FleetLists
 from app.admin.standing import Lookout
@@ -81,6 +83,34 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
         flows = await pages(lists.flows, "flows", limit, band=Band.DEFAULT)
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
+async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
+    # Given requests that run and wait, of workloads and of none, of a flow with a limit and without
+    policy = {**CONFIG["fair_request_queue"], "ordering": ordering}
+    async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as it:
+        (a,) = it.replicas
+        assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).what == "placed"
+        for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
+            assert (await a.admit(f"q{number}", **kind)).what == "queued"
+        lists = lists_of(a)
+        # Then each list's pages hold what their description says, each field of it and no other
+        kinds: tuple[tuple[type[BaseModel], Any, str], ...] = (
+            (listed.Flows, lists.flows(2, None, None), "flows"),
+            (listed.Flows, lists.flows(200, None, None), "flows"),
+            (listed.Queue, lists.queue(2, None, None, None), "requests"),
+            (listed.Queue, lists.queue(200, None, None, None), "requests"),
+            (listed.Inflight, lists.in_flight(200, None), "requests"),
+            (listed.Workloads, lists.workloads(200, None), "workloads"),
+        )
+        for model, reading, rows in kinds:
+            page = await reading
+            assert page[rows]
+            assert model.model_validate(page, strict=True).model_dump() == page
+            (row,) = get_args(model.model_fields[rows].annotation)
+            for each in (page, *page[rows]):
+                assert set(each) == set((model if each is page else row).model_fields)
 
 
 async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> None:

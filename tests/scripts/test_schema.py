@@ -25,7 +25,8 @@ def documented() -> dict[str, str]:
 
 def in_scripts() -> dict[str, str]:
     """The same of the scripts' table."""
-    rows = re.findall(r"^-- (\S+) +(hash|zset|stream|channel) ", TABLE.read_text(encoding="utf-8"), re.M)
+    kinds = "hash|zset|stream|string|channel"
+    rows = re.findall(rf"^-- (\S+) +({kinds}) ", TABLE.read_text(encoding="utf-8"), re.M)
     return {":".join(SHORT.get(part, part) for part in name.split(":")): kind for name, kind in rows}
 
 
@@ -114,6 +115,9 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.mark("10.0.0.1:8000", "down", True)
         await look()
         await a.store.mark("10.0.0.1:8000", "down", False)
+        # And one begins to read all lanes, for all
+        await a.store._link.call("survey", 600_000)
+        await look()
         # And an answer's tokens are known, and a flow at its limit has the next turn
         await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)
         await a.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=500, guard_share=0)

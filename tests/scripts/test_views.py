@@ -85,7 +85,7 @@ async def test_pages_of_lanes_bring_each_once_though_all_have_the_same_tag(
             seen += [(each.band, each.name) for each in found]
             if len(found) < page:
                 break
-            group, behind = found[-1].group, (found[-1].tag, found[-1].name)
+            group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
             await a.store.cancel(f"{found[-1].band}-{found[-1].name}", 1, "cancelled")
         # Then each came exactly once, in order
         assert seen == [(band, name) for band in (1, 2) for name in names]

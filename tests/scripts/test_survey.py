@@ -1,0 +1,175 @@
+"""All lanes are read once for the fleet: by one replica at a time, and only while somebody asks."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from script_fleet import Fleet, OpenFleet, Replica, until
+
+from app.admin.standing import Lookout
+from app.state import survey
+from app.state.reads import CHUNK
+from app.state.rows import Lane
+
+FLOWS = 2 * CHUNK + 10
+MOST = 2000
+FOREVER_MS = 600_000
+
+
+@pytest.fixture
+def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what was left nor a claim ends while a test lasts."""
+    monkeypatch.setattr(survey, "CLAIM_MS", FOREVER_MS)
+    monkeypatch.setattr(survey, "_GOOD_S", FOREVER_MS / 1000)
+    monkeypatch.setattr(survey, "_LANE_S", FOREVER_MS / 1000)
+
+
+async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
+    """A request that runs, and one of each of `flows` that waits."""
+    a = it.replicas[0]
+    assert (await a.admit("runs")).what == "placed"
+    verdicts = await asyncio.gather(*(a.admit(f"q{i}", flow=f"f{i:03d}") for i in range(flows)))
+    assert {verdict.what for verdict in verdicts} == {"queued"}
+
+
+async def lanes_of(replica: Replica) -> list[Lane]:
+    return (await replica.store.survey.lanes(MOST)).lanes.lanes
+
+
+def names(lanes: list[Lane]) -> set[str]:
+    return {lane.name for lane in lanes}
+
+
+async def left(it: Fleet) -> str:
+    """What is left at the moment; empty while it is being read, or if nothing is."""
+    return await it.redis.get(it.keys.lanes) or ""
+
+
+@contextlib.asynccontextmanager
+async def watched(replica: Replica) -> AsyncIterator[Lookout]:
+    """The replica's lookout, which runs."""
+    lookout = Lookout(replica.store, 60.0)
+    running = asyncio.create_task(lookout.run())
+    try:
+        yield lookout
+    finally:
+        running.cancel()
+
+
+async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet, for_long: None) -> None:
+    async with valkey_fleet("a", "b", "c", upper_per=1) as it:
+        a, *others = it.replicas
+        await wait_in_line(it)
+        # Given lanes that one has read, and a queue that has changed since
+        read = await lanes_of(a)
+        assert len(read) == FLOWS
+        await a.admit("late", flow="late")
+        # Then the others have the same, to the last digit of their ages: they have not read for themselves
+        for other in others:
+            assert await lanes_of(other) == read
+        assert "late" in names((await others[0].store.reads.lanes(MOST)).lanes)
+        # And they go by what is left of its time
+        assert 0 < await it.redis.pttl(it.keys.lanes) <= FOREVER_MS
+
+
+async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
+    async with valkey_fleet(*"abcde", upper_per=1) as it:
+        await wait_in_line(it)
+        first, *others = await asyncio.gather(*(lanes_of(each) for each in it.replicas))
+        assert len(first) == FLOWS
+        assert all(each == first for each in others)
+
+
+async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", "b", "c", upper_per=1) as it:
+        a, b, c = it.replicas
+        await wait_in_line(it)
+        # Given one that was told to read, and of which nothing more is heard
+        assert await a.store._link.call("survey", survey.CLAIM_MS) == ["", 0]
+        assert await it.redis.pttl(it.keys.lanes) <= survey.CLAIM_MS
+        # Then the others have the lanes all the same
+        for lanes in await asyncio.gather(lanes_of(b), lanes_of(c)):
+            assert len(lanes) == FLOWS
+
+
+async def test_lanes_are_read_anew_once_they_are_old(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        await wait_in_line(it)
+        await lanes_of(a)
+        await a.admit("late", flow="late")
+
+        async def seen() -> bool:
+            return "late" in names(await lanes_of(b))
+
+        await until(seen)
+
+
+async def test_a_few_lanes_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
+    async with valkey_fleet("a", "b", upper_per=1) as it:
+        a, b = it.replicas
+        # Given an empty queue, at which both have looked
+        assert await lanes_of(a) == []
+        assert await it.redis.exists(it.keys.lanes) == 0
+        assert await lanes_of(b) == []
+        # When something waits, then either sees it at once, and nothing is left for others
+        await wait_in_line(it, 3)
+        for each in (a, b):
+            assert len(await lanes_of(each)) == 3
+        assert await it.redis.exists(it.keys.lanes) == 0
+
+
+async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await wait_in_line(it)
+        for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
+            await it.redis.set(it.keys.lanes, other, px=FOREVER_MS)
+            assert len(await lanes_of(a)) == FLOWS
+            assert await left(it) == other
+
+
+async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await wait_in_line(it)
+        async with watched(a) as lookout:
+            # Given a lookout that runs, and that nobody asks: then nothing is read
+            await it.after(100)
+            assert lookout.last.lanes == ()
+            assert await it.redis.exists(it.keys.lanes) == 0
+            # When somebody asks for a while, then the next standing comes by itself
+            first = await lookout.standing()
+            await lookout.standing()
+            await until(lambda: lookout.last is not first)
+            assert len(lookout.last.lanes) == FLOWS
+
+            # And when nobody does any more, then that was the last
+            async def gone() -> bool:
+                return not await it.redis.exists(it.keys.lanes)
+
+            await until(gone)
+            last = lookout.last
+            await it.after(500)
+            assert lookout.last is last
+            assert await gone()
+
+
+async def test_a_lane_that_moves_while_it_is_read_stands_once(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await wait_in_line(it)
+        lookout = Lookout(a.store, 60.0)
+        # Given lanes of which the first is served, and comes again at the end, while they are read
+        lanes = (await a.store.reads.lanes(MOST)).lanes
+        moved = lanes[0]._replace(start=lanes[-1].start + 1)
+        await it.redis.set(
+            it.keys.lanes, survey._text(survey.Lanes([*lanes, moved], (0, FLOWS, 0, 0, 0, 0))), px=FOREVER_MS
+        )
+        # Then it stands where it was last, and counts once
+        standing = await lookout.standing()
+        assert len(standing.lanes) == FLOWS
+        assert standing.lanes[-1] == moved
+        assert standing.weights(moved.band, even=True) == FLOWS
+        assert standing.page(1, moved.group, (repr(lanes[-1].start), lanes[-1].name), None) == [moved]
