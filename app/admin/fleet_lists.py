@@ -82,16 +82,16 @@ class FleetLists:
         lanes: Sequence[Lane]
         if flow is None:
             standing = await self._lookout.standing()
-            lanes, whole = standing.lanes, standing.whole
+            lanes = standing.lanes if band is None else standing.bands[band].lanes
+            total = standing.queued(band) if standing.whole else await self._queue_length(band)
         else:
-            lanes, whole = await self._store.reads.lane(flow), True
-        if band is not None:
-            lanes = [lane for lane in lanes if lane.band == band]
+            lanes = [lane for lane in await self._store.reads.lane(flow) if band is None or lane.band == band]
+            total = sum(lane.queued for lane in lanes)
         turns = foretold.turns(lanes, behind, limit + 1)
         turns, more = turns[:limit], len(turns) > limit
         return {
             "requests": await self._queued(turns),
-            "total": sum(lane.queued for lane in lanes) if whole else await self._waiting(band),
+            "total": total,
             "cursor": _cursor(
                 more, "queue", turns, lambda last: (last.lane.group, repr(last.tag), last.lane.name)
             ),
@@ -184,7 +184,7 @@ class FleetLists:
         weights = {band: standing.weights(band, even=even) for band in Band}
         return [shown.flow(lane, standing, weights[Band(lane.band)], even=even) for lane in lanes]
 
-    async def _waiting(self, band: Band | None) -> int:
+    async def _queue_length(self, band: Band | None) -> int:
         state = await self._membership.state()
         return int(state["queued"] if band is None else state["queue_length"][shown.BANDS[band]])
 
@@ -199,8 +199,8 @@ class FleetLists:
         ]
         found: dict[str, tuple[Turn, Entry]] = {}
         for theirs, entries in zip(of_lanes.values(), await self._store.reads.queued(stretches), strict=True):
-            # Of what stands on one page of a lane, the best score is served first.
-            entries.sort(key=lambda entry: -sum(entry.score or ()))
+            if len(entries) > 1:  # of what stands on one page of a lane, the best score is served first
+                entries.sort(key=lambda entry: -sum(entry.score or ()))
             for turn, entry in zip(theirs, entries, strict=False):
                 found[entry.id] = turn, entry
         rows = sorted(found.values(), key=lambda row: row[0].position)

@@ -47,9 +47,9 @@ def queued(entry: Entry, position: int | None, start_tag: float | None) -> dict[
     return {
         **_request(entry),
         "position": position,
-        "deadline_in_s": rounded(entry.deadline_in_s),
+        "deadline_in_s": round(entry.deadline_in_s, _DIGITS),
         "overdue": entry.overdue,
-        "overdue_in_s": rounded(entry.overdue_in_s),
+        "overdue_in_s": round(entry.overdue_in_s, _DIGITS),
         "score": _score(entry),
         "start_tag": start_tag,
     }
@@ -143,7 +143,7 @@ def _request(entry: Entry) -> dict[str, Any]:
         "model": entry.model,
         "criticality": entry.criticality,
         "cost": entry.cost,
-        "age_s": rounded(entry.age_s),
+        "age_s": round(entry.age_s, _DIGITS),
         "owner": entry.owner,
     }
 

@@ -36,17 +36,19 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """What a band's lanes are together."""
+class BandLanes:
+    """The lanes of one band in their order, and what they are together."""
 
-    lanes: int = 0
+    lanes: tuple[Lane, ...] = ()
+    queued: int = 0
     weights: float = 0.0
     oldest_s: float | None = None
 
     @classmethod
-    def of(cls, lanes: Sequence[Lane]) -> "Together":
+    def of(cls, lanes: Sequence[Lane]) -> "BandLanes":
         return cls(
-            len(lanes),
+            tuple(lanes),
+            sum(lane.queued for lane in lanes),
             math.fsum(lane.weight for lane in lanes),
             max((lane.oldest_s for lane in lanes), default=None),
         )
@@ -63,7 +65,7 @@ class Standing:
     served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
     served_bands: tuple[float, ...] = (0.0,) * _BANDS
     served_cut: bool = False  # a replica served more flows than it told of
-    bands: tuple[Together, ...] = (Together(),) * _BANDS
+    bands: tuple[BandLanes, ...] = (BandLanes(),) * _BANDS
 
     def served_per_s(self, band: int, flow: str) -> float | None:
         """Cost a second that the flow was given; None if it is not known."""
@@ -77,16 +79,19 @@ class Standing:
         if not self.whole:
             return None
         place = (group, float(behind[0]), behind[1].encode()) if behind else (group, -math.inf, b"")
-        first = bisect.bisect_right(self.lanes, place, key=_place)
-        if band is None:
-            return list(self.lanes[first : first + limit])
-        return [lane for lane in self.lanes[first:] if lane.band == band][:limit]
+        lanes = self.lanes if band is None else self.bands[band].lanes
+        first = bisect.bisect_right(lanes, place, key=_place)
+        return list(lanes[first : first + limit])
 
     def weights(self, band: int, *, even: bool) -> float | None:
         """Of the band's waiting flows, summed up; `even`: each counts 1. None if not all are known."""
         if not self.whole:
             return None
-        return float(self.bands[band].lanes) if even else self.bands[band].weights
+        return float(len(self.bands[band].lanes)) if even else self.bands[band].weights
+
+    def queued(self, band: int | None) -> int:
+        """Requests that wait in these lanes."""
+        return sum(each.queued for each in self.bands) if band is None else self.bands[band].queued
 
     def oldest_s(self, band: int) -> float | None:
         """Age of the band's oldest waiting request; None if there is none, or not all lanes are known."""
@@ -166,7 +171,7 @@ class Lookout:
             served,
             tuple(service),
             cut,
-            tuple(Together.of([lane for lane in lanes if lane.band == band]) for band in range(_BANDS)),
+            tuple(BandLanes.of([lane for lane in lanes if lane.band == band]) for band in range(_BANDS)),
         )
 
 

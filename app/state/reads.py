@@ -4,6 +4,7 @@ rest. Each call looks at no more than CHUNK rows, so that none holds Redis up, h
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.state import rows
 from app.state.link import Link
@@ -22,18 +23,13 @@ class Lanes:
     totals: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Ranks `first` to `last`, both with, of a lane."""
 
     band: int
     lane: str
     first: int
     last: int
-
-    @property
-    def length(self) -> int:
-        return self.last - self.first + 1
 
 
 @dataclass(frozen=True, slots=True)

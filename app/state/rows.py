@@ -85,9 +85,11 @@ def lane(row: str, now_us: float) -> Lane:
 
 
 def entry(row: str, now_us: float) -> Entry:
-    fields = row.split(BETWEEN)
-    request_id, state, owner, flow, band, workload, model, criticality, cost, arrived_us = fields[:10]
-    deadline_ms, due_ms, overdue, endpoints, limit, *score = fields[10:]
+    (
+        request_id, state, owner, flow, band, workload, model, criticality, cost, arrived_us,
+        deadline_ms, due_ms, overdue, endpoints, limit, wait, for_criticality, rate,
+    ) = row.split(BETWEEN)  # fmt: skip
+    now_s = now_us / 1e6
     return Entry(
         request_id,
         state,
@@ -99,12 +101,12 @@ def entry(row: str, now_us: float) -> Entry:
         int(criticality),
         float(cost),
         _age_s(now_us, arrived_us),
-        float(deadline_ms) / 1e3 - now_us / 1e6,
-        float(due_ms) / 1e3 - now_us / 1e6,
+        float(deadline_ms) / 1e3 - now_s,
+        float(due_ms) / 1e3 - now_s,
         overdue == "1",
         tuple(endpoints.split(",")) if endpoints else (),
         int(float(limit)),
-        Score(*map(float, score)) if score[0] else None,
+        Score(float(wait), float(for_criticality), float(rate)) if wait else None,
     )
 
 
