@@ -24,7 +24,7 @@
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
 -- marks        hash    drained\31endpoint or down\31endpoint -> since when, ms    undrain, probes, sweep
 -- metrics      hash    endpoint -> JSON of its last scrape; and its channel      scraping (app/scraping/)
--- lanes        string  all lanes as one replica read them for all, or its claim  Redis, when too old
+-- lanes        string  all lanes as one replica read them for all, or its claim  Redis, when old
 -- routes       stream  what was routed where, and completed (app/scheduling/)   its own cap
 -- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle

@@ -101,6 +101,23 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
     assert denied(redis7) == []
 
 
+async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
+    redis7: Server, restricted: str, pool: str
+) -> None:
+    # Given the user of an earlier page
+    redis7.ask("ACL", "SETUSER", PICKER[0], "-get", "-set", "-pttl")
+    through = {"a": restricted}
+    async with running(redis7.url, pool, "a", "b", through=through, call_timeout_s=5.0, upper_per=1) as it:
+        a, b = it.replicas
+        assert (await b.admit("runs")).what == "placed"
+        for number in range(9):
+            await b.admit(f"q{number}", flow=f"f{number}")
+        # Then he is told of all lanes nevertheless
+        found = await a.store.survey.lanes(100)
+        assert len(found.lanes.lanes) == 9
+        assert denied(redis7) == ["set"]
+
+
 @pytest.mark.parametrize(
     "command",
     [
