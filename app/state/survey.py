@@ -58,8 +58,10 @@ class Survey:
         while True:
             try:
                 text, left_ms = await self._link.call("survey", CLAIM_MS)
-            except StateUnavailable:  # it may take no writes, and be read still
-                return await self._read(limit)
+            except StateUnavailable:
+                if self._link.fault is not None:
+                    raise
+                return await self._read(limit)  # what takes no writes can be read still
             if text:
                 lanes = _parsed(text)
                 if lanes is None:

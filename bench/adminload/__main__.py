@@ -17,6 +17,7 @@ from app.fleet.probe import until
 from app.state.reads import CHUNK
 from app.state.rows import BETWEEN
 from app.state.scripts import NAMES
+from app.state.survey import CLAIM_MS
 from bench.adminload.decide import PAUSE_S, USERS, Decider
 from bench.adminload.scene import KEY, REPLICAS, RUNNING, Bound, Filler, endpoints, replica
 from bench.adminload.viewers import DASHBOARDS, Viewers, viewers
@@ -251,6 +252,7 @@ def _worst(it: Server) -> dict[str, list[Any]]:
     _, rows = fcall("FCALL", it.library.function("view_queue"), 1, KEY, 2, names[0], 0, 1)
     request = rows[0].decode().split(BETWEEN)
     return {
+        "survey": [CLAIM_MS],
         "state": [60_000],
         "view_flows": [0, "", "", CHUNK, ""],
         "view_flow": [names[0]],
@@ -264,7 +266,7 @@ def _worst(it: Server) -> dict[str, list[Any]]:
 
 
 def _reading_scripts() -> list[str]:
-    return [name for name in NAMES if name == "state" or name.startswith("view_")]
+    return [name for name in NAMES if name in ("survey", "state") or name.startswith("view_")]
 
 
 async def _measure(it: Server, options: argparse.Namespace) -> list[Row]:

@@ -115,7 +115,7 @@ async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
         # Then he is told of all lanes nevertheless
         found = await a.store.survey.lanes(100)
         assert len(found.lanes.lanes) == 9
-        assert denied(redis7) == ["set"]
+        assert denied(redis7) == [b"set"]
 
 
 @pytest.mark.parametrize(
