@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# A fleet starts ten Python processes: each would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval screenshots faults soak lock clean

@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
     logs.setup(level, style=settings.logging.format, replica=replica, pool=settings.pool)
-    # What start-up made stays; collecting seldom is worth a few per cent, since requests leave few cycles.
-    gc.freeze()
+    # Collecting seldom is worth a few per cent, since requests leave few cycles.
     gc.set_threshold(10_000, 20, 20)
     uvloop.run(serve(settings, replica, _report))
     return 0

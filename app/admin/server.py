@@ -45,6 +45,7 @@ async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",  # or it imports whichever WebSocket package it finds
         server_header=False,
         proxy_headers=False,  # whose words about a client count is the guard's to say
         timeout_graceful_shutdown=_GRACE_S,
