@@ -6,13 +6,18 @@ log keeps every promise, exit status 0 and no process left.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from dashboard_page import Dashboard, browser, opened
 from whole_fleet import Fleet, started, stop_all
 
 Starter = Callable[..., Fleet]
+Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
 
 
 @pytest.fixture
@@ -48,3 +53,12 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
     yield start
     stop_all(list(running.values()))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dashboard() -> AsyncIterator[Opener]:
+    """`dashboard(fleet, replica=0, **options)` opens a replica's dashboard in the module's one browser; the
+    module's tests share a loop.
+    """
+    async with browser() as chromium:
+        yield partial(opened, chromium)

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import page_figures as figures
 import pytest
-from dashboard_page import dashboard
 from fleet_load import PATIENT, at_rest, shared
 
 SLOW = ("--no-restart", "--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
@@ -19,11 +18,12 @@ CONFIG = {
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
 }
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
 XSS = "<img src=x onerror=window.owned=1>"
 
 
 async def post(fleet: Any, path: str) -> None:
-    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
         answer = await client.post(f"{fleet.state['replicas'][0]['admin']}/api/v1/{path}")
     assert answer.status_code == 200, answer.text
 
@@ -71,7 +71,7 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet(*SLOW, config=CONFIG)
 
 
-async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here: Any) -> None:
+async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here: Any, dashboard: Any) -> None:
     # Given a paused fleet with a queue, when another replica's page is opened
     async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
         # Then flows and totals are those of any replica's API
@@ -97,7 +97,7 @@ async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here:
         await page.says("#lookup-answer", "silver")
 
 
-async def test_pause_and_resume_ask_first_and_work(here: Any) -> None:
+async def test_pause_and_resume_ask_first_and_work(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         # Given a fleet that dispatches, when the question is refused
         await page.page.click("#pause")
@@ -118,7 +118,7 @@ async def test_pause_and_resume_ask_first_and_work(here: Any) -> None:
         assert not (await shared(here, 1))["paused"]
 
 
-async def test_drain_and_undrain_work(here: Any) -> None:
+async def test_drain_and_undrain_work(here: Any, dashboard: Any) -> None:
     address = here.state["endpoints"][0]["address"]
     async with dashboard(here) as page:
         await page.page.get_by_role("button", name=f"Drain {address}", exact=True).click()
@@ -132,7 +132,7 @@ async def test_drain_and_undrain_work(here: Any) -> None:
         await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
-async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any) -> None:
+async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any, dashboard: Any) -> None:
     async with waiting(here, "keep", "drop"), dashboard(here) as page:
         # When one request is evicted, then it leaves the queue, and its row the page
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()
@@ -149,7 +149,9 @@ async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any) ->
         await page.says("#toast", "no such request waits")
 
 
-async def test_the_token_is_asked_for_kept_for_the_tab_and_asked_again_when_wrong(fleet: Any) -> None:
+async def test_the_token_is_asked_for_kept_for_the_tab_and_asked_again_when_wrong(
+    fleet: Any, dashboard: Any
+) -> None:
     # Given a fleet with a token
     guarded = fleet(*SLOW, "--replicas", "1", config={"admin": {"token": "open-sesame"}})
     async with dashboard(guarded) as page:
@@ -174,7 +176,7 @@ async def test_the_token_is_asked_for_kept_for_the_tab_and_asked_again_when_wron
         assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
 
 
-async def test_the_keyboard_is_enough(here: Any) -> None:
+async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         focused = "document.activeElement.id || document.activeElement.className"
         keys = page.page.keyboard
@@ -212,7 +214,7 @@ async def test_the_keyboard_is_enough(here: Any) -> None:
     assert not (await shared(here))["paused"]
 
 
-async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any) -> None:
+async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         # Given a question that is refused and asked again before the browser tells that it was closed
         await page.page.evaluate(
@@ -229,7 +231,7 @@ async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any) ->
     assert not (await shared(here))["paused"]
 
 
-async def test_a_yes_is_done_though_another_question_follows_at_once(here: Any) -> None:
+async def test_a_yes_is_done_though_another_question_follows_at_once(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         # Given a question answered yes, and one more asked before the browser tells that the first was closed
         await page.page.evaluate(
@@ -246,7 +248,9 @@ async def test_a_yes_is_done_though_another_question_follows_at_once(here: Any) 
     assert not (await shared(here))["paused"]
 
 
-async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves(here: Any) -> None:
+async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves(
+    here: Any, dashboard: Any
+) -> None:
     async with dashboard(here) as page:
         # Given rows, and the pointer down on the button of the last
         answer = await page.page.evaluate(
@@ -278,7 +282,7 @@ async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves
         assert answer == [0, True, 3]
 
 
-async def test_names_of_clients_are_text_whatever_they_say(here: Any) -> None:
+async def test_names_of_clients_are_text_whatever_they_say(here: Any, dashboard: Any) -> None:
     # Given a flow and a workload whose names are markup
     workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'
     async with waiting(here, XSS, workload=workload), dashboard(here) as page:
@@ -298,7 +302,7 @@ async def test_names_of_clients_are_text_whatever_they_say(here: Any) -> None:
         assert await page.page.evaluate("window.owned") is None
 
 
-async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any) -> None:
+async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard: Any) -> None:
     long = "a-flow-with-a-name-that-no-phone-has-room-for-" * 4
     for width in (390, 1280):
         async with (
@@ -319,7 +323,9 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any) -> None:
                 assert box["x"] + box["width"] <= width
 
 
-async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(here: Any) -> None:
+async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(
+    here: Any, dashboard: Any
+) -> None:
     names = [f"flow-{number}" for number in range(120)]
     async with waiting(here, *names), dashboard(here) as page:
         await page.says("#count-flows", "the first 50 of 120")
@@ -337,7 +343,7 @@ async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(here
         assert len(seen) == len(set(seen)) == 120
 
 
-async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here: Any) -> None:
+async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         page.allowed.append("status of 503")  # of a read that was under way when the replica stood still
         await page.says("#connection", "live")
@@ -350,7 +356,9 @@ async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here:
         await page.says("#connection", "live")
 
 
-async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(fleet: Any) -> None:
+async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(
+    fleet: Any, dashboard: Any
+) -> None:
     restarting = fleet("--endpoints", "1", "--replicas", "2")
     async with dashboard(restarting) as page:
         # What the browser says of a connection that breaks or is refused depends on the moment of the kill;
@@ -364,7 +372,7 @@ async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(fl
         await page.says("#connection", "live")
 
 
-async def test_a_fleet_without_redis_is_told_so_until_it_is_back(fleet: Any) -> None:
+async def test_a_fleet_without_redis_is_told_so_until_it_is_back(fleet: Any, dashboard: Any) -> None:
     here = fleet("--no-restart", "--endpoints", "1", "--replicas", "1")
     (valkey,) = [child for child in here.children() if "valkey" in " ".join(child.cmdline())]
     async with dashboard(here) as page:
@@ -380,7 +388,7 @@ async def test_a_fleet_without_redis_is_told_so_until_it_is_back(fleet: Any) -> 
         await page.says("#connection", "live")
 
 
-async def test_decisions_come_as_they_are_made_and_can_be_held(here: Any) -> None:
+async def test_decisions_come_as_they_are_made_and_can_be_held(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page, here.client(**PATIENT) as client:
         assert await ask(client, "seen") == 200
         await page.says("#rows-decisions", "seen")
@@ -394,7 +402,7 @@ async def test_decisions_come_as_they_are_made_and_can_be_held(here: Any) -> Non
         await page.says("#rows-decisions", "unseen")
 
 
-async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any) -> None:
+async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any, dashboard: Any) -> None:
     without = fleet(*SLOW, "--replicas", "1", config={"decision_log": {"enabled": False}})
     async with dashboard(without, color_scheme="dark") as page:
         await page.says("#none-decisions", "decision_log: {enabled: true}")
@@ -407,7 +415,7 @@ async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any) 
         await page.until(f"{theme} === 'light'")
 
 
-async def test_charts_have_their_figures_in_words(here: Any) -> None:
+async def test_charts_have_their_figures_in_words(here: Any, dashboard: Any) -> None:
     async with waiting(here, "one", "two"), dashboard(here) as page:
         await page.says("#text-queued", "2 requests now")
         await page.says("#text-stock", "never above 4.4")

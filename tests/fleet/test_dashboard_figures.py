@@ -8,7 +8,7 @@ from typing import Any, Literal
 import httpx
 import page_figures as figures
 import pytest
-from dashboard_page import Dashboard, dashboard, listening
+from dashboard_page import Dashboard, listening
 from fleet_load import PATIENT, at_rest
 from page_reading import UNREADABLE
 
@@ -30,7 +30,10 @@ CONFIG = {
     },
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
 }
-pytestmark = pytest.mark.timeout(300)  # a fleet, a browser and its load share what the machine has
+pytestmark = [
+    pytest.mark.timeout(300),  # a fleet, a browser and its load share what the machine has
+    pytest.mark.asyncio(loop_scope="module"),  # the browser's
+]
 FLOWS = (
     ("one", "gold", "llama"),
     ("two", "heavy", "poet"),
@@ -81,6 +84,7 @@ async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
     """Meanwhile an operator keeps requests from this endpoint."""
     async with httpx.AsyncClient(
         trust_env=False,
+        verify=False,
         timeout=10.0,
         base_url=f"{fleet.state['replicas'][0]['admin']}/api/v1/endpoints/{address}",
     ) as client:
@@ -111,7 +115,7 @@ def lacking(shot: dict[str, Any]) -> set[str]:
     return {name for name, has in there.items() if not has}
 
 
-async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: Any) -> None:
+async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: Any, dashboard: Any) -> None:
     # Given load of four flows, one of them through an adapter, and an endpoint that an operator has drained
     address = here.state["endpoints"][2]["address"]
     async with load(here), drained(here, address), listening(here) as snapshots, dashboard(here) as page:
@@ -141,7 +145,9 @@ async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: A
         await page.until("/requests? waits?:/.test(document.getElementById('why').textContent)")
 
 
-async def test_every_figure_of_the_queue_is_of_the_answer_that_the_page_got(here: Any) -> None:
+async def test_every_figure_of_the_queue_is_of_the_answer_that_the_page_got(
+    here: Any, dashboard: Any
+) -> None:
     # Given load, and a page whose answers of the queue are kept
     async with load(here), dashboard(here) as page:
         answers = kept(page)
@@ -168,7 +174,7 @@ def kept(page: Dashboard) -> list[Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_on_a_phone_every_figure_can_be_read_and_none_lies_beside_the_screen(
-    here: Any, scheme: Literal["light", "dark"]
+    here: Any, scheme: Literal["light", "dark"], dashboard: Any
 ) -> None:
     # Given load, and a screen of 390 pixels
     phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}

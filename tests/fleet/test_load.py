@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from whole_fleet import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,12 @@ def verdicts(folder: Path) -> dict[str, str]:
     return {promise["name"]: promise["verdict"] for promise in summary["promises"]}
 
 
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    """A fleet that is at rest again when a load has ended."""
+    return shared_fleet("--replicas", "1", "--endpoints", "2")
+
+
 async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     # When a scenario is run without saying where
     size = ("--own", "--replicas", "2", "--endpoints", "2")
@@ -79,9 +86,8 @@ async def test_replicas_are_killed_and_nobody_notices(tmp_path: Path) -> None:
     assert (status, unserved) == (0, 0), said
 
 
-async def test_a_broken_promise_is_exit_status_1(fleet: Any, tmp_path: Path) -> None:
+async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
     # Given a running fleet
-    here = fleet("--replicas", "1", "--endpoints", "2")
     # When it is asked for first tokens sooner than its model servers can give them
     where = ("--state-file", str(here.state_file), "--duration", "3", "--report", str(tmp_path))
     status, said = await load("steady", *where, "--slo-ttft", "0.005")
@@ -96,8 +102,7 @@ async def test_a_broken_promise_is_exit_status_1(fleet: Any, tmp_path: Path) -> 
     assert status == 0, said
 
 
-async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(fleet: Any, tmp_path: Path) -> None:
-    here = fleet("--replicas", "1", "--endpoints", "1")
+async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(here: Any, tmp_path: Path) -> None:
     status, said = await load(
         "priority-overload", "--state-file", str(here.state_file), "--report", str(tmp_path)
     )
@@ -105,9 +110,8 @@ async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(fleet: A
     assert "needs a fleet with an objective 'critical', an objective 'sheddable'" in said
 
 
-async def test_an_interrupt_ends_with_a_report(fleet: Any, tmp_path: Path) -> None:
+async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
     # Given a load under way that would go on for minutes
-    here = fleet("--replicas", "1", "--endpoints", "2")
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
     process = await started("app.cli", "load", "steady", *where)
     assert process.stdout is not None
@@ -125,9 +129,8 @@ async def test_an_interrupt_ends_with_a_report(fleet: Any, tmp_path: Path) -> No
     assert "broken" not in verdicts(tmp_path).values()
 
 
-async def test_the_same_scenarios_in_locust(fleet: Any, tmp_path: Path) -> None:
+async def test_the_same_scenarios_in_locust(here: Any, tmp_path: Path) -> None:
     # Given a running fleet
-    here = fleet("--replicas", "1", "--endpoints", "2")
     # When Locust plays two of the scenarios against it for some seconds, with its own page switched off
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     process = await started(

@@ -21,6 +21,12 @@ def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     return shared_fleet("--mode", request.param, "--debug-headers", "--sim-ttft", "1", "--sim-itl", "1")
 
 
+@pytest.fixture(scope="module")
+def small(shared_fleet: Any) -> Any:
+    """The smallest fleet, to run beside another."""
+    return shared_fleet(*SMALL)
+
+
 async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
     # Given a ready fleet, When its state file is read
     state = any_mode.state
@@ -225,8 +231,8 @@ async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
     assert not alive
 
 
-async def test_two_fleets_run_side_by_side(fleet: Any) -> None:
-    one, other = fleet(*SMALL), fleet(*SMALL)
+async def test_two_fleets_run_side_by_side(small: Any, fleet: Any) -> None:
+    one, other = small, fleet(*SMALL)
     async with one.client() as first, other.client() as second:
         answers = [await client.post("/v1/completions", json=ASK) for client in (first, second)]
     assert [answer.headers["x-served-by"] for answer in answers] == [
@@ -247,10 +253,9 @@ async def test_configured_models_are_served(fleet: Any) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-async def test_discovery_of_the_configuration_with_no_simulators(fleet: Any) -> None:
+async def test_discovery_of_the_configuration_with_no_simulators(small: Any, fleet: Any) -> None:
     # Given a fleet whose model server another fleet runs
-    lender = fleet(*SMALL)
-    address = lender.state["endpoints"][0]["address"]
+    address = small.state["endpoints"][0]["address"]
     # When a fleet without simulators discovers it by its configuration
     own = fleet(
         *("--replicas", "1", "--endpoints", "0"), config={"discovery": {"static": [{"address": address}]}}
