@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from case_fleet import config, log_of, rests
-from fault_case import Case
+from fault_case import TTFT_MS, Case
 
 from bench.witness.asking import Wish
 from bench.witness.load import loaded
@@ -58,7 +58,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
     case.is_about(f"an endpoint that dies as soon as it is back, {flaps} times")
     # Given a fleet under load, with every scrap of state looked at on the way
-    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "5", config=config())
+    here = faulty("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
     lowest = 0.0
     done = asyncio.Event()
 

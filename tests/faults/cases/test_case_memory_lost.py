@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, log_of, rests
-from fault_case import Case
+from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
 
 from bench.witness.asking import Asked, Wish, ask
 from bench.witness.load import loaded
 
-OPTIONS = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10")
+OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
 
 

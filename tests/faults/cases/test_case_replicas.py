@@ -18,13 +18,13 @@ from case_fleet import (
     replica_process,
     rests,
 )
-from fault_case import Case
+from fault_case import TTFT_MS, Case
 
 from bench.witness.asking import Wish, ask
 from bench.witness.load import loaded
 
 CLIENTS = 40
-OPTIONS = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "5")
+OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5")
 
 
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
