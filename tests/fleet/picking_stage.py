@@ -201,7 +201,7 @@ async def staged(redis_url: str, config: Mapping[str, Any], folder: Path, pool: 
             at = replica.result() or bound.result() if replica.done() else bound.result()
         async with (
             grpc.aio.insecure_channel(at.grpc) as channel,
-            httpx.AsyncClient(base_url=at.admin, trust_env=False, timeout=PATIENT_S) as admin,
+            httpx.AsyncClient(base_url=at.admin, trust_env=False, verify=False, timeout=PATIENT_S) as admin,
         ):
             stage = await open_pages.enter_async_context(contextlib.aclosing(Stage(channel, admin, file)))
             await stage.ready()

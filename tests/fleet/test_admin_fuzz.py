@@ -7,16 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from fleet_load import PATIENT, shared
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from whole_fleet import says_unavailable
 
 CONFIG = {
@@ -24,12 +16,6 @@ CONFIG = {
     "decision_log": {"enabled": True},
     "fair_request_queue": {"ordering": "workload-aware"},
 }
-DESCRIBED = [
-    status_code_conformance,
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-]
 EXAMPLES = 15  # for each call
 TRIES = 5  # of one case, while the machine stands still longer than the API waits for Redis
 
@@ -87,6 +73,17 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
 
     That Redis does not answer in time is one only if it is so several times on end.
     """
+    # A second and more of imports, which only who runs this test is to pay.
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    conforms = [
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_headers_conformance,
+        checks.response_schema_conformance,
+    ]
     schema = schemathesis.openapi.from_dict(described)
     tried: dict[str, int] = {}
     for found in schema.get_all_operations():
@@ -96,7 +93,7 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
             tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
             for _ in range(TRIES):
                 answer = case.call(base_url=base, timeout=20)
-                case.validate_response(answer, checks=DESCRIBED)
+                case.validate_response(answer, checks=conforms)
                 if not says_unavailable(answer):
                     break
             case.validate_response(answer, checks=[not_a_server_error])

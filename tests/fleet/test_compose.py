@@ -98,7 +98,7 @@ async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: P
     try:
         await asyncio.to_thread(stack.start)
         envoy = f"http://{stack.of('envoy')[0].address}:8080"
-        async with httpx.AsyncClient(base_url=envoy, timeout=60.0, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=envoy, timeout=60.0, trust_env=False, verify=False) as client:
             # When requests are sent to Envoy
             answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(40)))
             # Then each has its answer, from every simulator, by the word of both replicas

@@ -67,7 +67,9 @@ async def served(config: dict[str, Any], folder: Path) -> AsyncIterator[Replica]
             bound = json.loads(await process.stdout.readline())
         async with (
             grpc.aio.insecure_channel(bound["grpc"]) as channel,
-            httpx.AsyncClient(base_url=bound["admin"], trust_env=False, timeout=PATIENT_S) as admin,
+            httpx.AsyncClient(
+                base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
+            ) as admin,
         ):
             yield Replica(process, channel, admin)
     finally:

@@ -22,14 +22,14 @@ RESUMED = "/api/v1/resume"
 
 async def post(fleet: Any, path: str, replica: int) -> httpx.Response:
     """POST to one replica's admin API; it must have been accepted."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
         response = await client.post(f"{fleet.state['replicas'][replica]['admin']}{path}")
     assert response.status_code == 200, response.text
     return response
 
 
 async def patch(fleet: Any, changes: dict[str, Any], replica: int) -> dict[str, Any]:
-    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
         url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/config"
         response = await client.patch(url, json=changes)
     assert response.status_code == 200, response.text

@@ -203,7 +203,7 @@ async def paused(fleet: Any, flows: Sequence[str]) -> AsyncIterator[None]:
     """A paused fleet with one request of each flow in its queue; at rest on leaving."""
     url = f"{fleet.state['replicas'][0]['admin']}/api/v1"
     async with (
-        httpx.AsyncClient(trust_env=False, timeout=10.0) as admin,
+        httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin,
         fleet.client(**PATIENT) as client,
         asyncio.TaskGroup() as tasks,
     ):

@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import judged_log
-import openai
 import psutil
 import pytest
 import redis.asyncio
@@ -23,6 +22,9 @@ import yaml
 
 from app.state import primary
 from app.state.keys import Keys
+
+if TYPE_CHECKING:
+    import openai
 
 DRAIN_GRACE = "PICKER_EXTPROC__DRAIN_GRACE"
 PATIENCE = {"PICKER_REDIS__DECISION_BUDGET": "2s", "PICKER_REDIS__CALL_TIMEOUT": "5s"}
@@ -108,10 +110,14 @@ class Fleet:
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         """HTTP through Envoy; to be closed by its user (`async with`)."""
-        return httpx.AsyncClient(base_url=self.url, **{"timeout": 60.0, "trust_env": False, **options})
+        # Nothing is spoken over TLS; a client that verifies reads all authorities first, 27 ms of CPU.
+        plain = {"timeout": 60.0, "trust_env": False, "verify": False}
+        return httpx.AsyncClient(base_url=self.url, **{**plain, **options})
 
-    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+    def openai(self, **options: Any) -> "openai.AsyncOpenAI":
         """The official client through Envoy, without its own retries; to be closed by its user."""
+        import openai  # half a second, which only who uses it is to pay
+
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, "timeout": 60.0, **options}
         )

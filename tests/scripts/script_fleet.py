@@ -96,7 +96,8 @@ class Replica:
         self.cell = SnapshotCell()
         self.membership: Membership | None = None
         self.store = Store(
-            url, pool=pool, replica=name, call_timeout_s=call_timeout_s, connect_timeout_s=1.0,
+            url, pool=pool, replica=name, call_timeout_s=call_timeout_s,
+            connect_timeout_s=max(1.0, call_timeout_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_news=self.hear, on_dequeued=self.metrics.dequeued,
             on_adopted=self._count_adopted,
         )  # fmt: skip

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import httpx
-import openai
 import pytest
-from openai.types import CompletionUsage
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.sim.asgi import MAX_BODY_BYTES
@@ -44,11 +43,15 @@ async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server started with `arguments`."""
     with process(*arguments) as (_, url):
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=30, limits=limits, trust_env=False, verify=False
+        ) as client:
             yield client
 
 
-def official(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
+def official(client: httpx.AsyncClient) -> Any:
+    import openai  # half a second, which only who runs these tests is to pay
+
     return openai.AsyncOpenAI(
         base_url=f"{str(client.base_url).rstrip('/')}/v1", api_key="none", max_retries=0
     )
@@ -90,7 +93,8 @@ async def test_the_official_client_gets_whole_answers() -> None:
         # Then both have their tokens, their usage, their model and the reason why they end
         assert len(completion.choices[0].text.split()) == 5
         assert completion.choices[0].finish_reason == "length"
-        assert completion.usage == CompletionUsage(prompt_tokens=3, completion_tokens=5, total_tokens=8)
+        usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert completion.usage.model_dump(exclude_unset=True) == usage
         assert answer.model == "llama"
         assert len((answer.choices[0].message.content or "").split()) == 7
         assert answer.usage is not None
@@ -231,6 +235,8 @@ async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
 
 
 async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
+    import openai
+
     async with sim(*AT_ONCE, "--kv-blocks", "4") as client, official(client) as api:
         # When a body is no JSON, a model unknown, a limit bad, a prompt too large, a path or method wrong
         for content, status in ((b"{", 400), (b'{"model": "gpt", "prompt": "x"}', 404)):
@@ -273,7 +279,7 @@ async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_it_with_0_though_requests_are_in_flight(number: signal.Signals) -> None:
     with process("--ttft", "0", "--itl", "3600000", "--max-num-seqs", "1") as (server, url):
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client:
             # Given a request whose answer has begun and one that waits for its first token
             stream = ask(stream=True, max_tokens=1000)
             async with client.stream("POST", "/v1/completions", json=stream) as begun:
