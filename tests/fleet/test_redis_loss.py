@@ -13,6 +13,7 @@ from fleet_load import PATIENT, at_rest, metric, shared
 from own_valkey import OwnValkey, own_valkey
 from whole_fleet import AS_BY_DEFAULT
 
+pytestmark = pytest.mark.alone
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40

@@ -17,6 +17,7 @@ from whole_fleet import AS_BY_DEFAULT
 from bench.witness.asking import Asked, Wish
 from bench.witness.load import loaded
 
+pytestmark = pytest.mark.alone
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40

@@ -14,6 +14,7 @@ from paced import paced
 from proxy import Proxy, proxy
 from whole_fleet import AS_BY_DEFAULT, Fleet
 
+pytestmark = pytest.mark.alone
 PER_S = 60.0
 SERVERS, EACH = 4, 200.0  # so much room that nobody waits for a turn
 EVERY_S, STALL_S, LATE_S = 5.0, 1.0, 0.05
