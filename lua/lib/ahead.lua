@@ -6,7 +6,7 @@ local ahead = {}
 local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
 local function forget_fronts() expected, fronts = 1, {} end
-function ahead.expect(count) expected = count end
+function ahead.expect(count) expected = math.max(count, 1) end -- of 0, all would be read
 function ahead.anew(name)
   fronts[name] = nil
   send(name)
