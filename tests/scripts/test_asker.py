@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
+from script_fleet import until
 
 from app.errors import StateUnavailable
 from app.state.asker import Asker
@@ -50,10 +51,15 @@ async def test_a_connection_that_was_closed_is_made_anew(asker: Asker, valkey_ur
     assert again[0] > known
 
 
-async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: Asker) -> None:
+async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: Asker, valkey_url: str) -> None:
     # Given one who waits for a reply that is long in coming
     slow = asyncio.create_task(asker.ask([("BLPOP", "nothing", 0)]))
-    await asyncio.sleep(0.05)
+    async with Redis.from_url(valkey_url) as redis:
+
+        async def asked() -> bool:
+            return bool((await redis.info("clients"))["blocked_clients"])
+
+        await until(asked)
     # When it gives up, then the next is served, with its own reply
     slow.cancel()
     assert await asker.ask([("ECHO", "next")]) == [b"next"]

@@ -25,6 +25,28 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         assert await b.store.tuned() == ("2", {}, {})
 
 
+async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
+    valkey_fleet: OpenFleet,
+) -> None:
+    async with valkey_fleet("a", upper_per=1) as it:
+        # Given many flows that wait
+        (a,) = it.replicas
+        await a.admit("runs")
+        for i in range(100):
+            await a.admit(f"r{i}", flow=f"flow-{i}")
+        # When bounds are raised, then each call looks at the front of the flows, however many there are
+        async with it.redis.monitor() as said:
+            await a.store.tune({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
+            await it.redis.echo("the end")
+            asked = []
+            while "the end" not in (command := (await said.next_command())["command"]):
+                asked.append(command.split())
+        fronts = [words for words in asked if words[0] == "ZRANGE" and ":flows:" in words[1]]
+        assert fronts
+        assert all(0 <= int(words[3]) < 100 for words in fronts)
+        assert order_of(await it.log()) == ["r0", "r1"]
+
+
 async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=2) as it:
         (a,) = it.replicas
