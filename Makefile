@@ -36,7 +36,7 @@ test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='
 ifeq ($(ARGS),)
 	$(BIN)/pytest -m 'not alone' -n 3 --dist loadfile --no-loadscope-reorder \
 		tests/model tests/faults tests/fleet tests/scripts tests/unit
-	$(BIN)/pytest -m alone tests/faults tests/fleet
+	$(BIN)/pytest -m alone tests/faults
 else
 	$(BIN)/pytest $(ARGS)
 endif

@@ -22,11 +22,11 @@ Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
 
 @pytest.fixture
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`fleet(*options, config=None, unjudged="")` starts a fleet of the test's own."""
+    """`fleet(*options, config=None, unjudged="", typed=False)` starts a fleet of the test's own."""
     running: list[Fleet] = []
 
-    def start(*options: str, config: dict[str, Any] | None = None, unjudged: str = "") -> Fleet:
-        running.append(started(tmp_path_factory.mktemp("fleet"), options, config, unjudged=unjudged))
+    def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
+        running.append(started(tmp_path_factory.mktemp("fleet"), options, config, **more))
         return running[-1]
 
     yield start
@@ -35,20 +35,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None)`: as `fleet`, but tests that ask for the same get the same one.
+    """`shared_fleet(*options, config=None, typed=False)`: as `fleet`, but who asks for the same gets it.
 
     For tests that leave a fleet as they found it. A fixture that asks for it with parameters has module
     scope, so that tests are run in the order of the parameters and each fleet is started once.
     """
     running: dict[str, Fleet] = {}
 
-    def start(*options: str, config: dict[str, Any] | None = None) -> Fleet:
-        key = json.dumps([options, config], sort_keys=True)
+    def start(*options: str, config: dict[str, Any] | None = None, typed: bool = False) -> Fleet:
+        key = json.dumps([options, config, typed], sort_keys=True)
         if key not in running:
             others = list(running.values())
             running.clear()
             stop_all(others)
-            running[key] = started(tmp_path_factory.mktemp("shared-fleet"), options, config)
+            folder = tmp_path_factory.mktemp("shared-fleet")
+            running[key] = started(folder, options, config, typed=typed)
         return running[key]
 
     yield start

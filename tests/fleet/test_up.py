@@ -18,7 +18,8 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 @pytest.fixture(params=MODES, scope="module")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """A fleet of the usual size in each mode, its answers showing what was picked."""
-    return shared_fleet("--mode", request.param, "--debug-headers", "--sim-ttft", "1", "--sim-itl", "1")
+    quick = ("--sim-ttft", "1", "--sim-itl", "1")
+    return shared_fleet("--mode", request.param, "--debug-headers", *quick, typed=True)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
 
 async def test_terminate_leaves_no_process(fleet: Any) -> None:
     # Given a fleet
-    own = fleet(*SMALL, unjudged="its Valkey ends with it")
+    own = fleet(*SMALL, unjudged="its Valkey ends with it", typed=True)
     children = own.children()
     assert len(children) == 4  # Valkey, simulator, replica, Envoy
     # When it is told to end as a service manager does
@@ -222,7 +223,7 @@ async def test_terminate_leaves_no_process(fleet: Any) -> None:
 
 async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
     # Given a fleet
-    own = fleet(*SMALL)
+    own = fleet(*SMALL, typed=True)
     children = own.children()
     # When it gets no chance to stop its children
     own.kill()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 import redis.asyncio
 import yaml
+from begun_up import BegunUp
 
 from app.state import primary
 from app.state.keys import Keys
@@ -40,7 +41,8 @@ class Fleet:
     """A running `picker up`. Ports, pids and addresses are read from its state file each time.
 
     Its decision log is on unless `config` turns it off, and is judged when it ends: a broken promise fails
-    the test. `unjudged` says why that cannot be (Redis ends sooner, the state is spoilt on purpose).
+    the test. `unjudged` says why that cannot be (Redis ends sooner, the state is spoilt on purpose). `typed`:
+    it is a process of its own from the first, as a user's is, and not begun the quicker way (begun_up.py).
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Fleet:
         config: dict[str, Any] | None,
         environment: Mapping[str, str] | None = None,
         unjudged: str = "",
+        typed: bool = False,
     ) -> None:
         self.state_file = folder / "state.json"
         arguments = ["--port", "0", "--state-file", str(self.state_file), *options]
@@ -69,14 +72,8 @@ class Fleet:
         self._killed = False
         self._said: list[str] = []
         self._news = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "app.cli", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **grace, **patience, **log, "TMPDIR": str(folder), **(environment or {})},
-        )
+        inherited = {**os.environ, **grace, **patience, **log, "TMPDIR": str(folder), **(environment or {})}
+        self.process = (_typed if typed else BegunUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -249,6 +246,17 @@ class Fleet:
             self._news.notify_all()
 
 
+def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "app.cli", "up", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
 def says_unavailable(answer: Any) -> bool:
     """Whether this answer of an admin API (`status_code`, `json()`) is that the shared state did not answer
     in time."""
@@ -261,9 +269,10 @@ def started(
     config: dict[str, Any] | None,
     environment: Mapping[str, str] | None = None,
     unjudged: str = "",
+    typed: bool = False,
 ) -> Fleet:
     """A fleet that is ready. `environment` is added to what its processes inherit."""
-    fleet = Fleet(folder, options, config, environment, unjudged)
+    fleet = Fleet(folder, options, config, environment, unjudged, typed)
     try:
         fleet.wait_line("dashboard:")
     except BaseException:

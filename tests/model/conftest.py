@@ -3,17 +3,24 @@
 from collections.abc import Iterator
 
 import pytest
-from script_backends import fakeredis, url_of, valkey
-from script_side import ScriptSide
+import redis
+from fakeredis import FakeRedis
+from script_backends import url_of, valkey
+from script_side import TEXT, ScriptSide
+
+TIMEOUT_S = 10
 
 
 @pytest.fixture(scope="module", params=["valkey", "fakeredis"])
 def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSide]:
     """The scripts on a server of their own, a real Valkey or fakeredis."""
     server: str = request.param
-    with fakeredis() if server == "fakeredis" else valkey(tmp_path_factory.mktemp(server)) as port:
-        scripts = ScriptSide(url_of(port), server)
-        try:
-            yield scripts
-        finally:
-            scripts.close()
+    if server == "fakeredis":  # in this process: over TCP it takes as long again
+        with FakeRedis(server_type="valkey", **TEXT) as client:
+            yield ScriptSide(client, server)
+        return
+    with (
+        valkey(tmp_path_factory.mktemp(server)) as port,
+        redis.Redis.from_url(url_of(port), socket_timeout=TIMEOUT_S, **TEXT) as client,
+    ):
+        yield ScriptSide(client, server)

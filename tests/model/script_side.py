@@ -21,8 +21,13 @@ local function read_clock()
   now_ms = math.floor(now_us / 1000)
 end
 """
+READ_ALL = """
+local sets = {}
+for i, key in ipairs(KEYS) do sets[i] = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES') end
+return sets
+"""
 SILENCE_MS = 3000
-TIMEOUT_S = 10
+TEXT: dict[str, Any] = {"decode_responses": True, "encoding_errors": "surrogateescape"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +41,17 @@ class Seen:
 
 
 class ScriptSide:
-    """A pool of its own on the server at `url`, `valkey` or `fakeredis`, emptied by `clear`."""
+    """A pool of its own on the server that `client`, made with TEXT, speaks to; emptied by `clear`. `server`
+    is `valkey` or `fakeredis`."""
 
-    def __init__(self, url: str, server: str) -> None:
+    def __init__(self, client: redis.Redis, server: str) -> None:
         self.server = server
-        self._redis = redis.Redis.from_url(
-            url, socket_timeout=TIMEOUT_S, decode_responses=True, encoding_errors="surrogateescape"
-        )
+        self._redis = client
         self._library = load_library(clock=CLOCK)
         source = with_struct(self._library) if server == "fakeredis" else self._library.source
         self._redis.function_load(source, replace=True)
         self._keys = Keys.of("model")
         self._log_at = 0
-
-    def close(self) -> None:
-        self._redis.close()
 
     def clear(self) -> None:
         self._redis.flushall()
@@ -63,10 +64,12 @@ class ScriptSide:
 
     def orders(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """The sorted sets of these names (without prefix), each as scores by member."""
-        pipe = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipe.zrange(self._keys.prefix + name, 0, -1, withscores=True)
-        return {name: dict(found) for name, found in zip(names, pipe.execute(), strict=True)}
+        keys = [self._keys.prefix + name for name in names]
+        found = self._redis.eval(READ_ALL, len(keys), *keys)
+        return {
+            name: dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
+            for name, pairs in zip(names, found, strict=True)
+        }
 
     def call(self, now_us: int, name: str, args: Sequence[Any]) -> Seen:
         pipe = self._redis.pipeline(transaction=False)

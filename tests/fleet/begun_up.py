@@ -1,0 +1,141 @@
+"""`picker up` begun from a process that holds what it imports.
+
+Reading Envoy's types, and making the first bootstrap of them, takes a second and a half of CPU, a quarter of
+a fleet's start. Here one process does so once, and forks a copy of itself for each fleet, which then runs the
+command. tests/fleet/test_up.py starts it as its user does.
+"""
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, NoReturn
+
+_LONGEST_ASK = 1 << 20
+
+
+class BegunUp:
+    """A running `picker up`: of `subprocess.Popen` as much as a fleet of tests needs."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        said, says = os.pipe()
+        told, tells = os.pipe()
+        ask = json.dumps([list(arguments), dict(environment)]).encode()
+        socket.send_fds(_nursery(), [ask], [says, tells])
+        os.close(says)
+        os.close(tells)
+        self.stdout: IO[str] = open(said, encoding="utf-8")  # noqa: SIM115 - closed by its user
+        self._told = open(told, encoding="ascii")  # noqa: SIM115 - closed with its last line
+        self.pid = int(self._told.readline())
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status (minus the signal that ended it); None while it runs."""
+        if self._status is None and select.select([self._told], [], [], 0)[0]:
+            self._end()
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        if self._status is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("picker up", timeout or 0)
+        return self._status if self._status is not None else self._end()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self) -> int:
+        self._status = int(self._told.readline())
+        self._told.close()
+        return self._status
+
+
+@functools.cache
+def _nursery() -> socket.socket:
+    """Asks what forks the fleets, which ends with this process."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with there:
+        command = [sys.executable, "-P", __file__, str(there.fileno())]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()])
+
+    def end() -> None:
+        here.close()
+        child.wait()
+
+    atexit.register(end)
+    return here
+
+
+def _serve(asked: socket.socket) -> None:
+    from app.config import Settings
+    from app.fleet import bootstrap, up_command  # noqa: F401 - what each fleet is to find imported
+
+    nowhere = ("127.0.0.1", 0)
+    bootstrap.build(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits here; each fleet's keeper waits for it
+    while True:
+        ask, fds, *_ = socket.recv_fds(asked, _LONGEST_ASK, 2)
+        if not ask:
+            return
+        if os.fork() == 0:
+            asked.close()
+            _keep(*json.loads(ask), *fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _keep(arguments: list[str], environment: dict[str, str], says: int, tells: int) -> NoReturn:
+    """Run a fleet; tell its process id, and when it has ended its status."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.close(tells)
+        _run(arguments, environment, says)
+    os.close(says)
+    os.write(tells, f"{pid}\n".encode())
+    while True:
+        try:
+            _, status = os.waitpid(pid, 0)
+        except KeyboardInterrupt:  # meant for all who run in this terminal
+            continue
+        break
+    os.write(tells, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _run(arguments: list[str], environment: dict[str, str], says: int) -> NoReturn:
+    from app import cli
+
+    status = 1
+    try:
+        os.dup2(says, 1)
+        os.dup2(says, 2)
+        os.close(says)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None  # it may have been looked up under the environment of before
+        status = cli.main(["up", *arguments])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
