@@ -46,18 +46,39 @@ function record.meet(id, text)
   if r == nil then return parse_record(id, text) end
   return r or nil
 end
+-- Both are done at the end of the call, once for each id: what is then known of it is what is written.
+local changed_ids, changed_count = {}, 0
 function record.write(r)
   known_records[r.id] = r
-  later('HSET', key.requests, r.id, struct.pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight,
-    r.cost, r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit,
-    r.taken, r.tag))
+  changed_count = changed_count + 1
+  changed_ids[changed_count] = r.id
 end
 function record.drop(r)
   known_records[r.id] = false
-  later('HDEL', key.requests, r.id)
+  changed_count = changed_count + 1
+  changed_ids[changed_count] = r.id
+end
+local packed, dropped = {}, {} -- id, text, and so on; ids: filled again by each call
+function record.save()
+  local pack, packs, drops = struct.pack, 0, 0
+  for i = 1, changed_count do
+    local id = changed_ids[i]
+    local r = known_records[id]
+    if r then
+      packed[packs + 1] = id
+      packed[packs + 2] = pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload,
+        r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag)
+      packs = packs + 2
+    else
+      drops = drops + 1
+      dropped[drops] = id
+    end
+  end
+  write_all('HSET', key.requests, packed, packs)
+  write_all('HDEL', key.requests, dropped, drops)
 end
 local function forget_records()
   known_records = {}
   if records_used > 1000 then record_tables = {} end
-  records_used = 0
+  records_used, changed_count = 0, 0
 end

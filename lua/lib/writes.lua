@@ -5,15 +5,18 @@
 local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
 local waiting = {} -- key -> command and arguments, n of them
 local tables, used = {}, 0 -- of this call and former ones: to fill one again costs less than to make it
+-- One command with the first `n` of `values`, or as many as it takes.
+local function write_all(command, name, values, n)
+  if n == 0 then return end
+  if n <= AT_MOST then return redis.call(command, name, unpack(values, 1, n)) end
+  for first = 1, n, AT_MOST do
+    redis.call(command, name, unpack(values, first, math.min(first + AT_MOST - 1, n)))
+  end
+end
 local function give(put_off)
   local n = put_off.n
-  if n == 0 then return end
   put_off.n = 0
-  local command, name = put_off.command, put_off.key
-  if n <= AT_MOST then return redis.call(command, name, unpack(put_off, 1, n)) end
-  for first = 1, n, AT_MOST do
-    redis.call(command, name, unpack(put_off, first, math.min(first + AT_MOST - 1, n)))
-  end
+  write_all(put_off.command, put_off.key, put_off, n)
 end
 local function send(name)
   local put_off = waiting[name]
