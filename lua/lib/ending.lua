@@ -6,11 +6,11 @@ local function release(r)
   if r.state == 'placed' then
     local endpoint = endpoints.first(r.endpoints)
     endpoints.release(endpoint)
-    endpoints.count_flow(r, endpoint, -1)
+    if r.limit > 0 then endpoints.count_flow(r, endpoint, -1) end
   else
     news.forget(r.owner, r.id)
   end
-  endpoints.count_flow(r, nil, -1)
+  if r.limit > 0 then endpoints.count_flow(r, nil, -1) end
 end
 local function finish_request(r, event, note_text)
   local ran = r.state == 'granted' or r.state == 'placed'

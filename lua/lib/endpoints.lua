@@ -7,7 +7,17 @@ local endpoints = {}
 local loads = {} -- endpoint -> load, as this call knows it
 local changed_loads = {}
 local window, window_left -- the least loaded, and how many picks they are good for
-function endpoints.first(list) return string.match(list, '^[^,]*') end
+-- The first of 'a,b,c', searched once for each list that comes again and again.
+local firsts, firsts_known = {}, 0
+function endpoints.first(list)
+  local first = firsts[list]
+  if not first then
+    if firsts_known >= 1000 then firsts, firsts_known = {}, 0 end
+    first = string.match(list, '^[^,]*')
+    firsts[list], firsts_known = first, firsts_known + 1
+  end
+  return first
+end
 function endpoints.prefetch(addresses)
   for first = 1, #addresses, AT_MOST do
     local last = math.min(first + AT_MOST - 1, #addresses)
@@ -28,11 +38,11 @@ local function set_load(address, load)
   loads[address], changed_loads[address] = load, true
 end
 function endpoints.reserve(address)
-  local load = load_of(address)
+  local load = loads[address] or load_of(address)
   set_load(address, load < 0 and UNPICKABLE + 1 or load + 1)
 end
 function endpoints.release(address)
-  local load = load_of(address)
+  local load = loads[address] or load_of(address)
   if load <= 0 or load == UNPICKABLE then return end
   load = load - 1
   local gone = load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0
@@ -130,10 +140,10 @@ local function load_text(load)
   end
   return text
 end
-local function loads_seen(named, among, best)
+local function loads_seen(named, among, best, kept)
   if not named then
-    for i = 1, #best do told[i] = load_text(best[i]) end
-    return table.concat(told, ',', 1, #best)
+    for i = 1, kept do told[i] = load_texts[best[i]] or load_text(best[i]) end
+    return table.concat(told, ',', 1, kept)
   end
   local free
   if among ~= named then
@@ -149,8 +159,9 @@ local function loads_seen(named, among, best)
 end
 -- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
--- 'a,b,c' with up to `fallbacks` more than one, and the loads that were seen; or nil, and whether it is only
--- the flow's limit that stands in the way.
+-- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, and whether it is
+-- only the flow's limit that stands in the way.
+local best, burdens = {}, {} -- filled again by each choice
 function endpoints.pick(r, candidates, turn, picks)
   local want, among, scores, named = settings.fallbacks + 1
   if candidates ~= '*' then
@@ -165,9 +176,11 @@ function endpoints.pick(r, candidates, turn, picks)
   if r.limit > 0 then among, limited = below_limit(r, among) end
   local burden_on = scores and burden_of(among, scores) -- without scores, its load
   -- Insertion into the few best so far; a later equal stays behind.
-  local best, burdens, kept, count = {}, {}, 0, #among
-  for i = 0, count - 1 do
-    local address = among[(i + turn) % count + 1]
+  local kept, count = 0, #among
+  local next_one = turn % count
+  for _ = 1, count do
+    local address = among[next_one + 1]
+    next_one = (next_one + 1) % count
     local load = loads[address] or load_of(address)
     local burden = burden_on and burden_on(address) or load
     if (kept < want or burden < burdens[kept]) and load >= 0 and load < UNPICKABLE then
@@ -181,7 +194,7 @@ function endpoints.pick(r, candidates, turn, picks)
     end
   end
   if kept == 0 then return nil, limited end
-  return table.concat(best, ','), loads_seen(named, among, burdens)
+  return table.concat(best, ',', 1, kept), loads_seen(named, among, burdens, kept), best[1]
 end
 -- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
 local MARKS = {'drained', 'down'}

@@ -3,12 +3,11 @@
 -- Returns 'placed a,b,c LOADS', or nil and whether only the flow's limit stands in the way. The stock and the
 -- flow's total are the caller's.
 local function place_request(r, candidates, turn, picks)
-  local picked, seen = endpoints.pick(r, candidates, turn, picks)
+  local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen end
   r.endpoints, r.state = picked, 'placed'
-  local endpoint = endpoints.first(picked)
   endpoints.reserve(endpoint)
-  endpoints.count_flow(r, endpoint, 1)
+  if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.write(r)
   return 'placed ' .. picked .. ' ' .. seen
 end
