@@ -31,11 +31,11 @@ local function heartbeat(args)
   end
   local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version')
-  local inbox, left = news_in(key.inbox(owner)), {}
+  local inbox, left = news_in(key.inbox[owner]), {}
   for i = 1, #inbox, 2 do
     left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
     -- A grant stays until place takes it; an ending has no other trace and is told once.
-    if inbox[i + 1] ~= 'granted' then later('HDEL', key.inbox(owner), inbox[i]) end
+    if inbox[i + 1] ~= 'granted' then later('HDEL', key.inbox[owner], inbox[i]) end
   end
   local head = conclude()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end

@@ -43,8 +43,8 @@ local function hold_orphans(grace_ms, most)
   redis.call('ZREM', key.replicas, silent)
   redis.call('HDEL', key.about, silent)
   redis.call('HDEL', key.orphans, silent)
-  send(key.inbox(silent)) -- what this call has told it goes too
-  redis.call('DEL', key.inbox(silent))
+  send(key.inbox[silent]) -- what this call has told it goes too
+  redis.call('DEL', key.inbox[silent])
   return false
 end
 

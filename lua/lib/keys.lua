@@ -38,6 +38,22 @@
 local BANDS = {0, 1, 2}
 local key -- the keys of the pool that this call is about
 local keyrings = {}
+-- Names that begin with `prefix`, by how they end. Each is put together when it is first asked for, and kept: to do
+-- it again at every turn would cost as much as a command. Those of a million lanes must not be kept, so in the end
+-- all are forgotten.
+local NAMES_KEPT = 1000
+local function names_under(prefix)
+  local kept = 0
+  return setmetatable({}, {__index = function(names, ending)
+    if kept == NAMES_KEPT then
+      for each in pairs(names) do names[each] = nil end
+      kept = 0
+    end
+    local name = prefix .. ending
+    names[ending], kept = name, kept + 1
+    return name
+  end})
+end
 local function use_keys(pool_key)
   key = keyrings[pool_key]
   if key then return end
@@ -52,12 +68,11 @@ local function use_keys(pool_key)
     for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
   end
   for _, kind in ipairs({'queue', 'edf', 'growing', 'static'}) do
-    local prefix = {}
-    for _, band in ipairs(BANDS) do prefix[band] = base .. kind .. ':' .. band .. ':' end
-    key[kind] = function(band, lane) return prefix[band] .. lane end
+    key[kind] = {}
+    for _, band in ipairs(BANDS) do key[kind][band] = names_under(base .. kind .. ':' .. band .. ':') end
   end
   function key.line(band, lane, workload) return base .. 'line:' .. band .. ':' .. lane .. ':' .. workload end
-  function key.inbox(replica) return base .. 'inbox:' .. replica end
+  key.inbox = names_under(base .. 'inbox:')
   function key.wake(replica) return base .. 'wake:' .. replica end
   keyrings[pool_key] = key
 end

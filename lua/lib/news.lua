@@ -5,7 +5,7 @@ local news = {}
 function news.tell(owner, id, what)
   -- Only a live replica is granted anything; an inbox of one that is gone would never be emptied.
   if what == 'granted' or redis.call('ZSCORE', key.replicas, owner) then
-    later('HSET', key.inbox(owner), id, what)
+    later('HSET', key.inbox[owner], id, what)
   end
   if owner == news.caller then
     news.mine[#news.mine + 1] = what .. ' ' .. id
@@ -14,7 +14,7 @@ function news.tell(owner, id, what)
     news.others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
   end
 end
-function news.forget(owner, id) later('HDEL', key.inbox(owner), id) end
+function news.forget(owner, id) later('HDEL', key.inbox[owner], id) end
 function news.send()
   for owner, text in pairs(news.others) do redis.call('PUBLISH', key.wake(owner), text) end
 end

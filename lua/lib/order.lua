@@ -17,7 +17,7 @@ end
 local function cap_us() return settings.wait_cap_ms * 1000 end
 -- File a head under the score it has now.
 local function file(r, lane)
-  local growing, static = key.growing(r.band, lane), key.static(r.band, lane)
+  local growing, static = key.growing[r.band][lane], key.static[r.band][lane]
   local g, waited = g_of(r), nil
   if settings.wait_signal == 'workload_average' and r.workload ~= '' then
     waited = math.min(workloads.wait_ms(r.workload) / settings.wait_cap_ms, 1)
@@ -33,7 +33,7 @@ local function file(r, lane)
   end
 end
 local function unfile(r, lane)
-  return redis.call('ZREM', key.growing(r.band, lane), r.id) + redis.call('ZREM', key.static(r.band, lane), r.id) > 0
+  return redis.call('ZREM', key.growing[r.band][lane], r.id) + redis.call('ZREM', key.static[r.band][lane], r.id) > 0
 end
 local function head_of_line(r, lane)
   local id = redis.call('ZRANGE', key.line(r.band, lane, r.workload), 0, 0)[1]
@@ -41,7 +41,7 @@ local function head_of_line(r, lane)
 end
 function order.insert(r, lane)
   if settings.ordering == 'edf' then
-    local edf = key.edf(r.band, lane)
+    local edf = key.edf[r.band][lane]
     ahead.forget(edf)
     later('ZADD', edf, r.deadline_ms * 1000 + r.arrived % 1000, r.id)
   elseif settings.ordering == 'workload-aware' then
@@ -54,7 +54,7 @@ function order.insert(r, lane)
   end
 end
 function order.remove(r, lane)
-  if settings.ordering == 'edf' or pool.refiling == 1 then ahead.leave(key.edf(r.band, lane), r.id) end
+  if settings.ordering == 'edf' or pool.refiling == 1 then ahead.leave(key.edf[r.band][lane], r.id) end
   if settings.ordering == 'workload-aware' or pool.refiling == 1 then
     local was_head = unfile(r, lane)
     if r.workload ~= '' then
@@ -65,16 +65,16 @@ function order.remove(r, lane)
   end
 end
 -- The sorted set whose first is served next, but for `workload-aware`.
-function order.index(band, lane) return (settings.ordering == 'edf' and key.edf or key.queue)(band, lane) end
+function order.index(band, lane) return (settings.ordering == 'edf' and key.edf or key.queue)[band][lane] end
 -- The id that the lane serves next.
 function order.head(band, lane)
   if settings.ordering == 'edf' then
-    local id = ahead.member(key.edf(band, lane))
+    local id = ahead.member(key.edf[band][lane])
     if id then return id end
   elseif settings.ordering == 'workload-aware' then
     while true do
-      local growing = redis.call('ZRANGE', key.growing(band, lane), 0, 0, 'WITHSCORES')
-      local static = redis.call('ZRANGE', key.static(band, lane), 0, 0, 'WITHSCORES')
+      local growing = redis.call('ZRANGE', key.growing[band][lane], 0, 0, 'WITHSCORES')
+      local static = redis.call('ZRANGE', key.static[band][lane], 0, 0, 'WITHSCORES')
       local r = growing[1] and record.read(growing[1])
       if r and now_us - r.arrived >= cap_us() then
         file(r, lane)
@@ -88,7 +88,7 @@ function order.head(band, lane)
     end
   end
   -- Also while a change of order has not reached this lane yet.
-  return ahead.member(key.queue(band, lane))
+  return ahead.member(key.queue[band][lane])
 end
 -- The sweep's walk has come by: rates slide without arrivals too.
 function order.refresh(r, lane)

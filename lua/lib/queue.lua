@@ -14,14 +14,14 @@ function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
 -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
 local function standing_lane(r)
   local lane = queue.lane(r)
-  if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(key.queue(r.band, lane)), r.id) then return lane end
+  if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(key.queue[r.band][lane]), r.id) then return lane end
   local other = lane == '' and r.flow or ''
-  return redis.call('ZSCORE', ahead.anew(key.queue(r.band, other)), r.id) and other or lane
+  return redis.call('ZSCORE', ahead.anew(key.queue[r.band][other]), r.id) and other or lane
 end
 local lengths = {} -- of lanes, by the key of their requests, as this call knows them
 local function forget_lengths() lengths = {} end
 function queue.length(band, lane)
-  local requests = key.queue(band, lane)
+  local requests = key.queue[band][lane]
   local length = lengths[requests]
   if not length then
     send(requests)
@@ -90,7 +90,7 @@ end
 -- Take r off everything that orders it. Returns its lane, and whether that is now empty.
 local function unqueue(r)
   local lane = standing_lane(r)
-  local requests = key.queue(r.band, lane)
+  local requests = key.queue[r.band][lane]
   local emptied, left = ahead.leave(requests, r.id), lengths[requests]
   if left then
     lengths[requests], emptied = left - 1, left == 1
@@ -116,10 +116,10 @@ function queue.remove(r)
 end
 -- Take out an id that no queued request has: a call that put it there has failed, and was not repeated.
 function queue.drop_stray(id, band, lane, tag)
-  local requests = ahead.anew(key.queue(band, lane))
+  local requests = ahead.anew(key.queue[band][lane])
   redis.call('ZREM', requests, id)
   for _, index in ipairs({key.edf, key.growing, key.static}) do
-    redis.call('ZREM', ahead.anew(index(band, lane)), id)
+    redis.call('ZREM', ahead.anew(index[band][lane]), id)
   end
   lengths[requests] = redis.call('ZCARD', requests)
   if lengths[requests] == 0 then retire(band, lane, tag) end

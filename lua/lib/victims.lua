@@ -25,7 +25,7 @@ function victims.next(band)
     local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
       or redis.call('ZRANGE', ahead.anew(key.flows[band]), 0, 0)[1]
     if not lane then return nil end
-    local newest = redis.call('ZRANGE', ahead.anew(key.queue(band, lane)), -1, -1)[1]
+    local newest = redis.call('ZRANGE', ahead.anew(key.queue[band][lane]), -1, -1)[1]
     if newest then return lane, newest end
     redis.call('ZREM', key.victims[band], lane)
   end
