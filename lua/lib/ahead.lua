@@ -7,24 +7,37 @@ local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
 local function forget_fronts() expected, fronts = 1, {} end
 function ahead.expect(count) expected = math.max(count, 1) end -- of 0, all would be read
+-- Those that have left a front leave Redis by their rank: all that stood before `at`.
+local function give_front(name, front)
+  if front.at > 1 and not front.back then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
+end
+function ahead.forget(name)
+  local front = fronts[name]
+  if front then
+    fronts[name] = nil
+    give_front(name, front)
+  end
+end
 function ahead.anew(name)
-  fronts[name] = nil
+  ahead.forget(name)
   send(name)
   return name
 end
-function ahead.forget(name) fronts[name] = nil end
+function ahead.save()
+  for name, front in pairs(fronts) do give_front(name, front) end
+end
 -- Of members that only ever leave: the first. One more than is asked for is read, to know whether it is the last.
 local function read_members(name, more)
-  send(name)
-  local front = redis.call('ZRANGE', name, 0, more)
+  local front = redis.call('ZRANGE', ahead.anew(name), 0, more)
   front.at, front.whole = 1, #front <= more
   fronts[name] = front
   return front
 end
 function ahead.member(name)
   local front = fronts[name]
-  if not front or not (front.whole or front[front.at]) then front = read_members(name, 1) end
-  return front[front.at]
+  local member = front and front[front.at]
+  if member or (front and front.whole) then return member end
+  return read_members(name, 1)[1]
 end
 -- The first `count`, at the end of `found`.
 function ahead.members(name, count, found)
@@ -33,16 +46,16 @@ function ahead.members(name, count, found)
 end
 -- It leaves. Returns whether it was the last, if that is known.
 function ahead.leave(name, member)
-  later('ZREM', name, member)
   local front = fronts[name]
-  if not front then return nil end
-  if front[front.at] ~= member then
-    fronts[name] = nil
-    return nil
+  if front and front[front.at] == member then
+    local at = front.at + 1
+    front.at = at
+    if front[at] then return false end
+    return front.whole or nil
   end
-  front.at = front.at + 1
-  if front[front.at] then return false end
-  return front.whole or nil
+  ahead.forget(name)
+  later('ZREM', name, member)
+  return nil
 end
 -- Of members that come back with a higher score: the first, and its score. Those that have come back stand in
 -- `back` from `first` to `last`, their scores in `scores`; equals go by name, as in Redis.

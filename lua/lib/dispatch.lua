@@ -102,6 +102,7 @@ end
 local function conclude(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
+  ahead.save()
   record.save()
   workloads.save()
   pool.save()

@@ -24,8 +24,7 @@ function queue.length(band, lane)
   local requests = key.queue[band][lane]
   local length = lengths[requests]
   if not length then
-    send(requests)
-    length = redis.call('ZCARD', requests)
+    length = redis.call('ZCARD', ahead.anew(requests))
     lengths[requests] = length
   end
   return length, requests
