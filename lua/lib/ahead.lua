@@ -7,9 +7,27 @@ local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
 local function forget_fronts() expected, fronts = 1, {} end
 function ahead.expect(count) expected = math.max(count, 1) end -- of 0, all would be read
--- Those that have left a front leave Redis by their rank: all that stood before `at`.
+-- Members that have left a front leave Redis by their rank: all that stood before `at`. Those that have moved, maybe
+-- several times, take the last of their scores; false: they left.
+local scored_members, gone_members = {}, {} -- filled again by each call
 local function give_front(name, front)
-  if front.at > 1 and not front.back then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
+  local scores = front.scores
+  if not scores then
+    if front.at > 1 then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
+    return
+  end
+  local moved, gone = 0, 0
+  for member, score in pairs(scores) do
+    if score then
+      scored_members[moved + 1], scored_members[moved + 2] = score, member
+      moved = moved + 2
+    else
+      gone = gone + 1
+      gone_members[gone] = member
+    end
+  end
+  write_all('ZADD', name, scored_members, moved)
+  write_all('ZREM', name, gone_members, gone)
 end
 function ahead.forget(name)
   local front = fronts[name]
@@ -58,13 +76,12 @@ function ahead.leave(name, member)
   return nil
 end
 -- Of members that come back with a higher score: the first, and its score. Those that have come back stand in
--- `back` from `first` to `last`, their scores in `scores`; equals go by name, as in Redis.
+-- `back` from `first` to `last`, and their scores in `scores`; equals go by name, as in Redis.
 local function precedes(score, member, other_score, other)
   return score < other_score or (score == other_score and member < other)
 end
 local function read_scored(name)
-  send(name)
-  local front = redis.call('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
+  local front = redis.call('ZRANGE', ahead.anew(name), 0, expected - 1, 'WITHSCORES')
   local count = #front
   for i = 2, count, 2 do front[i] = tonumber(front[i]) end
   front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
@@ -80,31 +97,33 @@ function ahead.front(name)
 end
 function ahead.scored(name)
   local front = ahead.front(name)
-  local member, score = front[front.at], front[front.at + 1]
-  local other, other_score = front.back[front.first], front.scores[front.first]
-  if other and not (member and precedes(score, member, other_score, other)) then return other, other_score end
-  return member, score
+  local at, other = front.at, front.back[front.first]
+  local member, score = front[at], front[at + 1]
+  if not other then return member, score end
+  local other_score = front.scores[other]
+  if member and precedes(score, member, other_score, other) then return member, score end
+  return other, other_score
 end
 -- The first comes back with `score`, or leaves: nil.
 function ahead.move(name, member, score)
-  if score then later('ZADD', name, score, member) else later('ZREM', name, member) end
   local front = fronts[name]
-  if not front then return end
-  local back, scores = front.back, front.scores
-  if front[front.at] == member then
+  if front and front[front.at] == member then
     front.at = front.at + 2
-  elseif back[front.first] == member then
+  elseif front and front.back[front.first] == member then
     front.first = front.first + 1
   else
-    fronts[name] = nil
+    ahead.forget(name)
+    if score then later('ZADD', name, score, member) else later('ZREM', name, member) end
     return
   end
+  local scores, first, last = front.scores, front.first, front.last
+  scores[member] = score or false
   if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
-  local i = front.last
-  while i >= front.first and precedes(score, member, scores[i], back[i]) do
-    back[i + 1], scores[i + 1] = back[i], scores[i]
+  local back = front.back
+  local i = last
+  while i >= first and precedes(score, member, scores[back[i]], back[i]) do
+    back[i + 1] = back[i]
     i = i - 1
   end
-  back[i + 1], scores[i + 1] = member, score
-  front.last = front.last + 1
+  back[i + 1], front.last = member, last + 1
 end
