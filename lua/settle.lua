@@ -19,17 +19,18 @@ local function correct_charge(r, actual)
   log('corrected', r, queue.correct(r, queue.lane(r), change, r.tag + share), nil, change)
 end
 local function settle(args)
-  record.prefetch(column(args, SETTLE_ITEM, 1))
-  local hosts, ids = {}, {}
-  for _, id in ipairs(column(args, SETTLE_ITEM, 1)) do
-    local r = record.read(id)
+  local ids = column(args, SETTLE_ITEM, 1)
+  record.prefetch(ids)
+  local hosts, workload_ids = {}, {}
+  for i = 1, #ids do
+    local r = record.read(ids[i])
     if r then
       if r.state == 'placed' then hosts[#hosts + 1] = endpoints.first(r.endpoints) end
-      if r.workload ~= '' then ids[#ids + 1] = r.workload end
+      if r.workload ~= '' then workload_ids[#workload_ids + 1] = r.workload end
     end
   end
   endpoints.prefetch(hosts)
-  workloads.prefetch(ids)
+  workloads.prefetch(workload_ids)
   return batch(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
     if not r then return 'unknown' end

@@ -112,18 +112,26 @@ local function conclude(replies)
   news.send()
   return {full(pool.born), news.mine, attempts, served, unpack(replies or {})}
 end
--- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name.
+-- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at most
+-- four. An answer to fewer does not look at the others, which are the next one's.
 local function batch(args, size, answer)
   forget_news(args[1])
-  local replies = {}
-  for at = 2, #args, size do replies[#replies + 1] = answer(at, unpack(args, at, at + size - 1)) end
+  local replies, count = {}, 0
+  for at = 2, #args, size do
+    count = count + 1
+    replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3])
+  end
   return conclude(replies)
 end
 -- What a batch names in its n-th of every `size` arguments; '' is nobody.
 local function column(args, size, n)
-  local found = {}
+  local found, count = {}, 0
   for at = 1 + n, #args, size do
-    if args[at] ~= '' then found[#found + 1] = args[at] end
+    local name = args[at]
+    if name ~= '' then
+      count = count + 1
+      found[count] = name
+    end
   end
   return found
 end
