@@ -36,23 +36,24 @@ local function is_live(owner)
   return live[owner]
 end
 local GUARD_CREDIT = 1 - 1e-9 -- ten tenths are not quite one
-local function grant(r, tag, take, by)
-  local share = queue.serve(r, tag, by)
+local function grant(r, tag, take, turn_of)
+  local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = 'granted', take, tag
   record.write(r)
-  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   pool.stock = pool.stock + take
   pool.dispatches = pool.dispatches + 1
-  if by == 'guard' then
+  local credit, guard_share = pool.credit, settings.guard_share
+  if not turn_of then
     pool.guards = pool.guards + 1
-    pool.credit = pool.credit - 1
+    credit = credit - 1
   end
   -- No more than one is saved up; what a share that does not divide 1 adds past that counts for the next.
-  pool.credit = math.min(pool.credit + settings.guard_share, 1 + settings.guard_share)
+  pool.credit = credit < 1 and credit + guard_share or 1 + guard_share
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
-  news.tell(r.owner, r.id, 'granted')
-  log('granted', r, tag, by, share)
+  news.tell(r.owner, id, 'granted')
+  if settings.log_max > 0 then log('granted', r, tag, turn_of and 'turn' or 'guard', share) end
 end
 -- Serve the queue while there is room: stock below the lower bound, and never past the upper (G1).
 -- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
@@ -61,37 +62,32 @@ local function dispatch()
   live = {}
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
-  local room = math.min(pool.queued, math.ceil(pool.lower - pool.stock), DISPATCH_LIMIT)
-  if room > 0 and settings.paused ~= 1 then
+  if settings.paused == 1 then return 0, 0 end
+  local lower, upper, guarded = pool.lower, pool.upper, settings.guard_share > 0
+  local room = math.min(pool.queued, math.ceil(lower - pool.stock), DISPATCH_LIMIT)
+  if room > 0 then
     -- As many as have ended are likely to fit; who costs more or less makes it a guess.
     queue.look_ahead(math.min(room, pool.ended - pool.ended_before))
   end
-  while settings.paused ~= 1 and pool.queued > 0 and pool.stock < pool.lower and attempts < DISPATCH_LIMIT do
-    local id, tag, by, band, lane
-    if pool.overdue > 0 and settings.guard_share > 0 and pool.credit >= GUARD_CREDIT then
-      id, tag = queue.most_overdue()
-      by = 'guard'
-    end
-    if not id then
-      id, tag, band, lane = queue.turn()
-      by = 'turn'
-    end
+  while pool.queued > 0 and pool.stock < lower and attempts < DISPATCH_LIMIT do
+    local id, tag, band, lane
+    if guarded and pool.overdue > 0 and pool.credit >= GUARD_CREDIT then id, tag = queue.most_overdue() end
+    if not id then id, tag, band, lane = queue.turn() end
     if not id then break end
     local r = record.read(id)
-    local take = r and math.min(r.cost, pool.upper)
     attempts = attempts + 1
     if lane and not (r and r.state == 'queued') then
       queue.drop_stray(id, band, lane, tag)
     elseif r.deadline_ms <= now_ms then
       turn_away(r, 'expired')
-    elseif not is_live(r.owner) then
+    elseif not (live[r.owner] or is_live(r.owner)) then
       queue.hold(r, now_ms + settings.lease_ms)
-    elseif endpoints.flow_full(r) then
+    elseif r.limit > 0 and endpoints.flow_full(r) then
       queue.park(r.band, queue.lane(r), tag)
-    elseif pool.upper <= 0 or pool.stock + take > pool.upper then
-      break
     else
-      grant(r, tag, take, by)
+      local take = r.cost < upper and r.cost or upper
+      if upper <= 0 or pool.stock + take > upper then break end
+      grant(r, tag, take, lane)
       served = served + 1
     end
   end

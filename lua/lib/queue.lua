@@ -30,14 +30,18 @@ function queue.length(band, lane)
   return length, requests
 end
 function queue.due_ms(r)
-  local arrived_ms = math.floor(r.arrived / 1000)
-  local patience_ms = settings.starvation_ms
-  if patience_ms == 0 then patience_ms = math.floor((r.deadline_ms - arrived_ms) / 2) end
-  return math.min(arrived_ms + patience_ms, r.deadline_ms)
+  local arrived, deadline_ms, patience_ms = r.arrived, r.deadline_ms, settings.starvation_ms
+  local arrived_ms = (arrived - arrived % 1000) / 1000
+  if patience_ms == 0 then
+    local left_ms = deadline_ms - arrived_ms
+    patience_ms = (left_ms - left_ms % 2) / 2
+  end
+  local due_ms = arrived_ms + patience_ms
+  return due_ms < deadline_ms and due_ms or deadline_ms
 end
-local function grow(r, change)
+local function grow(band, change)
+  local name = QUEUED[band]
   pool.queued = pool.queued + change
-  local name = QUEUED[r.band]
   pool[name] = pool[name] + change
 end
 -- Where a lane begins that becomes backlogged with r, having last been charged up to `finish`. One that is owed
@@ -69,11 +73,14 @@ function queue.insert(r)
   ahead.forget(requests)
   later('ZADD', requests, r.arrived, r.id)
   lengths[requests] = length + 1
-  known_records[r.id] = r
-  order.insert(r, lane)
-  r.due_ms = queue.due_ms(r)
-  later('ZADD', key.timers, r.due_ms, r.id)
-  grow(r, 1)
+  if settings.ordering ~= 'fcfs' then
+    known_records[r.id] = r
+    order.insert(r, lane)
+  end
+  local due_ms = queue.due_ms(r)
+  r.due_ms = due_ms
+  later('ZADD', key.timers, due_ms, r.id)
+  grow(band, 1)
   if length > 0 then return nil end
   send(key.finish[band])
   local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
@@ -86,26 +93,26 @@ local function retire(band, lane, tag)
   later('ZADD', key.finish[band], tag, lane)
   if band > 0 then victims.shield(band, lane) end
 end
--- Take r off everything that orders it. Returns its lane, and whether that is now empty.
-local function unqueue(r)
-  local lane = standing_lane(r)
-  local requests = key.queue[r.band][lane]
-  local emptied, left = ahead.leave(requests, r.id), lengths[requests]
+-- Take r off everything that orders it in the lane in which it stands. Returns whether that is now empty.
+local function unqueue(r, lane)
+  local id, band = r.id, r.band
+  local requests = key.queue[band][lane]
+  local emptied, left = ahead.leave(requests, id), lengths[requests]
   if left then
     lengths[requests], emptied = left - 1, left == 1
   elseif emptied == nil then
-    emptied = queue.length(r.band, lane) == 0
+    emptied = queue.length(band, lane) == 0
   end
-  order.remove(r, lane)
-  later('ZREM', key.timers, r.id)
-  if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, r.id) end
-  grow(r, -1)
-  return lane, emptied
+  if settings.ordering ~= 'fcfs' or pool.refiling == 1 then order.remove(r, lane) end
+  later('ZREM', key.timers, id)
+  if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, id) end
+  grow(band, -1)
+  return emptied
 end
 -- Take r out without serving it: its lane's tag stays as it is.
 function queue.remove(r)
-  local lane, emptied = unqueue(r)
-  if not emptied then return end
+  local lane = standing_lane(r)
+  if not unqueue(r, lane) then return end
   local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane)
   if not tag then
     tag = redis.call('ZSCORE', key.parked[r.band], lane)
@@ -123,19 +130,19 @@ function queue.drop_stray(id, band, lane, tag)
   lengths[requests] = redis.call('ZCARD', requests)
   if lengths[requests] == 0 then retire(band, lane, tag) end
 end
--- Take r out and charge it to its lane, whose start tag is `tag`. A turn moves v to the tag; what the guard
--- serves out of turn does not.
-function queue.serve(r, tag, by)
-  local lane, emptied = unqueue(r)
-  local share = queue.share(r)
-  if by == 'turn' then pool[V[r.band]] = math.max(pool[V[r.band]], tag) end
+-- Take r out and charge it to its lane, whose start tag is `tag`. A turn, which is its `lane`'s, moves v to the tag;
+-- what the guard serves out of turn (nil) does not.
+function queue.serve(r, tag, turn_of)
+  local lane, band, share = turn_of or standing_lane(r), r.band, queue.share(r)
+  local emptied = unqueue(r, lane)
+  if turn_of and tag > pool[V[band]] then pool[V[band]] = tag end
   if emptied then
-    retire(r.band, lane, tag + share)
+    retire(band, lane, tag + share)
   else
-    ahead.move(key.flows[r.band], lane, tag + share)
+    ahead.move(key.flows[band], lane, tag + share)
   end
   if settings.band_policy == 'weighted' then
-    if by == 'turn' then pool.bv = math.max(pool.bv, pool[BAND_TAG[r.band]]) end
+    if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
     queue.charge_band(r, r.cost)
   end
   return share
@@ -218,8 +225,8 @@ function queue.look_ahead(count)
 end
 -- Whose turn it is: an id, its lane's start tag, its band and lane; nil when nobody can be served.
 function queue.turn()
-  local bands = bands_in_turn()
-  for i = 1, #bands do
+  local bands = settings.band_policy == 'weighted' and bands_in_turn() or BANDS
+  for i = 1, 3 do
     local band = bands[i]
     if pool[QUEUED[band]] > 0 then
       local lane, tag = ahead.scored(key.flows[band])
