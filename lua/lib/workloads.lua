@@ -38,10 +38,11 @@ end
 local function workload(id)
   return known_workloads[id] or parse_workload(id, redis.call('HGET', key.workloads, id))
 end
+local slot -- of the rate window, now
 local function slide(w)
-  local slot = math.floor(now_ms / (settings.window_ms / 6))
-  local passed = math.min(slot - w[6], 7)
-  if passed > 0 then
+  slot = slot or math.floor(now_ms / (settings.window_ms / 6))
+  if slot > w[6] then
+    local passed = math.min(slot - w[6], 7)
     for i = 13, 7, -1 do w[i] = i - passed >= 7 and w[i - passed] or 0 end
     w[6] = slot
   end
@@ -56,7 +57,7 @@ function workloads.rate(id)
 end
 -- The workload of an arrival: its own, or '' if that is new and there is no room for it.
 function workloads.room_for(id)
-  if id == '' or workload(id)[5] > 0 then return id end
+  if id == '' or (known_workloads[id] or workload(id))[5] > 0 then return id end
   registered = registered or redis.call('HLEN', key.workloads)
   if settings.max_workloads and registered >= settings.max_workloads then return '' end
   registered = registered + 1
@@ -65,22 +66,23 @@ end
 function workloads.wait_ms(id) return workload(id)[4] end
 function workloads.arrived(id)
   if id == '' then return end
-  local w = workload(id)
-  slide(w)
+  local w = known_workloads[id] or workload(id)
+  if w[6] ~= slot then slide(w) end
   w[1], w[2], w[5], w[7] = w[1] + 1, w[2] + 1, now_ms, w[7] + 1
   changed_workloads[id] = w
 end
 function workloads.dispatched(id, wait_ms)
   if id == '' then return end
-  local w = workload(id)
-  w[4] = w[3] == 0 and wait_ms or settings.ema_alpha * wait_ms + (1 - settings.ema_alpha) * w[4]
+  local w, alpha = known_workloads[id] or workload(id), settings.ema_alpha
+  w[4] = w[3] == 0 and wait_ms or alpha * wait_ms + (1 - alpha) * w[4]
   w[3] = w[3] + 1
   changed_workloads[id] = w
 end
 function workloads.ended(id)
   if id == '' then return end
-  local w = workload(id)
-  w[2], w[5] = math.max(w[2] - 1, 0), now_ms
+  local w = known_workloads[id] or workload(id)
+  local active = w[2]
+  w[2], w[5] = active > 1 and active - 1 or 0, now_ms
   changed_workloads[id] = w
 end
 -- One that has just arrived was not let in. A workload that nobody knew yet is then kept only while half of the
@@ -105,15 +107,19 @@ function workloads.idle(text, idle_ms)
   local _, active, _, _, last_ms = struct.unpack('ddddd', text)
   return active == 0 and now_ms - last_ms > idle_ms
 end
+local packed_workloads = {} -- id, text, and so on: filled again by each call
 function workloads.save()
+  local count = 0
   for id, w in pairs(changed_workloads) do
     local text = struct.pack(WORKLOAD, unpack(w, 1, 13))
     w.text = text
-    keep_workload(id, w)
-    later('HSET', key.workloads, id, text)
+    if kept_workloads[id] ~= w then keep_workload(id, w) end
+    packed_workloads[count + 1], packed_workloads[count + 2] = id, text
+    count = count + 2
   end
+  write_all('HSET', key.workloads, packed_workloads, count)
 end
 local function forget_workloads(failed)
-  known_workloads, changed_workloads, registered = {}, {}, nil
+  known_workloads, changed_workloads, registered, slot = {}, {}, nil, nil
   if failed then kept_workloads, kept_count = {}, 0 end
 end
