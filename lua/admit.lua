@@ -71,10 +71,9 @@ local function preempt_for(r)
 end
 
 local function bypass(r, turn, picks)
+  if settings.paused == 1 or pool.queued > 0 then return nil end
   local take = math.min(r.cost, pool.upper)
-  if settings.paused == 1 or pool.queued > 0 or pool.stock + take > pool.upper or endpoints.flow_full(r) then
-    return nil
-  end
+  if pool.stock + take > pool.upper or endpoints.flow_full(r) then return nil end
   r.taken = take
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then
@@ -106,7 +105,7 @@ local function arrive(r, turn, picks)
   r.state = 'queued'
   local tag = queue.insert(r)
   record.write(r)
-  log('queued', r, tag)
+  if settings.log_max > 0 then log('queued', r, tag) end
   return 'queued ' .. left_ms
 end
 
@@ -137,7 +136,7 @@ local function admit(args)
     -- Before anything is decided, so that requests which are turned away count in the rate, too (specs/000, 001).
     workloads.arrived(r.workload)
     local reply = arrive(r, turn, count)
-    if string.find(reply, '^[re]') then workloads.turned_away(r.workload) end -- refused, expired
+    if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired
     return reply
   end)
 end

@@ -24,7 +24,7 @@ local function finish_request(r, event, note_text)
   record.drop(r)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
-  log(event, r, nil, nil, note_text)
+  if settings.log_max > 0 then log(event, r, nil, nil, note_text) end
   if ran and r.limit > 0 then
     for _, band in ipairs(BANDS) do queue.unpark(band, queue.lane(r)) end
   end

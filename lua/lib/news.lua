@@ -7,8 +7,9 @@ function news.tell(owner, id, what)
   if what == 'granted' or redis.call('ZSCORE', key.replicas, owner) then
     later('HSET', key.inbox[owner], id, what)
   end
+  local mine = news.mine
   if owner == news.caller then
-    news.mine[#news.mine + 1] = what .. ' ' .. id
+    mine[#mine + 1] = what .. ' ' .. id
   else
     local text = news.others[owner]
     news.others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id

@@ -17,7 +17,7 @@ local function place_granted(r, candidates, turn, picks)
   news.forget(r.owner, r.id)
   local reply, limited = place_request(r, candidates, turn, picks)
   if reply then
-    log('placed', r)
+    if settings.log_max > 0 then log('placed', r) end
     return reply
   end
   if not limited or r.deadline_ms <= now_ms then
