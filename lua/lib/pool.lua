@@ -30,8 +30,8 @@ local function read_pool(failed)
   -- Settings come with publish: without them nothing may be admitted.
   pool.known = v[1] and true or false
   if failed or not v[1] or v[1] ~= counters_text then
-    local numbers = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
-    for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+    local values = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
+    for i = 1, #COUNTERS do pool[COUNTERS[i]] = values[i] or 0 end
     counters_text = v[1]
   end
   pool.ended_before = pool.ended
@@ -41,11 +41,12 @@ local function read_pool(failed)
     settings, settings_text = cjson.decode(v[2]), v[2]
   end
 end
+local numbers = {} -- the counters in their order, filled again by each call
 function pool.save()
   if not pool.known then return end
-  local numbers = {}
-  for i = 1, #COUNTERS do numbers[i] = pool[COUNTERS[i]] end
-  local text = struct.pack(COUNTERS_FORMAT, unpack(numbers))
+  local counters, names, values = pool, COUNTERS, numbers
+  for i = 1, #names do values[i] = counters[names[i]] end
+  local text = struct.pack(COUNTERS_FORMAT, unpack(values))
   if text == counters_text then return end
   redis.call('HSET', key.pool, 'counters', text)
   counters_text = text

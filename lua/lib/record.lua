@@ -17,10 +17,6 @@ function record.new(id)
   return r
 end
 local function parse_record(id, text)
-  if not text then
-    known_records[id] = false
-    return nil
-  end
   local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
     r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = struct.unpack(RECORD, text)
@@ -32,19 +28,23 @@ function record.prefetch(ids)
   if #ids == 0 then return end
   local texts = redis.call('HMGET', key.requests, unpack(ids))
   for i = 1, #ids do
-    if known_records[ids[i]] == nil then parse_record(ids[i], texts[i]) end
+    local id, text = ids[i], texts[i]
+    if known_records[id] == nil then
+      if text then parse_record(id, text) else known_records[id] = false end
+    end
   end
-end
-function record.read(id)
-  local r = known_records[id]
-  if r ~= nil then return r or nil end
-  return parse_record(id, redis.call('HGET', key.requests, id))
 end
 -- A record that a scan has come upon.
 function record.meet(id, text)
   local r = known_records[id]
-  if r == nil then return parse_record(id, text) end
-  return r or nil
+  if r then return r end
+  if r == nil and text then return parse_record(id, text) end
+  known_records[id] = false
+end
+function record.read(id)
+  local r = known_records[id]
+  if r then return r end
+  if r == nil then return record.meet(id, redis.call('HGET', key.requests, id)) end
 end
 -- Both are done at the end of the call, once for each id: what is then known of it is what is written.
 local changed_ids, changed_count = {}, 0
