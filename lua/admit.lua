@@ -88,6 +88,13 @@ local function bypass(r, turn, picks)
   return reply
 end
 
+-- Most have the same time to live, and a number made into text costs as much as half a command.
+local told_ms, told -- the last one
+local function queued_for(left_ms)
+  if told_ms ~= left_ms then told_ms, told = left_ms, 'queued ' .. left_ms end
+  return told
+end
+
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
@@ -106,7 +113,7 @@ local function arrive(r, turn, picks)
   local tag = queue.insert(r)
   record.write(r)
   if settings.log_max > 0 then log('queued', r, tag) end
-  return 'queued ' .. left_ms
+  return queued_for(left_ms)
 end
 
 local function admit(args)
@@ -121,8 +128,7 @@ local function admit(args)
     local r = record.new('')
     r.id, r.attempt, r.flow, r.workload, r.model, r.candidates, r.band, r.weight, r.cost, r.ttl_ms, r.age_ms,
       r.criticality, r.limit, r.learn = struct.unpack(ARRIVAL, args[i + 1])
-    asked[i], ids[i] = r, r.id
-    if r.workload ~= '' then workload_ids[#workload_ids + 1] = r.workload end
+    asked[i], ids[i], workload_ids[i] = r, r.id, r.workload
   end
   record.prefetch(ids)
   workloads.prefetch(workload_ids)

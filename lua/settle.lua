@@ -26,7 +26,7 @@ local function settle(args)
     local r = record.read(ids[i])
     if r then
       if r.state == 'placed' then hosts[#hosts + 1] = endpoints.first(r.endpoints) end
-      if r.workload ~= '' then workload_ids[#workload_ids + 1] = r.workload end
+      workload_ids[#workload_ids + 1] = r.workload
     end
   end
   endpoints.prefetch(hosts)

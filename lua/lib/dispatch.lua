@@ -93,6 +93,7 @@ local function dispatch()
   end
   return served, attempts
 end
+local born, born_text -- of the last call
 -- Every call that may change the queue ends here. Returns what each reply begins with:
 -- the pool's birth, the caller's news, dispatch attempts and successes.
 local function conclude(replies)
@@ -106,7 +107,8 @@ local function conclude(replies)
   send_all()
   send_log()
   news.send()
-  return {full(pool.born), news.mine, attempts, served, unpack(replies or {})}
+  if born ~= pool.born then born, born_text = pool.born, full(pool.born) end
+  return {born_text, news.mine, attempts, served, unpack(replies or {})}
 end
 -- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at most
 -- four. An answer to fewer does not look at the others, which are the next one's.

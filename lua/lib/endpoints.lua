@@ -18,14 +18,21 @@ function endpoints.first(list)
   end
   return first
 end
+-- Read the loads of all that are named in one go, each once.
+local asked_addresses = {} -- filled again by each call
 function endpoints.prefetch(addresses)
-  for first = 1, #addresses, AT_MOST do
-    local last = math.min(first + AT_MOST - 1, #addresses)
-    local scores = redis.call('ZMSCORE', key.load, unpack(addresses, first, last))
-    for i = first, last do
-      local address = addresses[i]
-      if not loads[address] then loads[address] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
+  local asked, count = asked_addresses, 0
+  for i = 1, #addresses do
+    local address = addresses[i]
+    if loads[address] == nil then
+      count = count + 1
+      asked[count], loads[address] = address, false
     end
+  end
+  for first = 1, count, AT_MOST do
+    local last = math.min(first + AT_MOST - 1, count)
+    local scores = redis.call('ZMSCORE', key.load, unpack(asked, first, last))
+    for i = first, last do loads[asked[i]] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
   end
 end
 local function load_of(address)

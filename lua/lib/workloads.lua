@@ -28,12 +28,20 @@ local function keep_workload(id, w)
   end
   kept_workloads[id] = w
 end
+-- Read what a batch names in one go, each once; '' is nobody.
+local asked_workloads = {} -- filled again by each call
 function workloads.prefetch(ids)
-  if #ids == 0 then return end
-  local texts = redis.call('HMGET', key.workloads, unpack(ids))
+  local known, asked, count = known_workloads, asked_workloads, 0
   for i = 1, #ids do
-    if not known_workloads[ids[i]] then parse_workload(ids[i], texts[i]) end
+    local id = ids[i]
+    if known[id] == nil and id ~= '' then
+      count = count + 1
+      asked[count], known[id] = id, false
+    end
   end
+  if count == 0 then return end
+  local texts = redis.call('HMGET', key.workloads, unpack(asked, 1, count))
+  for i = 1, count do parse_workload(asked[i], texts[i]) end
 end
 local function workload(id)
   return known_workloads[id] or parse_workload(id, redis.call('HGET', key.workloads, id))
