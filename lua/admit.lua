@@ -71,7 +71,7 @@ local function preempt_for(r)
 end
 
 local function bypass(r, turn, picks)
-  if settings.paused == 1 or pool.queued > 0 then return nil end
+  if settings.paused == 1 then return nil end
   local take = math.min(r.cost, pool.upper)
   if pool.stock + take > pool.upper or endpoints.flow_full(r) then return nil end
   r.taken = take
@@ -100,7 +100,7 @@ local function arrive(r, turn, picks)
   if left_ms <= 0 then return 'expired' end
   if pool.ready == 0 then return refuse(r, 'no-endpoints') end
   r.deadline_ms = now_ms + left_ms
-  local reply = bypass(r, turn, picks)
+  local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
   if settings.fairness ~= 'none' and queue.length(r.band, queue.lane(r)) >= settings.flow_capacity then

@@ -38,7 +38,7 @@ local function settle(args)
       finish_request(r, 'cancelled')
       return 'left ' .. r.model
     end
-    correct_charge(r, tonumber(actual))
+    if actual ~= '' then correct_charge(r, tonumber(actual)) end
     if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
     finish_request(r, outcome)
     return 'settled ' .. r.model

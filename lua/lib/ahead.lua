@@ -37,8 +37,8 @@ function ahead.forget(name)
   end
 end
 function ahead.anew(name)
-  ahead.forget(name)
-  send(name)
+  if fronts[name] then ahead.forget(name) end
+  if waiting[name] then send(name) end
   return name
 end
 function ahead.save()

@@ -46,14 +46,14 @@ local function set_load(address, load)
 end
 function endpoints.reserve(address)
   local load = loads[address] or load_of(address)
-  set_load(address, load < 0 and UNPICKABLE + 1 or load + 1)
+  loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
 end
 function endpoints.release(address)
   local load = loads[address] or load_of(address)
   if load <= 0 or load == UNPICKABLE then return end
   load = load - 1
-  local gone = load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0
-  set_load(address, gone and -1 or load)
+  if load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0 then load = -1 end
+  loads[address], changed_loads[address] = load, true
 end
 -- An endpoint that is published; what it has in flight stays counted.
 function endpoints.list(address, draining)
@@ -147,10 +147,11 @@ local function load_text(load)
   end
   return text
 end
-local function loads_seen(named, among, best, kept)
+local function loads_seen(named, among, chosen, kept)
   if not named then
-    for i = 1, kept do told[i] = load_texts[best[i]] or load_text(best[i]) end
-    return table.concat(told, ',', 1, kept)
+    local texts, known_texts = told, load_texts
+    for i = 1, kept do texts[i] = known_texts[chosen[i]] or load_text(chosen[i]) end
+    return table.concat(texts, ',', 1, kept)
   end
   local free
   if among ~= named then
@@ -168,7 +169,7 @@ end
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
 -- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, and whether it is
 -- only the flow's limit that stands in the way.
-local best, burdens = {}, {} -- filled again by each choice
+local best_ones, their_burdens = {}, {} -- filled again by each choice
 function endpoints.pick(r, candidates, turn, picks)
   local want, among, scores, named = settings.fallbacks + 1
   if candidates ~= '*' then
@@ -183,7 +184,7 @@ function endpoints.pick(r, candidates, turn, picks)
   if r.limit > 0 then among, limited = below_limit(r, among) end
   local burden_on = scores and burden_of(among, scores) -- without scores, its load
   -- Insertion into the few best so far; a later equal stays behind.
-  local kept, count = 0, #among
+  local best, burdens, kept, count = best_ones, their_burdens, 0, #among
   local next_one = turn % count
   for _ = 1, count do
     local address = among[next_one + 1]

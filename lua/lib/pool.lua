@@ -66,6 +66,8 @@ end
 -- A number no earlier arrival has had, which is also the arrival time in us: it orders a lane.
 function pool.arrival(age_ms)
   if age_ms > 0 then return now_us - age_ms * 1000 end
-  pool.seq = math.max(pool.seq + 1, now_us)
-  return pool.seq
+  local seq = pool.seq + 1
+  if seq < now_us then seq = now_us end
+  pool.seq = seq
+  return seq
 end

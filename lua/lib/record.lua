@@ -16,10 +16,16 @@ function record.new(id)
   r.id, r.due_ms = id, false
   return r
 end
+-- A table is found as `record.new` finds it, without the call: this is done for each request at each step.
 local function parse_record(id, text)
-  local r = record.new(id)
-  r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
-    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = struct.unpack(RECORD, text)
+  records_used = records_used + 1
+  local r = record_tables[records_used]
+  if not r then
+    r = {}
+    record_tables[records_used] = r
+  end
+  r.id, r.due_ms, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
+    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = id, false, struct.unpack(RECORD, text)
   known_records[id] = r
   return r
 end
