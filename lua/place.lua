@@ -16,7 +16,7 @@ local function place(args)
   record.prefetch(column(args, PLACE_ITEM, 1))
   local picks = (#args - 1) / PLACE_ITEM
   return batch(args, PLACE_ITEM, function(at, id, attempt, candidates)
-    local r = record.read(id)
+    local r = known_records[id] or record.read(id)
     if not r or r.owner ~= news.caller or r.attempt ~= attempt then return 'gone' end
     if r.state == 'placed' then return 'placed ' .. r.endpoints end
     if r.state ~= 'granted' then return 'gone' end

@@ -23,16 +23,19 @@ local function settle(args)
   record.prefetch(ids)
   local hosts, workload_ids = {}, {}
   for i = 1, #ids do
-    local r = record.read(ids[i])
+    local r = known_records[ids[i]]
     if r then
-      if r.state == 'placed' then hosts[#hosts + 1] = endpoints.first(r.endpoints) end
+      if r.state == 'placed' then
+        local list = r.endpoints
+        hosts[#hosts + 1] = firsts[list] or endpoints.first(list)
+      end
       workload_ids[#workload_ids + 1] = r.workload
     end
   end
   endpoints.prefetch(hosts)
   workloads.prefetch(workload_ids)
   return batch(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
-    local r = record.read(id)
+    local r = known_records[id] or record.read(id)
     if not r then return 'unknown' end
     if r.state == 'queued' or r.state == 'held' then
       finish_request(r, 'cancelled')

@@ -96,7 +96,8 @@ function ahead.front(name)
   return read_scored(name)
 end
 function ahead.scored(name)
-  local front = ahead.front(name)
+  local front = fronts[name]
+  if not (front and front[front.at]) then front = ahead.front(name) end
   local at, other = front.at, front.back[front.first]
   local member, score = front[at], front[at + 1]
   if not other then return member, score end

@@ -74,7 +74,7 @@ local function dispatch()
     if guarded and pool.overdue > 0 and pool.credit >= GUARD_CREDIT then id, tag = queue.most_overdue() end
     if not id then id, tag, band, lane = queue.turn() end
     if not id then break end
-    local r = record.read(id)
+    local r = known_records[id] or record.read(id)
     attempts = attempts + 1
     if lane and not (r and r.state == 'queued') then
       queue.drop_stray(id, band, lane, tag)

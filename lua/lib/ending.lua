@@ -4,7 +4,8 @@ local function release(r)
   later('ZREM', key.inflight, r.id)
   pool.release(r.taken)
   if r.state == 'placed' then
-    local endpoint = endpoints.first(r.endpoints)
+    local list = r.endpoints
+    local endpoint = firsts[list] or endpoints.first(list)
     endpoints.release(endpoint)
     if r.limit > 0 then endpoints.count_flow(r, endpoint, -1) end
   else

@@ -12,7 +12,7 @@ local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
 local V = {[0] = 'v:0', 'v:1', 'v:2'}
 local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
-local counters_text -- as they were last read or saved
+local counters_text, saved = nil, {} -- as they were last read or saved: packed, and in their order
 local COUNTERS_FORMAT -- made at the first call: a library being loaded has no `string`
 local settings, settings_text -- of the last call; a library outlives its calls
 local NO_SETTINGS = {
@@ -30,9 +30,10 @@ local function read_pool(failed)
   -- Settings come with publish: without them nothing may be admitted.
   pool.known = v[1] and true or false
   if failed or not v[1] or v[1] ~= counters_text then
-    local values = v[1] and {struct.unpack(COUNTERS_FORMAT, whole(v[1]))} or {}
-    for i = 1, #COUNTERS do pool[COUNTERS[i]] = values[i] or 0 end
-    counters_text = v[1]
+    local text = v[1] and whole(v[1])
+    local numbers = text and {struct.unpack(COUNTERS_FORMAT, text)} or {}
+    for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+    counters_text, saved = v[1], text == v[1] and numbers or {} -- what lacks some is written anew
   end
   pool.ended_before = pool.ended
   if not v[2] then
@@ -41,15 +42,16 @@ local function read_pool(failed)
     settings, settings_text = cjson.decode(v[2]), v[2]
   end
 end
-local numbers = {} -- the counters in their order, filled again by each call
 function pool.save()
   if not pool.known then return end
-  local counters, names, values = pool, COUNTERS, numbers
-  for i = 1, #names do values[i] = counters[names[i]] end
-  local text = struct.pack(COUNTERS_FORMAT, unpack(values))
-  if text == counters_text then return end
-  redis.call('HSET', key.pool, 'counters', text)
-  counters_text = text
+  local counters, names, values, changed = pool, COUNTERS, saved, false
+  for i = 1, #names do
+    local number = counters[names[i]]
+    if number ~= values[i] then values[i], changed = number, true end
+  end
+  if not changed then return end
+  counters_text = struct.pack(COUNTERS_FORMAT, unpack(values, 1, #names))
+  redis.call('HSET', key.pool, 'counters', counters_text)
 end
 -- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.
 local RESIDUE = 1e-6
