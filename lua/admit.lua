@@ -103,7 +103,7 @@ local function arrive(r, turn, picks)
   local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
-  if settings.fairness ~= 'none' and queue.length(r.band, queue.lane(r)) >= settings.flow_capacity then
+  if settings.fairness ~= 'none' and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
   end
   if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
@@ -123,7 +123,8 @@ local function admit(args)
     for i = 1, count do replies[i] = 'unknown-pool' end
     return {'0', {}, 0, 0, unpack(replies)}
   end
-  local asked, ids, workload_ids = {}, {}, {}
+  forget_news(args[1])
+  local asked, ids, workload_ids, replies = {}, {}, {}, {}
   for i = 1, count do
     local r = record.new('')
     r.id, r.attempt, r.flow, r.workload, r.model, r.candidates, r.band, r.weight, r.cost, r.ttl_ms, r.age_ms,
@@ -132,17 +133,20 @@ local function admit(args)
   end
   record.prefetch(ids)
   workloads.prefetch(workload_ids)
-  return batch(args, 1, function(at)
-    local r, turn = asked[at - 1], now_us + at
-    local known = record.read(r.id)
-    if known then return adopt(known, r.attempt, r.candidates, turn, count) end
-    r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', news.caller,
-      workloads.room_for(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
-    if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
-    -- Before anything is decided, so that requests which are turned away count in the rate, too (specs/000, 001).
-    workloads.arrived(r.workload)
-    local reply = arrive(r, turn, count)
-    if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired
-    return reply
-  end)
+  for i = 1, count do
+    local r, turn = asked[i], now_us + i + 1
+    local known = known_records[r.id] or record.read(r.id)
+    if known then
+      replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
+    else
+      -- The workload counts it before anything is decided, so that requests which are turned away count in the rate,
+      -- too (specs/000, 001).
+      r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
+        workloads.arrived(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
+      if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
+      replies[i] = arrive(r, turn, count)
+      if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired
+    end
+  end
+  return conclude(replies)
 end

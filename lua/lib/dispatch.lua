@@ -145,7 +145,6 @@ local function begin(pool_key)
   forget_endpoints()
   forget_lengths()
   forget_fronts()
-  forget_news('')
   forget_log()
   timed = false
   read_clock()

@@ -83,17 +83,15 @@ function endpoints.unlist(address)
   end
 end
 -- Those worth looking at for one of `picks` requests: picks + want least loaded hold the best of each.
-local function least_loaded(picks, want)
-  if not window or window_left < 1 then
-    local flat = redis.call('ZRANGE', key.load, 0, picks + want - 1, 'WITHSCORES')
-    window, window_left = {}, picks
-    for i = 1, #flat, 2 do
-      if not loads[flat[i]] then loads[flat[i]] = tonumber(flat[i + 1]) end
-      window[#window + 1] = flat[i]
-    end
+local function read_window(picks, want)
+  local flat, count = redis.call('ZRANGE', key.load, 0, picks + want - 1, 'WITHSCORES'), 0
+  window, window_left = {}, picks
+  for i = 1, #flat, 2 do
+    local address = flat[i]
+    if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
+    count = count + 1
+    window[count] = address
   end
-  window_left = window_left - 1
-  return window
 end
 -- The addresses of a list, and their scores by address if it has scores.
 local function listed(candidates)
@@ -178,7 +176,8 @@ function endpoints.pick(r, candidates, turn, picks)
   elseif r.limit > 0 then
     among = redis.call('ZRANGE', key.load, 0, -1)
   else
-    among = least_loaded(picks, want)
+    if not window or window_left < 1 then read_window(picks, want) end
+    among, window_left = window, window_left - 1
   end
   local limited = false
   if r.limit > 0 then among, limited = below_limit(r, among) end

@@ -64,8 +64,8 @@ function order.remove(r, lane)
     end
   end
 end
--- The sorted set whose first is served next, but for `workload-aware`.
-function order.index(band, lane) return (settings.ordering == 'edf' and key.edf or key.queue)[band][lane] end
+-- The sorted sets, by lane, of which the first is served next, but for `workload-aware`.
+function order.index(band) return (settings.ordering == 'edf' and key.edf or key.queue)[band] end
 -- The id that the lane serves next.
 function order.head(band, lane)
   local ordering = settings.ordering

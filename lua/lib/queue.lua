@@ -68,7 +68,7 @@ end
 -- written by the caller. Writes are put off to the end of the call, so that one which fails halfway, and is then
 -- repeated, has left nothing of it; what may be left all the same is dropped at its turn (`drop_stray`).
 function queue.insert(r)
-  local band, lane = r.band, queue.lane(r)
+  local band, lane = r.band, settings.fairness == 'none' and '' or r.flow
   local length, requests = queue.length(band, lane)
   ahead.forget(requests)
   later('ZADD', requests, r.arrived, r.id)
@@ -215,11 +215,11 @@ function queue.look_ahead(count)
   local bands, at = bands_in_turn(), 1
   while pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
   local band, ids = bands[at], {}
-  local lanes = ahead.front(key.flows[band])
+  local lanes, index = ahead.front(key.flows[band]), order.index(band)
   local each, odd = math.floor(2 * count / #lanes), 2 * count % #lanes
   for i = 1, #lanes, 2 do
     local part = i < odd and each + 1 or each
-    ahead.members(order.index(band, lanes[i]), part, ids)
+    ahead.members(index[lanes[i]], part, ids)
   end
   record.prefetch(ids)
 end

@@ -55,14 +55,16 @@ end
 -- Both are done at the end of the call, once for each id: what is then known of it is what is written.
 local changed_ids, changed_count = {}, 0
 function record.write(r)
-  known_records[r.id] = r
+  local id = r.id
+  known_records[id] = r
   changed_count = changed_count + 1
-  changed_ids[changed_count] = r.id
+  changed_ids[changed_count] = id
 end
 function record.drop(r)
-  known_records[r.id] = false
+  local id = r.id
+  known_records[id] = false
   changed_count = changed_count + 1
-  changed_ids[changed_count] = r.id
+  changed_ids[changed_count] = id
 end
 local packed, dropped = {}, {} -- id, text, and so on; ids: filled again by each call
 function record.save()

@@ -63,21 +63,23 @@ function workloads.rate(id)
   local left = 1 - (now_ms % slot_ms) / slot_ms
   return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
 end
--- The workload of an arrival: its own, or '' if that is new and there is no room for it.
-function workloads.room_for(id)
-  if id == '' or (known_workloads[id] or workload(id))[5] > 0 then return id end
+-- Whether one more may be registered; then it counts as if it were.
+local function is_room()
   registered = registered or redis.call('HLEN', key.workloads)
-  if settings.max_workloads and registered >= settings.max_workloads then return '' end
+  if settings.max_workloads and registered >= settings.max_workloads then return false end
   registered = registered + 1
-  return id
+  return true
 end
 function workloads.wait_ms(id) return workload(id)[4] end
+-- Returns the workload of an arrival: its own, or '' if that is new and there is no room for it.
 function workloads.arrived(id)
-  if id == '' then return end
+  if id == '' then return '' end
   local w = known_workloads[id] or workload(id)
+  if w[5] <= 0 and not is_room() then return '' end
   if w[6] ~= slot then slide(w) end
   w[1], w[2], w[5], w[7] = w[1] + 1, w[2] + 1, now_ms, w[7] + 1
   changed_workloads[id] = w
+  return id
 end
 function workloads.dispatched(id, wait_ms)
   if id == '' then return end
