@@ -1,23 +1,24 @@
 -- include: queue endpoints news
 -- The end of a request, whatever state it is in: everything it holds is given back, exactly once.
 local function release(r)
+  local list, limited = r.endpoints, r.limit > 0
   later('ZREM', key.inflight, r.id)
   pool.release(r.taken)
   if r.state == 'placed' then
-    local list = r.endpoints
     local endpoint = firsts[list] or endpoints.first(list)
     endpoints.release(endpoint)
-    if r.limit > 0 then endpoints.count_flow(r, endpoint, -1) end
+    if limited then endpoints.count_flow(r, endpoint, -1) end
   else
     news.forget(r.owner, r.id)
   end
-  if r.limit > 0 then endpoints.count_flow(r, nil, -1) end
+  if limited then endpoints.count_flow(r, nil, -1) end
 end
 local function finish_request(r, event, note_text)
-  local ran = r.state == 'granted' or r.state == 'placed'
-  if r.state == 'queued' then
+  local state = r.state
+  local ran = state == 'granted' or state == 'placed'
+  if state == 'queued' then
     queue.remove(r)
-  elseif r.state == 'held' then
+  elseif state == 'held' then
     later('ZREM', key.timers, r.id)
   else
     release(r)

@@ -260,13 +260,18 @@ function endpoints.count_flow(r, endpoint, change)
   local field = endpoint and r.flow .. '\31' .. endpoint or r.flow
   if redis.call('HINCRBY', key.limits, field, change) <= 0 then redis.call('HDEL', key.limits, field) end
 end
+local scored_addresses = {} -- load, address, and so on: filled again by each call
 function endpoints.save()
+  local count = 0
   for address in pairs(changed_loads) do
-    if loads[address] >= 0 then
-      later('ZADD', key.load, loads[address], address)
+    local load = loads[address]
+    if load >= 0 then
+      scored_addresses[count + 1], scored_addresses[count + 2] = load, address
+      count = count + 2
     else
-      later('ZREM', key.load, address)
+      redis.call('ZREM', key.load, address)
     end
   end
+  write_all('ZADD', key.load, scored_addresses, count)
 end
 local function forget_endpoints() loads, changed_loads, window = {}, {}, nil end
