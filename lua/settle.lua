@@ -9,6 +9,7 @@
 --   its real cost ('' unknown), its answer's tokens ('' unknown)
 -- Returns {born, news, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 local SETTLE_ITEM = 4
+local settled -- model -> reply
 local function correct_charge(r, actual)
   -- A bypass charges nothing, so there is nothing to correct.
   if r.tag < 0 or not actual or actual == r.cost then return end
@@ -19,6 +20,7 @@ local function correct_charge(r, actual)
   log('corrected', r, queue.correct(r, queue.lane(r), change, r.tag + share), nil, change)
 end
 local function settle(args)
+  settled = settled or names_under('settled ')
   local ids = column(args, SETTLE_ITEM, 1)
   record.prefetch(ids)
   local hosts, workload_ids = {}, {}
@@ -44,6 +46,6 @@ local function settle(args)
     if actual ~= '' then correct_charge(r, tonumber(actual)) end
     if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
     finish_request(r, outcome)
-    return 'settled ' .. r.model
+    return settled[r.model]
   end)
 end

@@ -41,15 +41,15 @@ local function grant(r, tag, take, turn_of)
   r.state, r.taken, r.tag = 'granted', take, tag
   record.write(r)
   later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
-  pool.stock = pool.stock + take
-  pool.dispatches = pool.dispatches + 1
-  local credit, guard_share = pool.credit, settings.guard_share
+  local counters, guard_share = pool, settings.guard_share
+  local credit = counters.credit
   if not turn_of then
-    pool.guards = pool.guards + 1
+    counters.guards = counters.guards + 1
     credit = credit - 1
   end
   -- No more than one is saved up; what a share that does not divide 1 adds past that counts for the next.
-  pool.credit = credit < 1 and credit + guard_share or 1 + guard_share
+  counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
+  counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
   news.tell(r.owner, id, 'granted')
@@ -63,15 +63,16 @@ local function dispatch()
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
   if settings.paused == 1 then return 0, 0 end
-  local lower, upper, guarded = pool.lower, pool.upper, settings.guard_share > 0
-  local room = math.min(pool.queued, math.ceil(lower - pool.stock), DISPATCH_LIMIT)
+  local counters, guarded = pool, settings.guard_share > 0
+  local lower, upper = counters.lower, counters.upper
+  local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
     -- As many as have ended are likely to fit; who costs more or less makes it a guess.
-    queue.look_ahead(math.min(room, pool.ended - pool.ended_before))
+    queue.look_ahead(math.min(room, counters.ended - counters.ended_before))
   end
-  while pool.queued > 0 and pool.stock < lower and attempts < DISPATCH_LIMIT do
+  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT do
     local id, tag, band, lane
-    if guarded and pool.overdue > 0 and pool.credit >= GUARD_CREDIT then id, tag = queue.most_overdue() end
+    if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then id, tag = queue.most_overdue() end
     if not id then id, tag, band, lane = queue.turn() end
     if not id then break end
     local r = known_records[id] or record.read(id)
@@ -86,7 +87,7 @@ local function dispatch()
       queue.park(r.band, queue.lane(r), tag)
     else
       local take = r.cost < upper and r.cost or upper
-      if upper <= 0 or pool.stock + take > upper then break end
+      if upper <= 0 or counters.stock + take > upper then break end
       grant(r, tag, take, lane)
       served = served + 1
     end

@@ -68,12 +68,10 @@ end
 function order.index(band) return (settings.ordering == 'edf' and key.edf or key.queue)[band] end
 -- The id that the lane serves next.
 function order.head(band, lane)
-  local ordering = settings.ordering
-  if ordering == 'fcfs' then return ahead.member(key.queue[band][lane]) end
-  if ordering == 'edf' then
+  if settings.ordering == 'edf' then
     local id = ahead.member(key.edf[band][lane])
     if id then return id end
-  elseif ordering == 'workload-aware' then
+  elseif settings.ordering == 'workload-aware' then
     while true do
       local growing = redis.call('ZRANGE', key.growing[band][lane], 0, 0, 'WITHSCORES')
       local static = redis.call('ZRANGE', key.static[band][lane], 0, 0, 'WITHSCORES')

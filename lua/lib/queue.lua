@@ -27,7 +27,7 @@ function queue.length(band, lane)
     length = redis.call('ZCARD', ahead.anew(requests))
     lengths[requests] = length
   end
-  return length, requests
+  return length
 end
 function queue.due_ms(r)
   local arrived, deadline_ms, patience_ms = r.arrived, r.deadline_ms, settings.starvation_ms
@@ -40,9 +40,8 @@ function queue.due_ms(r)
   return due_ms < deadline_ms and due_ms or deadline_ms
 end
 local function grow(band, change)
-  local name = QUEUED[band]
-  pool.queued = pool.queued + change
-  pool[name] = pool[name] + change
+  local counters, name = pool, QUEUED[band]
+  counters.queued, counters[name] = counters.queued + change, counters[name] + change
 end
 -- Where a lane begins that becomes backlogged with r, having last been charged up to `finish`. One that is owed
 -- nothing starts at v, ahead of all that have been served since; so a client with a new flow for each request
@@ -69,8 +68,9 @@ end
 -- repeated, has left nothing of it; what may be left all the same is dropped at its turn (`drop_stray`).
 function queue.insert(r)
   local band, lane = r.band, settings.fairness == 'none' and '' or r.flow
-  local length, requests = queue.length(band, lane)
-  ahead.forget(requests)
+  local requests = key.queue[band][lane]
+  local length = lengths[requests] or queue.length(band, lane)
+  if fronts[requests] then ahead.forget(requests) end
   later('ZADD', requests, r.arrived, r.id)
   lengths[requests] = length + 1
   if settings.ordering ~= 'fcfs' then
@@ -230,7 +230,10 @@ function queue.turn()
     local band = bands[i]
     if pool[QUEUED[band]] > 0 then
       local lane, tag = ahead.scored(key.flows[band])
-      if lane then return order.head(band, lane), tag, band, lane end
+      if lane then
+        local id = settings.ordering == 'fcfs' and ahead.member(key.queue[band][lane]) or order.head(band, lane)
+        return id, tag, band, lane
+      end
     end
   end
 end
