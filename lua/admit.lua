@@ -116,6 +116,7 @@ local function arrive(r, turn, picks)
   return queued_for(left_ms)
 end
 
+local asked, ids, workload_ids = {}, {}, {} -- filled again by each call
 local function admit(args)
   local count = #args - 1
   if not pool.known then
@@ -124,15 +125,15 @@ local function admit(args)
     return {'0', {}, 0, 0, unpack(replies)}
   end
   forget_news(args[1])
-  local asked, ids, workload_ids, replies = {}, {}, {}, {}
+  local replies = {}
   for i = 1, count do
     local r = record.new('')
     r.id, r.attempt, r.flow, r.workload, r.model, r.candidates, r.band, r.weight, r.cost, r.ttl_ms, r.age_ms,
       r.criticality, r.limit, r.learn = struct.unpack(ARRIVAL, args[i + 1])
     asked[i], ids[i], workload_ids[i] = r, r.id, r.workload
   end
-  record.prefetch(ids)
-  workloads.prefetch(workload_ids)
+  record.prefetch(ids, count)
+  workloads.prefetch(workload_ids, count)
   for i = 1, count do
     local r, turn = asked[i], now_us + i + 1
     local known = known_records[r.id] or record.read(r.id)

@@ -15,7 +15,7 @@ local function publish(args)
   forget_news(args[1])
   local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
   for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
-  endpoints.prefetch(addresses)
+  endpoints.prefetch(addresses, #addresses)
   local known = redis.call('HGETALL', key.endpoints)
   local former = {}
   for i = 1, #known, 2 do former[known[i]] = known[i + 1] end

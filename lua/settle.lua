@@ -19,23 +19,26 @@ local function correct_charge(r, actual)
   local change = (actual - r.cost) * share / r.cost
   log('corrected', r, queue.correct(r, queue.lane(r), change, r.tag + share), nil, change)
 end
+local hosts, workload_ids = {}, {} -- filled again by each call
 local function settle(args)
   settled = settled or names_under('settled ')
-  local ids = column(args, SETTLE_ITEM, 1)
-  record.prefetch(ids)
-  local hosts, workload_ids = {}, {}
-  for i = 1, #ids do
+  local ids, count = column(args, SETTLE_ITEM, 1)
+  record.prefetch(ids, count)
+  local placed, known = 0, 0
+  for i = 1, count do
     local r = known_records[ids[i]]
     if r then
       if r.state == 'placed' then
         local list = r.endpoints
-        hosts[#hosts + 1] = firsts[list] or endpoints.first(list)
+        placed = placed + 1
+        hosts[placed] = firsts[list] or endpoints.first(list)
       end
-      workload_ids[#workload_ids + 1] = r.workload
+      known = known + 1
+      workload_ids[known] = r.workload
     end
   end
-  endpoints.prefetch(hosts)
-  workloads.prefetch(workload_ids)
+  endpoints.prefetch(hosts, placed)
+  workloads.prefetch(workload_ids, known)
   return batch(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
     local r = known_records[id] or record.read(id)
     if not r then return 'unknown' end

@@ -21,7 +21,7 @@ local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted
 
 local function reap(most)
   local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, most)
-  record.prefetch(ids)
+  record.prefetch(ids, #ids)
   for _, id in ipairs(ids) do finish_request(record.read(id), 'reclaimed') end
   return #ids
 end

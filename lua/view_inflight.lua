@@ -13,7 +13,7 @@ local function view_inflight(args)
   local found = redis.call('ZRANGE', key.inflight, from, from + view.count(args[3]) - 1, 'WITHSCORES')
   local ids = {}
   for i = 1, #found, 2 do ids[#ids + 1] = found[i] end
-  record.prefetch(ids)
+  record.prefetch(ids, #ids)
   local reply = {full(now_us), redis.call('ZCARD', key.inflight)}
   for i = 1, #found, 2 do
     local r = record.read(found[i])

@@ -21,7 +21,7 @@ local function view_queue(args)
       counts[#counts] = i
     end
   end
-  record.prefetch(ids)
+  record.prefetch(ids, #ids)
   local overdue = pool.overdue > 0 and #ids > 0 and redis.call('ZMSCORE', key.overdue, unpack(ids)) or {}
   local reply, at = {full(now_us)}, 0
   for i = 1, #counts do

@@ -122,9 +122,11 @@ local function batch(args, size, answer)
   end
   return conclude(replies)
 end
--- What a batch names in its n-th of every `size` arguments; '' is nobody.
+-- What a batch names in its n-th of every `size` arguments, and how many they are; '' is nobody. Each call of it fills
+-- the same table.
+local column_found = {}
 local function column(args, size, n)
-  local found, count = {}, 0
+  local found, count = column_found, 0
   for at = 1 + n, #args, size do
     local name = args[at]
     if name ~= '' then
@@ -132,7 +134,7 @@ local function column(args, size, n)
       found[count] = name
     end
   end
-  return found
+  return found, count
 end
 local under_way = false -- also after a call that failed
 local function begin(pool_key)

@@ -18,11 +18,11 @@ function endpoints.first(list)
   end
   return first
 end
--- Read the loads of all that are named in one go, each once.
+-- Read the loads of the first `named` addresses in one go, each once.
 local asked_addresses = {} -- filled again by each call
-function endpoints.prefetch(addresses)
+function endpoints.prefetch(addresses, named)
   local asked, count = asked_addresses, 0
-  for i = 1, #addresses do
+  for i = 1, named do
     local address = addresses[i]
     if loads[address] == nil then
       count = count + 1
@@ -104,7 +104,7 @@ local function listed(candidates)
       scores[address] = tonumber(score)
     end
   end
-  endpoints.prefetch(found)
+  endpoints.prefetch(found, #found)
   return found, scores
 end
 local function is_pickable(load) return load >= 0 and load < UNPICKABLE end

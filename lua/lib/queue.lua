@@ -221,7 +221,7 @@ function queue.look_ahead(count)
     local part = i < odd and each + 1 or each
     ahead.members(index[lanes[i]], part, ids)
   end
-  record.prefetch(ids)
+  record.prefetch(ids, #ids)
 end
 -- Whose turn it is: an id, its lane's start tag, its band and lane; nil when nobody can be served.
 function queue.turn()

@@ -29,11 +29,11 @@ local function parse_record(id, text)
   known_records[id] = r
   return r
 end
--- Read the records that a batch names in one go.
-function record.prefetch(ids)
-  if #ids == 0 then return end
-  local texts = redis.call('HMGET', key.requests, unpack(ids))
-  for i = 1, #ids do
+-- Read the records of the first `count` ids in one go.
+function record.prefetch(ids, count)
+  if count == 0 then return end
+  local texts = redis.call('HMGET', key.requests, unpack(ids, 1, count))
+  for i = 1, count do
     local id, text = ids[i], texts[i]
     if known_records[id] == nil then
       if text then parse_record(id, text) else known_records[id] = false end

@@ -32,7 +32,7 @@ end
 function view.add_lanes(reply, group, lanes)
   local band, heads = group % 3, {}
   for i = 1, #lanes, 2 do heads[#heads + 1] = redis.call('ZRANGE', key.queue[band][lanes[i]], 0, 0)[1] or '' end
-  record.prefetch(heads)
+  record.prefetch(heads, #heads)
   for i = 1, #lanes, 2 do
     local lane, tag, r = lanes[i], lanes[i + 1], record.read(heads[(i + 1) / 2])
     local length = queue.length(band, lane)

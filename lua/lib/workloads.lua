@@ -28,11 +28,11 @@ local function keep_workload(id, w)
   end
   kept_workloads[id] = w
 end
--- Read what a batch names in one go, each once; '' is nobody.
+-- Read what the first `named` ids name in one go, each once; '' is nobody.
 local asked_workloads = {} -- filled again by each call
-function workloads.prefetch(ids)
+function workloads.prefetch(ids, named)
   local known, asked, count = known_workloads, asked_workloads, 0
-  for i = 1, #ids do
+  for i = 1, named do
     local id = ids[i]
     if known[id] == nil and id ~= '' then
       count = count + 1
