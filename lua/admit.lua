@@ -89,10 +89,10 @@ local function bypass(r, turn, picks)
 end
 
 -- Most have the same time to live, and a number made into text costs as much as half a command.
-local told_ms, told -- the last one
+local last_left_ms, last_reply
 local function queued_for(left_ms)
-  if told_ms ~= left_ms then told_ms, told = left_ms, 'queued ' .. left_ms end
-  return told
+  if last_left_ms ~= left_ms then last_left_ms, last_reply = left_ms, 'queued ' .. left_ms end
+  return last_reply
 end
 
 local function arrive(r, turn, picks)
@@ -140,8 +140,8 @@ local function admit(args)
     if known then
       replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
     else
-      -- The workload counts it before anything is decided, so that requests which are turned away count in the rate,
-      -- too (specs/000, 001).
+      -- Its workload counts it before anything is decided, so that requests which are turned away count in
+      -- the rate, too (specs/000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end

@@ -7,8 +7,8 @@ local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
 local function forget_fronts() expected, fronts = 1, {} end
 function ahead.expect(count) expected = math.max(count, 1) end -- of 0, all would be read
--- Members that have left a front leave Redis by their rank: all that stood before `at`. Those that have moved, maybe
--- several times, take the last of their scores; false: they left.
+-- What has left a front of members leaves Redis by its rank: all that stood before `at`. What has moved,
+-- maybe several times, takes the last of its scores (false: it left).
 local scored_members, gone_members = {}, {} -- filled again by each call
 local function give_front(name, front)
   local scores = front.scores

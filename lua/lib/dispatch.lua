@@ -72,7 +72,9 @@ local function dispatch()
   end
   while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT do
     local id, tag, band, lane
-    if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then id, tag = queue.most_overdue() end
+    if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then
+      id, tag = queue.most_overdue()
+    end
     if not id then id, tag, band, lane = queue.turn() end
     if not id then break end
     local r = known_records[id] or record.read(id)
@@ -111,8 +113,8 @@ local function conclude(replies)
   if born ~= pool.born then born, born_text = pool.born, full(pool.born) end
   return {born_text, news.mine, attempts, served, unpack(replies or {})}
 end
--- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at most
--- four. An answer to fewer does not look at the others, which are the next one's.
+-- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at
+-- most four. An answer to fewer does not look at the others, which are the next one's.
 local function batch(args, size, answer)
   forget_news(args[1])
   local replies, count = {}, 0
@@ -122,8 +124,8 @@ local function batch(args, size, answer)
   end
   return conclude(replies)
 end
--- What a batch names in its n-th of every `size` arguments, and how many they are; '' is nobody. Each call of it fills
--- the same table.
+-- What a batch names in its n-th of every `size` arguments, and how many they are; '' is nobody. The table is
+-- filled again by the next.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0

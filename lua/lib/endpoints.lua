@@ -165,8 +165,8 @@ local function loads_seen(named, among, chosen, kept)
 end
 -- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
--- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, and whether it is
--- only the flow's limit that stands in the way.
+-- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, and whether
+-- it is only the flow's limit that stands in the way.
 local best_ones, their_burdens = {}, {} -- filled again by each choice
 function endpoints.pick(r, candidates, turn, picks)
   local want, among, scores, named = settings.fallbacks + 1

@@ -38,13 +38,13 @@
 local BANDS = {0, 1, 2}
 local key -- the keys of the pool that this call is about
 local keyrings = {}
--- Names that begin with `prefix`, by how they end. Each is put together when it is first asked for, and kept: to do
--- it again at every turn would cost as much as a command. Those of a million lanes must not be kept, so in the end
--- all are forgotten.
+-- Texts that begin with `prefix`, by how they end. Each is put together when it is first asked for, and kept:
+-- to do it at every turn costs as much as a quarter of a command. Those of a million lanes must not be kept:
+-- when they are too many, all are forgotten.
 local NAMES_KEPT = 1000
 local function names_under(prefix)
   local kept = 0
-  return setmetatable({}, {__index = function(names, ending)
+  local function make(names, ending)
     if kept == NAMES_KEPT then
       for each in pairs(names) do names[each] = nil end
       kept = 0
@@ -52,7 +52,8 @@ local function names_under(prefix)
     local name = prefix .. ending
     names[ending], kept = name, kept + 1
     return name
-  end})
+  end
+  return setmetatable({}, {__index = make})
 end
 local function use_keys(pool_key)
   key = keyrings[pool_key]

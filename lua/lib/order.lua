@@ -33,7 +33,8 @@ local function file(r, lane)
   end
 end
 local function unfile(r, lane)
-  return redis.call('ZREM', key.growing[r.band][lane], r.id) + redis.call('ZREM', key.static[r.band][lane], r.id) > 0
+  local growing, static = key.growing[r.band][lane], key.static[r.band][lane]
+  return redis.call('ZREM', growing, r.id) + redis.call('ZREM', static, r.id) > 0
 end
 local function head_of_line(r, lane)
   local id = redis.call('ZRANGE', key.line(r.band, lane, r.workload), 0, 0)[1]

@@ -13,10 +13,10 @@ end
 function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
 -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
 local function standing_lane(r)
-  local lane = queue.lane(r)
-  if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(key.queue[r.band][lane]), r.id) then return lane end
+  local lane, lanes = queue.lane(r), key.queue[r.band]
+  if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(lanes[lane]), r.id) then return lane end
   local other = lane == '' and r.flow or ''
-  return redis.call('ZSCORE', ahead.anew(key.queue[r.band][other]), r.id) and other or lane
+  return redis.call('ZSCORE', ahead.anew(lanes[other]), r.id) and other or lane
 end
 local lengths = {} -- of lanes, by the key of their requests, as this call knows them
 local function forget_lengths() lengths = {} end
@@ -130,8 +130,8 @@ function queue.drop_stray(id, band, lane, tag)
   lengths[requests] = redis.call('ZCARD', requests)
   if lengths[requests] == 0 then retire(band, lane, tag) end
 end
--- Take r out and charge it to its lane, whose start tag is `tag`. A turn, which is its `lane`'s, moves v to the tag;
--- what the guard serves out of turn (nil) does not.
+-- Take r out and charge it to its lane, whose start tag is `tag`. The turn of a lane (`turn_of`) moves v to
+-- the tag; what the guard serves out of turn (nil) does not.
 function queue.serve(r, tag, turn_of)
   local lane, band, share = turn_of or standing_lane(r), r.band, queue.share(r)
   local emptied = unqueue(r, lane)
@@ -231,8 +231,8 @@ function queue.turn()
     if pool[QUEUED[band]] > 0 then
       local lane, tag = ahead.scored(key.flows[band])
       if lane then
-        local id = settings.ordering == 'fcfs' and ahead.member(key.queue[band][lane]) or order.head(band, lane)
-        return id, tag, band, lane
+        local first = settings.ordering == 'fcfs' and ahead.member(key.queue[band][lane])
+        return first or order.head(band, lane), tag, band, lane
       end
     end
   end

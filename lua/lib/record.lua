@@ -24,8 +24,9 @@ local function parse_record(id, text)
     r = {}
     record_tables[records_used] = r
   end
-  r.id, r.due_ms, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
-    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = id, false, struct.unpack(RECORD, text)
+  r.id, r.due_ms, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality,
+    r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = id, false,
+    struct.unpack(RECORD, text)
   known_records[id] = r
   return r
 end
@@ -74,8 +75,8 @@ function record.save()
     local r = known_records[id]
     if r then
       packed[packs + 1] = id
-      packed[packs + 2] = pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload,
-        r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag)
+      packed[packs + 2] = pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost,
+        r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag)
       packs = packs + 2
     else
       drops = drops + 1

@@ -31,7 +31,9 @@ end
 -- their band, plus 3 if they are parked; a lane's oldest request speaks for all.
 function view.add_lanes(reply, group, lanes)
   local band, heads = group % 3, {}
-  for i = 1, #lanes, 2 do heads[#heads + 1] = redis.call('ZRANGE', key.queue[band][lanes[i]], 0, 0)[1] or '' end
+  for i = 1, #lanes, 2 do
+    heads[#heads + 1] = redis.call('ZRANGE', key.queue[band][lanes[i]], 0, 0)[1] or ''
+  end
   record.prefetch(heads, #heads)
   for i = 1, #lanes, 2 do
     local lane, tag, r = lanes[i], lanes[i + 1], record.read(heads[(i + 1) / 2])
