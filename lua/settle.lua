@@ -11,8 +11,9 @@
 local SETTLE_ITEM = 4
 local settled -- model -> reply
 local function correct_charge(r, actual)
-  -- A bypass charges nothing, so there is nothing to correct.
-  if r.tag < 0 or not actual or actual == r.cost then return end
+  -- A bypass has no tag (-1) and charges nothing. A tag may be below 0: of what was charged under one policy, more may
+  -- be given back under another.
+  if r.tag == -1 or not actual or actual == r.cost then return end
   queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= 'weighted-fair' then return end
   local share = queue.share(r)

@@ -151,6 +151,24 @@ async def test_real_costs_correct_what_a_flow_was_charged(fleet: OpenFleet) -> N
         assert abs(spent["dear"] - spent["cheap"]) <= 101
 
 
+async def test_a_charge_below_nothing_is_corrected_like_any_other(fleet: OpenFleet) -> None:
+    # Given a flow that was charged one for its turn, and is then given back nine by another policy
+    async with fleet("a", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0) as it:
+        (a,) = it.replicas
+        await a.admit("runs", cost=10)
+        for name in ("x1", "x2", "x3"):
+            await a.admit(name, flow="x", cost=10)
+        await a.settle("runs")
+        await a.store.tune({"fairness": "weighted-fair"}, {"fairness": "weighted-fair"})
+        await a.sweep()
+        await a.store.settle("x1", Outcome.COMPLETED, 1.0, None)
+        # When the next, whose tag is below 0, is settled with what it cost
+        await a.store.settle("x2", Outcome.COMPLETED, 5.0, None)
+        # Then that is given back, too
+        corrected = [(entry.request, entry.note) for entry in await it.log() if entry.event == "corrected"]
+        assert corrected == [("x1", "-9"), ("x2", "-5")]
+
+
 # specs/001: average wait s, requests in the window of 60 s, criticality -> score, waits rounded there
 EXAMPLES = {
     "batch-job-123": (2.36, 2, 4, 0.3355),
