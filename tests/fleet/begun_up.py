@@ -104,13 +104,9 @@ def _keep(arguments: list[str], environment: dict[str, str], says: int, tells: i
         os.close(tells)
         _run(arguments, environment, says)
     os.close(says)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is meant for the fleet
     os.write(tells, f"{pid}\n".encode())
-    while True:
-        try:
-            _, status = os.waitpid(pid, 0)
-        except KeyboardInterrupt:  # meant for all who run in this terminal
-            continue
-        break
+    _, status = os.waitpid(pid, 0)
     os.write(tells, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
