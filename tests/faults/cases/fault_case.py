@@ -41,12 +41,15 @@ class Case:
         """`check` of what clients remember against the log.
 
         In full, of what is written of them, and kept in bench/results/faults/: `python -m bench.witness` on
-        that folder says the same again.
+        that folder says the same again. The next run takes its place, but not that of one with faults.
         """
         if not FULL:
             return check(history, log, **rules)
         folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
-        return write(folder, history, log, **rules).judge()
+        verdict = write(folder, history, log, **rules).judge()
+        if verdict.faults:
+            folder.rename(folder.with_name(f"{folder.name}-{datetime.now(UTC):%Y-%m-%dT%H.%M.%S}"))
+        return verdict
 
     def record(self, passed: bool) -> None:
         """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""
