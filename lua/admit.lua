@@ -18,7 +18,7 @@
 local ARRIVAL = '<ssssssdddddddd'
 
 local function adopt(r, attempt, candidates, turn, picks)
-  local old_owner = r.owner
+  local old_owner, old_attempt = r.owner, r.attempt
   r.owner, r.attempt = news.caller, attempt
   if r.state == 'queued' or r.state == 'held' then
     if r.deadline_ms <= now_ms then
@@ -37,6 +37,9 @@ local function adopt(r, attempt, candidates, turn, picks)
   log('adopted', r)
   later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == 'placed' then
+    -- Two streams know its endpoint, and which of them Envoy still listens to nobody can tell: a replica that has
+    -- slept brings what was given up long ago. So neither can take it back; its end or its lease does.
+    if old_owner ~= news.caller or old_attempt ~= attempt then r.attempt = '' end
     record.write(r)
     return 'placed ' .. r.endpoints .. ' adopted'
   end

@@ -2,10 +2,11 @@
 -- Take requests back on behalf of the stream that brought them.
 --
 -- Guarantees: only the owner's current attempt can cancel, so that a late cancel from a replica that has
--- lost a request never harms its adopter (G7); repeating a call changes nothing (G6). An expiry does not
--- take a grant away that was given in time (G5). A grant that its owner has no use for is given back, and
--- nothing else of that id: after a failover that lost the last writes, the queue may hold requests that have
--- been served, and each would block its share of the stock for a lease.
+-- lost a request never harms its adopter (G7), and nobody can one that was placed when it was adopted;
+-- repeating a call changes nothing (G6). An expiry does not take a grant away that was given in time (G5). A
+-- grant that its owner has no use for is given back, and nothing else of that id: after a failover that lost
+-- the last writes, the queue may hold requests that have been served, and each would block its share of the
+-- stock for a lease.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);

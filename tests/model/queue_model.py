@@ -249,7 +249,8 @@ class QueueModel(PoolModel):
         return f"refused {reason} {retry_after_s}"
 
     def _adopt(self, r: Request, item: Arrival) -> str:
-        old_owner, r.owner, r.attempt = r.owner, self._caller, item.attempt
+        old_owner, old_attempt = r.owner, r.attempt
+        r.owner, r.attempt = self._caller, item.attempt
         if r.state in ("queued", "held"):
             if r.deadline_ms <= self.moment.now_ms:
                 self._finish(r, "expired")
@@ -261,6 +262,8 @@ class QueueModel(PoolModel):
         self._log("adopted", r.id)
         self._lease(r)
         if r.state == "placed":
+            if (old_owner, old_attempt) != (r.owner, r.attempt):
+                r.attempt = ""  # whichever stream Envoy listens to, the other cannot take it back
             return f"placed {r.endpoints} adopted"
         self.inboxes.get(old_owner, {}).pop(r.id, None)
         reply = self._place_granted(r, item.candidates)

@@ -66,10 +66,23 @@ async def test_an_adopted_placed_request_stays_where_it_is(fleet: OpenFleet) -> 
         placed = await a.admit("r")
         # When another replica brings it, then it is told the same endpoints in the same order
         assert await b.admit("r", attempt=5) == placed
-        # And the old owner can no longer take it back
+        # And neither can take it back: Envoy may still have it from the other
         assert await a.store.cancel("r", 1, "withdrawn") == "foreign"
+        assert await b.store.cancel("r", 5, "cancelled") == "foreign"
         assert sum((await it.counts())[2]) == 1
-        assert await b.store.cancel("r", 5, "withdrawn") == "ended"
+        # When its end is told, then it is over
+        await b.settle("r")
+        assert await it.at_rest()
+
+
+async def test_an_admission_told_twice_can_be_taken_back(fleet: OpenFleet) -> None:
+    # Given a request that was placed, when the reply is lost and the same stream asks again
+    async with fleet("a", endpoints=4) as it:
+        (a,) = it.replicas
+        placed = await a.admit("r", attempt=3)
+        assert await a.admit("r", attempt=3) == placed
+        # Then it is still that stream's own
+        assert await a.store.cancel("r", 3, "cancelled") == "ended"
         assert await it.at_rest()
 
 

@@ -139,6 +139,28 @@ async def test_given_a_process_that_stood_still_when_redis_seems_away_then_it_as
         assert bench.gate.mode is Mode.SHARED
 
 
+async def test_given_a_process_that_stood_still_when_a_stream_ends_on_waking_then_it_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crossing, "_SLEPT_S", 0.1)
+    bench = Bench()
+    async with watched(bench):
+        await asyncio.sleep(3 * BUDGET_S)
+        # Given two streams that came while nothing ran in it
+        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
+        given_up, wanted = (
+            asyncio.create_task(bench.gate.admit(ask(name), held=False)) for name in ("gone", "here")
+        )
+        # When Envoy has given one of them up since
+        await asyncio.sleep(0)
+        given_up.cancel()
+        # Then that one, which another replica may have by now, touches nothing
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert (await wanted).endpoints == (E1,)
+    assert (len(bench.store.ages_s), bench.store.cancelled) == (1, [])
+
+
 async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again(
     no_end_by_itself: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
