@@ -13,8 +13,7 @@ local function view_queue(args)
   local ids, counts = {}, {}
   for at = 1, #args, VIEW_STRETCH do
     local band, lane, first, last = tonumber(args[at]), args[at + 1], tonumber(args[at + 2]), tonumber(args[at + 3])
-    local ranks = settings.ordering == 'edf' and key.edf[band][lane] or key.queue[band][lane]
-    local found = first <= last and redis.call('ZRANGE', ranks, first, last) or {}
+    local found = first <= last and redis.call('ZRANGE', key.queue[band][lane], first, last) or {}
     counts[#counts + 1] = 0
     for i = 1, math.min(#found, VIEW_LIMIT - #ids) do
       ids[#ids + 1] = found[i]

@@ -13,8 +13,7 @@ local function view_request(args)
   local rank, lane_rows = '', {}
   if r.state == 'queued' then
     for _, lane in ipairs({queue.lane(r), queue.lane(r) == '' and r.flow or ''}) do
-      local ranks = settings.ordering == 'edf' and key.edf[r.band][lane] or key.queue[r.band][lane]
-      local found = redis.call('ZRANK', ranks, id)
+      local found = redis.call('ZRANK', key.queue[r.band][lane], id)
       if found and rank == '' then
         rank = found
         for _, group in ipairs({r.band, r.band + 3}) do

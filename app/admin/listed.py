@@ -58,7 +58,7 @@ class Flow(BaseModel):
     flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
     band: BandName = Field(description="where these of its requests wait")
     queued: int = Field(description="its waiting requests")
-    oldest_s: float = Field(description="age of the oldest of them")
+    oldest_s: float = Field(description="age of the oldest of them; under `edf`, of the one served next")
     start_tag: float = Field(description="the flow with the least one of its band is served next")
     weight: float = Field(description="its share, against those of the others that wait")
     parked: bool = Field(

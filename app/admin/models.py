@@ -76,7 +76,8 @@ class BandState(BaseModel):
     virtual_time: float = Field(description="of fair queueing among its flows")
     active_flows: int = Field(description="flows with a queued request in it")
     oldest_s: float | None = Field(
-        description="age of its oldest waiting request; null: none waits, or not known"
+        description="age of its oldest waiting request (under `edf`, of those each flow serves next);"
+        " null: none waits, or not known"
     )
     weight: float | None = Field(description="null unless `band_policy: weighted`")
 

@@ -180,7 +180,8 @@ class LocalQueue:
         return head
 
     def _newest_below(self, band: Band) -> Waiting | None:
-        """Of the lowest band below `band`: the newest of the flow preempted longest ago (specs/003)."""
+        """Of the lowest band below `band`: the newest of the flow preempted longest ago (specs/003);
+        under `edf` its latest deadline."""
         for lower in reversed(Band):
             if lower <= band:
                 return None
@@ -188,8 +189,7 @@ class LocalQueue:
             if lanes:
                 lane = min(lanes, key=lambda lane: (lane.preempted, lane.name))
                 lane.preempted = next(self._numbers)
-                waiting = ((each.arrived_s, number, each) for _, number, each in lane.heap if each.queued)
-                return max(waiting, key=lambda entry: entry[:2])[2]
+                return max((entry for entry in lane.heap if entry[2].queued), key=lambda entry: entry[:2])[2]
         return None
 
     def _take_out(self, waiting: Waiting) -> None:

@@ -11,7 +11,10 @@ BETWEEN = "\x1f"
 
 
 class Lane(NamedTuple):
-    """What a band orders: a flow, or '' for the whole band. Its oldest request speaks for the others."""
+    """What a band orders: a flow, or '' for the whole band.
+
+    Its oldest request speaks for the others; under `edf` the one served next.
+    """
 
     group: int  # its band; plus 3 while its flow is at its limit
     name: str

@@ -9,8 +9,7 @@
 -- inflight     zset    granted or placed request id -> lease expiry, ms          the request's end
 -- timers       zset    queued or held id -> when its next thing is due, ms       dispatch, the request's end
 -- overdue      zset    queued id -> when it became overdue, us                   dispatch, the request's end
--- queue:B:L    zset    queued ids of a lane -> arrival, us                       Redis, when empty
--- edf:B:L      zset    the same ids -> deadline (ordering edf)                   Redis, when empty
+-- queue:B:L    zset    queued ids of a lane -> arrival, us; under edf, deadline  Redis, when empty
 -- line:B:L:W   zset    the ids of workload W there -> arrival (workload-aware)   Redis, when empty
 -- growing:B:L  zset    heads of lines whose score grows (lib/order.lua)          Redis, when empty
 -- static:B:L   zset    heads of lines whose score does not                       Redis, when empty
@@ -68,7 +67,7 @@ local function use_keys(pool_key)
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
   end
-  for _, kind in ipairs({'queue', 'edf', 'growing', 'static'}) do
+  for _, kind in ipairs({'queue', 'growing', 'static'}) do
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = names_under(base .. kind .. ':' .. band .. ':') end
   end

@@ -1,6 +1,6 @@
 -- include: record workloads ahead
--- Which request of a lane is served first. Every queued one stands in queue:B:L by arrival, which is the
--- order fcfs; edf and workload-aware keep an index beside it.
+-- Which request of a lane is served first. Every queued one stands in queue:B:L: by arrival, which is the order
+-- fcfs, or by deadline (edf). workload-aware keeps an index beside it.
 --
 -- workload-aware (specs/001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, with
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest request of
@@ -40,56 +40,46 @@ local function head_of_line(r, lane)
   local id = redis.call('ZRANGE', key.line(r.band, lane, r.workload), 0, 0)[1]
   return id and record.read(id)
 end
+-- Where r stands in its lane's own set.
+function order.score(r)
+  if settings.ordering == 'edf' then return r.deadline_ms * 1000 + r.arrived % 1000 end -- of one ms, as they arrived
+  return r.arrived
+end
+-- What follows is the index of workload-aware.
 function order.insert(r, lane)
-  if settings.ordering == 'edf' then
-    local edf = key.edf[r.band][lane]
-    ahead.forget(edf)
-    later('ZADD', edf, r.deadline_ms * 1000 + r.arrived % 1000, r.id)
-  elseif settings.ordering == 'workload-aware' then
-    if r.workload == '' then return file(r, lane) end
-    local line = key.line(r.band, lane, r.workload)
-    redis.call('ZADD', line, r.arrived, r.id)
-    local first = redis.call('ZRANGE', line, 0, 1)
-    if first[1] == r.id and first[2] then unfile(record.read(first[2]), lane) end
-    file(record.read(first[1]), lane) -- an arrival changes the rate of the head's workload
-  end
+  if settings.ordering ~= 'workload-aware' then return end
+  if r.workload == '' then return file(r, lane) end
+  local line = key.line(r.band, lane, r.workload)
+  redis.call('ZADD', line, r.arrived, r.id)
+  local first = redis.call('ZRANGE', line, 0, 1)
+  if first[1] == r.id and first[2] then unfile(record.read(first[2]), lane) end
+  file(record.read(first[1]), lane) -- an arrival changes the rate of the head's workload
 end
 function order.remove(r, lane)
-  if settings.ordering == 'edf' or pool.refiling == 1 then ahead.leave(key.edf[r.band][lane], r.id) end
-  if settings.ordering == 'workload-aware' or pool.refiling == 1 then
-    local was_head = unfile(r, lane)
-    if r.workload ~= '' then
-      redis.call('ZREM', key.line(r.band, lane, r.workload), r.id)
-      local next_one = was_head and head_of_line(r, lane)
-      if next_one then file(next_one, lane) end
-    end
+  if settings.ordering ~= 'workload-aware' and pool.refiling == 0 then return end
+  local was_head = unfile(r, lane)
+  if r.workload ~= '' then
+    redis.call('ZREM', key.line(r.band, lane, r.workload), r.id)
+    local next_one = was_head and head_of_line(r, lane)
+    if next_one then file(next_one, lane) end
   end
 end
--- The sorted sets, by lane, of which the first is served next, but for `workload-aware`.
-function order.index(band) return (settings.ordering == 'edf' and key.edf or key.queue)[band] end
--- The id that the lane serves next.
+-- The id that the lane serves next; nil while a change of order has not reached it yet.
 function order.head(band, lane)
-  if settings.ordering == 'edf' then
-    local id = ahead.member(key.edf[band][lane])
-    if id then return id end
-  elseif settings.ordering == 'workload-aware' then
-    while true do
-      local growing = redis.call('ZRANGE', key.growing[band][lane], 0, 0, 'WITHSCORES')
-      local static = redis.call('ZRANGE', key.static[band][lane], 0, 0, 'WITHSCORES')
-      local r = growing[1] and record.read(growing[1])
-      if r and now_us - r.arrived >= cap_us() then
-        file(r, lane)
-      elseif r or static[1] then
-        local grown = r and (now_us - tonumber(growing[2])) / cap_us() * settings.wait_weight
-        if grown and (not static[1] or grown > -tonumber(static[2])) then return r.id end
-        return static[1]
-      else
-        break
-      end
+  while true do
+    local growing = redis.call('ZRANGE', key.growing[band][lane], 0, 0, 'WITHSCORES')
+    local static = redis.call('ZRANGE', key.static[band][lane], 0, 0, 'WITHSCORES')
+    local r = growing[1] and record.read(growing[1])
+    if r and now_us - r.arrived >= cap_us() then
+      file(r, lane)
+    elseif r or static[1] then
+      local grown = r and (now_us - tonumber(growing[2])) / cap_us() * settings.wait_weight
+      if grown and (not static[1] or grown > -tonumber(static[2])) then return r.id end
+      return static[1]
+    else
+      return nil
     end
   end
-  -- Also while a change of order has not reached this lane yet.
-  return ahead.member(key.queue[band][lane])
 end
 -- The sweep's walk has come by: rates slide without arrivals too.
 function order.refresh(r, lane)

@@ -71,9 +71,9 @@ function queue.insert(r)
   local requests = key.queue[band][lane]
   local length = lengths[requests] or queue.length(band, lane)
   if fronts[requests] then ahead.forget(requests) end
-  later('ZADD', requests, r.arrived, r.id)
+  later('ZADD', requests, settings.ordering == 'edf' and order.score(r) or r.arrived, r.id)
   lengths[requests] = length + 1
-  if settings.ordering ~= 'fcfs' then
+  if settings.ordering == 'workload-aware' then
     known_records[r.id] = r
     order.insert(r, lane)
   end
@@ -103,7 +103,7 @@ local function unqueue(r, lane)
   elseif emptied == nil then
     emptied = queue.length(band, lane) == 0
   end
-  if settings.ordering ~= 'fcfs' or pool.refiling == 1 then order.remove(r, lane) end
+  if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, lane) end
   later('ZREM', key.timers, id)
   if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, id) end
   grow(band, -1)
@@ -124,7 +124,7 @@ end
 function queue.drop_stray(id, band, lane, tag)
   local requests = ahead.anew(key.queue[band][lane])
   redis.call('ZREM', requests, id)
-  for _, index in ipairs({key.edf, key.growing, key.static}) do
+  for _, index in ipairs({key.growing, key.static}) do
     redis.call('ZREM', ahead.anew(index[band][lane]), id)
   end
   lengths[requests] = redis.call('ZCARD', requests)
@@ -193,6 +193,9 @@ function queue.refile(r)
     queue.remove(r)
     queue.insert(r)
   else
+    local requests = key.queue[r.band][lane]
+    ahead.forget(requests)
+    later('ZADD', requests, order.score(r), r.id)
     order.remove(r, lane)
     order.insert(r, lane)
   end
@@ -215,11 +218,11 @@ function queue.look_ahead(count)
   local bands, at = bands_in_turn(), 1
   while pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
   local band, ids = bands[at], {}
-  local lanes, index = ahead.front(key.flows[band]), order.index(band)
+  local lanes, requests = ahead.front(key.flows[band]), key.queue[band]
   local each, odd = math.floor(2 * count / #lanes), 2 * count % #lanes
   for i = 1, #lanes, 2 do
     local part = i < odd and each + 1 or each
-    ahead.members(index[lanes[i]], part, ids)
+    ahead.members(requests[lanes[i]], part, ids)
   end
   record.prefetch(ids, #ids)
 end
@@ -231,8 +234,8 @@ function queue.turn()
     if pool[QUEUED[band]] > 0 then
       local lane, tag = ahead.scored(key.flows[band])
       if lane then
-        local first = settings.ordering == 'fcfs' and ahead.member(key.queue[band][lane])
-        return first or order.head(band, lane), tag, band, lane
+        local best = settings.ordering == 'workload-aware' and order.head(band, lane)
+        return best or ahead.member(key.queue[band][lane]), tag, band, lane
       end
     end
   end

@@ -1,8 +1,12 @@
 -- include: keys writes
 -- One request, packed. state: queued, held (its replica is silent), granted, placed. Fields hold no control
--- characters (replicas refuse them), so none can end a string early. Each is read once a call.
+-- characters (replicas refuse them), so none can end a string early. Each is read once a call. While it waits it has
+-- no endpoints, takes nothing and is charged nothing; there may be millions of those, so that is left out.
 local record = {}
-local RECORD = 'ssssBddsBsddsddd'
+local WAITING, RUNNING = 'BsssBddsBsddd', 'BsssBddsBsdddsdd'
+local STATES = {'queued', 'held', 'granted', 'placed'} -- by the first byte
+local STATE_NUMBERS = {queued = 1, held = 2, granted = 3, placed = 4}
+local LAYOUTS = {WAITING, WAITING, RUNNING, RUNNING}
 local known_records = {}
 -- Tables of former calls, to be used again: a new one of this size is what a call would spend most on.
 local record_tables, records_used = {}, 0
@@ -24,9 +28,11 @@ local function parse_record(id, text)
     r = {}
     record_tables[records_used] = r
   end
-  r.id, r.due_ms, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality,
-    r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = id, false,
-    struct.unpack(RECORD, text)
+  local number = string.byte(text)
+  r.id, r.due_ms, r.state, number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality,
+    r.model, r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag = id, false, STATES[number],
+    struct.unpack(LAYOUTS[number], text)
+  if number < 3 then r.endpoints, r.taken, r.tag = '', 0, -1 end
   known_records[id] = r
   return r
 end
@@ -74,9 +80,10 @@ function record.save()
     local id = changed_ids[i]
     local r = known_records[id]
     if r then
+      local number = STATE_NUMBERS[r.state]
       packed[packs + 1] = id
-      packed[packs + 2] = pack(RECORD, r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost,
-        r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag)
+      packed[packs + 2] = pack(LAYOUTS[number], number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost,
+        r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag)
       packs = packs + 2
     else
       drops = drops + 1

@@ -16,7 +16,8 @@ function victims.shield(band, lane)
   end
   later('ZREM', key.victims[band], lane)
 end
--- The lane to be preempted next, and its newest request; nil if there is none.
+-- The lane to be preempted next, and its newest request (under edf, that with the latest deadline); nil if there is
+-- none.
 local VICTIMS_LOOKED_AT = 16
 function victims.next(band)
   send(key.victims[band])
@@ -25,8 +26,8 @@ function victims.next(band)
     local lane = redis.call('ZRANGE', key.victims[band], 0, 0)[1]
       or redis.call('ZRANGE', ahead.anew(key.flows[band]), 0, 0)[1]
     if not lane then return nil end
-    local newest = redis.call('ZRANGE', ahead.anew(key.queue[band][lane]), -1, -1)[1]
-    if newest then return lane, newest end
+    local last = redis.call('ZRANGE', ahead.anew(key.queue[band][lane]), -1, -1)[1]
+    if last then return lane, last end
     redis.call('ZREM', key.victims[band], lane)
   end
 end

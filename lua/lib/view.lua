@@ -28,7 +28,7 @@ function view.behind(sorted, score, member)
   return low
 end
 -- Lanes that have waiting requests, names and start tags in turn, each as a row at the end of `reply`. `group` is
--- their band, plus 3 if they are parked; a lane's oldest request speaks for all.
+-- their band, plus 3 if they are parked; a lane's first request (its oldest, but under edf) speaks for all.
 function view.add_lanes(reply, group, lanes)
   local band, heads = group % 3, {}
   for i = 1, #lanes, 2 do

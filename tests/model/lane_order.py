@@ -1,5 +1,6 @@
 """One lane of the queue, and which of its requests is served first (specs/001, specs/003)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +151,15 @@ class Lane:
         """Who is served next."""
         if self._by_workload:
             return self.requests[self._best_filed()]
-        edf = self._moment.settings["ordering"] == "edf"
-        return min(self.requests.values(), key=by_deadline if edf else by_arrival)
+        return min(self.requests.values(), key=self._order)
 
     def newest(self) -> Request:
-        return max(self.requests.values(), key=by_arrival)
+        """Who gives way first: under `edf`, the latest deadline."""
+        return max(self.requests.values(), key=self._order)
+
+    @property
+    def _order(self) -> Callable[[Request], tuple[int, str]]:
+        return by_deadline if self._moment.settings["ordering"] == "edf" else by_arrival
 
     def refile(self, registered_only: bool = False) -> None:
         """File the heads anew: rates slide without arrivals too, and policies change."""

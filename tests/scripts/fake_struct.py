@@ -6,11 +6,15 @@ from app.state.scripts import Library
 _STRUCT = r"""
 local struct = {}
 function struct.pack(format, ...)
-  local fields = {...}
+  local given, fields = {...}, {}
   for i = 1, #format do
-    if string.sub(format, i, i) ~= 's' then fields[i] = string.format('%.17g', fields[i]) end
+    local kind, value = string.sub(format, i, i), given[i]
+    if kind == 'B' then fields[i] = string.char(value)
+    elseif kind == 's' then fields[i] = value .. '\31'
+    else fields[i] = string.format('%.17g\31', value)
+    end
   end
-  return table.concat(fields, '\31') .. '\31'
+  return table.concat(fields)
 end
 local function double(text, at)
   local bytes = {string.byte(text, at, at + 7)}
@@ -37,10 +41,14 @@ function struct.unpack(format, text)
   if string.sub(format, 1, 1) == '<' then return unpack_sent(format, text) end
   local values, at = {}, 1
   for i = 1, #format do
-    local stop = string.find(text, '\31', at, true)
-    local field = string.sub(text, at, stop - 1)
-    values[i] = string.sub(format, i, i) == 's' and field or tonumber(field)
-    at = stop + 1
+    local kind = string.sub(format, i, i)
+    if kind == 'B' then
+      values[i], at = string.byte(text, at), at + 1
+    else
+      local stop = string.find(text, '\31', at, true)
+      local field = string.sub(text, at, stop - 1)
+      values[i], at = kind == 's' and field or tonumber(field), stop + 1
+    end
   end
   return unpack(values)
 end

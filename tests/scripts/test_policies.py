@@ -70,7 +70,7 @@ async def test_earliest_deadline_first_within_a_flow(fleet: OpenFleet) -> None:
         await a.store.cancel("middle", 1, "cancelled")
         await a.admit("sooner", ttl_s=25)
         assert await served(it, a, 3) == ["soon", "sooner", "late"]
-        assert await it.redis.keys(it.keys.prefix + "edf*") == []
+        assert await it.redis.keys(it.keys.prefix + "queue:*") == []
 
 
 async def test_a_higher_criticality_goes_first_and_a_workload_is_served_in_its_order(

@@ -119,5 +119,5 @@ async def test_policies_change_while_requests_wait(
         await a.settle(got[-1])
         # And nothing of the former order is left
         assert await it.at_rest()
-        for kind in ("queue", "edf", "line", "growing", "static", "flows"):
+        for kind in ("queue", "line", "growing", "static", "flows"):
             assert await it.redis.keys(f"{it.keys.prefix}{kind}:*") == []
