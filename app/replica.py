@@ -170,5 +170,8 @@ def _on_signal() -> asyncio.Event:
 
 
 def new_incarnation() -> str:
-    """An id no replica has had: the host's name and a random part, fresh at each start."""
-    return f"{socket.gethostname()[:40]}-{secrets.token_hex(4)}"
+    """An id no replica has had: the end of the host's name and a random part, fresh at each start.
+
+    Each waiting request's record in Redis has it, so it is short; `about` tells the whole name.
+    """
+    return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"

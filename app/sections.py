@@ -106,7 +106,7 @@ class Model(Section):
     name: Name
     criticality: BandName = Band.DEFAULT
     weight: Number = Field(1.0, gt=0, le=1e6)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1)  # of each of its flows
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
     target_models: tuple[TargetModel, ...] = ()
     endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
 

@@ -14,6 +14,7 @@ local RENEW_ITEM = 4
 local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
 
 local MOST = 1e12 -- sums of so much stay exact
+local HIGHEST_LIMIT = 65535
 
 -- What an access log tells may be anything: a ticket that is damaged restores nothing.
 local function figure(text, most)
@@ -28,9 +29,10 @@ local function restore(id, attempt, served, ticket)
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
   if not (pool.known and flow) then return 'unknown' end
   band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)
-  criticality, limit = figure(criticality, 5), figure(limit, MOST)
+  criticality, limit = figure(criticality, 5), figure(limit, HIGHEST_LIMIT)
   if is_address(served) then endpoint = served end
-  if not (band and band % 1 == 0 and weight and cost and criticality and limit and is_address(endpoint)) then
+  if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0
+    and is_address(endpoint)) then
     return 'unknown'
   end
   if redis.call('ZSCORE', key.buried, id) then return 'unknown' end

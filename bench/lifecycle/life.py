@@ -17,6 +17,7 @@ _FILL = 64
 _KEY = "epp:{bench}:pool"
 _NEVER_MS = 10_000_000
 _GRACE_MS = 60_000
+_OWNER = "x2k4p-9f3c1a7e"  # as long as the id of a replica in Kubernetes
 SETTINGS: dict[str, Any] = {
     "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": _NEVER_MS,
     "silence_ms": _NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
@@ -53,13 +54,13 @@ class Lives:
         # While it is a dict, what each command took of the server's CPU, in microseconds
         self.took_us: dict[bytes, float] | None = None
         server.forget()
-        for replica in ("r", "silent"):
+        for replica in (_OWNER, "silent"):
             self._call("heartbeat", replica, "{}", _NEVER_MS)
         per = IN_FLIGHT / size.endpoints
         settings = {**SETTINGS, "ordering": size.ordering, "upper_per": per, "lower_per": per}
         settings["wait_signal"] = size.wait_signal
         hosts = [x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ABOUT)]
-        self._call("publish", "r", "c", "e", json.dumps(settings), *hosts)
+        self._call("publish", _OWNER, "c", "e", json.dumps(settings), *hosts)
         self.empty_bytes = server.memory_bytes()
         self._place(self.admit(IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
@@ -69,7 +70,7 @@ class Lives:
         for _ in range(lives // BATCH):
             self.admit(BATCH, BATCH)
             ending = [self._running.popleft() for _ in range(BATCH)]
-            reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
+            reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
             self._place([item.split()[1].decode() for item in reply[1]])
 
     def sweep(self, most: int | None = None) -> None:
@@ -78,10 +79,10 @@ class Lives:
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
             self._swept += 1  # no two calls alike: the slow log is searched by what was called
-            more = bool(self._call("sweep", "r", 0, _GRACE_MS, _NEVER_MS + self._swept)[7])
+            more = bool(self._call("sweep", _OWNER, 0, _GRACE_MS, _NEVER_MS + self._swept)[7])
 
     def tune(self, **settings: Any) -> None:
-        self._call("tune", "r", json.dumps(settings), "{}")
+        self._call("tune", _OWNER, json.dumps(settings), "{}")
 
     def bound(self, stock: float) -> None:
         """Let so many be in flight."""
@@ -89,7 +90,7 @@ class Lives:
 
     def silence(self, silence_ms: int) -> None:
         """Whoever has been silent for so long is gone; the one that calls here is not."""
-        self._call("heartbeat", "r", "{}", silence_ms)
+        self._call("heartbeat", _OWNER, "{}", silence_ms)
         self.tune(silence_ms=silence_ms)
 
     def registry_bytes(self) -> int:
@@ -103,17 +104,17 @@ class Lives:
     def touch(self, calls: int) -> None:
         """`calls` that do nothing by themselves, but serve what now fits."""
         for at in range(calls):
-            self._call("settle", "r", f"nobody-{at}", "completed", "", "")
+            self._call("settle", _OWNER, f"nobody-{at}", "completed", "", "")
 
     def drain(self) -> None:
         """Let everything that waits or runs end."""
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
-            reply = self._call("settle", "r", *(x for id in ending for x in (id, "completed", "", "")))
+            reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
             self._place([item.split()[1].decode() for item in reply[1]])
 
     def admit(
-        self, count: int, batch: int, *, band: int = 1, ttl_ms: int = _NEVER_MS, owner: str = "r"
+        self, count: int, batch: int, *, band: int = 1, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
     ) -> list[str]:
         """Admit `count`; the ones that were placed at once."""
         placed: list[str] = []
@@ -134,7 +135,7 @@ class Lives:
 
     def _place(self, ids: list[str]) -> None:
         for at in range(0, len(ids), BATCH):
-            self._call("place", "r", *(x for id in ids[at : at + BATCH] for x in (id, 1, "*")))
+            self._call("place", _OWNER, *(x for id in ids[at : at + BATCH] for x in (id, 1, "*")))
         self._running.extend(ids)
 
     def _call(self, name: str, *args: Any) -> Any:

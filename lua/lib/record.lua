@@ -3,7 +3,7 @@
 -- characters (replicas refuse them), so none can end a string early. Each is read once a call. While it waits it has
 -- no endpoints, takes nothing and is charged nothing; there may be millions of those, so that is left out.
 local record = {}
-local WAITING, RUNNING = 'BsssBddsBsddd', 'BsssBddsBsdddsdd'
+local WAITING, RUNNING = 'BsssBddsBsddH', 'BsssBddsBsddHsdd'
 local STATES = {'queued', 'held', 'granted', 'placed'} -- by the first byte
 local STATE_NUMBERS = {queued = 1, held = 2, granted = 3, placed = 4}
 local LAYOUTS = {WAITING, WAITING, RUNNING, RUNNING}

@@ -251,7 +251,8 @@ DAMAGED = [
     "f\t1\t1.0\t1e308\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\tinf\tw\t3\tllama\t10.0.0.1:8000\t0",
     "f\t1\t1.0\t-5\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\t1\tw\tx\tllama\t10.0.0.1:8000\t0",
     "f\t1\t1.0\t1\tw\t3\tllama\t\t0", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t-1",
-    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\tinf",
+    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\tinf", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t65536",
+    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t1.5",
 ]  # fmt: skip
 
 

@@ -174,6 +174,10 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
             "models.0.max_inflight_per_endpoint",
         ),
         (
+            {"models": [{"name": "a", "max_inflight_per_endpoint": 65_536}]},
+            "models.0.max_inflight_per_endpoint",
+        ),
+        (
             {"fair_request_queue": {"band_weights": {"Urgent": 1}}},
             "fair_request_queue.band_weights.Urgent.[key]",
         ),
