@@ -156,12 +156,13 @@ def main() -> int:
         " ZPOPMIN), in server CPU as well, while `redis-benchmark` asks for it as fast as it can; a life is"
         f" judged beside it by {_ROUNDS_BESIDE_FLOOR} short runs of each, in turns. By the clock (one by the"
         " rate that `redis-benchmark` tells) a floor is longer wherever others use the machine."
-        " All is done twice; a call is as long as it was the shorter time,"
-        " by the slow log, which also counts the time for which other processes had the core."
+        " All is done twice; a call is as long as it was the shorter time: in server CPU where it fills the"
+        " queue and in upkeep, in lives by the slow log, which also counts the time for which other"
+        " processes had the core."
         f" Upkeep: sweeps that find {MANY} requests overdue, expired, with ended leases, or those of a"
         f" silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue; live changes of"
         " policy. Where there is much of everything: 10 000 flows, 10 000 workloads, 500 endpoints,"
-        " `workload-aware`. Its calls are measured in server CPU, the shorter of two as well."
+        " `workload-aware`."
         f" The run took {time.monotonic() - began:.0f} s.", "",
         "| what | measured | limit | met |", "|---|---|---|---|",
     ]  # fmt: skip

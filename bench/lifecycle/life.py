@@ -42,17 +42,17 @@ class Size:
 
 
 class Lives:
-    """A steady state of one size on one server."""
+    """A steady state of one size on one server; `watched`: what each call took to get there is kept."""
 
-    def __init__(self, server: Server, size: Size, seed: int) -> None:
+    def __init__(self, server: Server, size: Size, seed: int, *, watched: bool = False) -> None:
         self._server = server
         self._size = size
         self._random = random.Random(seed)
         self._born = self._swept = 0
         self._running: deque[str] = deque()
         self.tape: list[bytes] | None = None  # while it is a list, commands are also written to it
-        # While it is a dict, what each command took of the server's CPU, in microseconds
-        self.took_us: dict[bytes, float] | None = None
+        # While it is a dict, what each command (its hash) took of the server's CPU, in microseconds
+        self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
         for replica in (_OWNER, "silent"):
             self._call("heartbeat", replica, "{}", _NEVER_MS)
@@ -145,7 +145,7 @@ class Lives:
         before = 0.0 if self.took_us is None else self._server.cpu_us()
         answer = self._server.client.execute_command(*command)
         if self.took_us is not None:
-            self.took_us[hiredis.pack_command(command)] = self._server.cpu_us() - before
+            self.took_us[hash(hiredis.pack_command(command))] = self._server.cpu_us() - before
         return answer
 
 

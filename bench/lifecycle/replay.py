@@ -47,11 +47,11 @@ def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = F
     """
     warm_up = 100 * BATCH
     tape: list[bytes] = []
-    slow: list[dict[bytes, float]] = []
-    kinds: list[dict[str, dict[bytes, float]]] = []
+    longest: list[dict[int, float]] = []
+    kinds: list[dict[str, dict[int, float]]] = []
     for round in ("record", "play"):
-        state = Lives(server, size, seed)
-        filling_us = server.slow_us()
+        state = Lives(server, size, seed, watched=True)
+        filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # it holds what was asked, which is no part of what is stored
         bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
         registry_each = state.registry_bytes() / size.queued
@@ -62,10 +62,10 @@ def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = F
             state.tape = None
         else:
             cpu_us = _play(server, tape) if size.ordering == "fcfs" else _live(server, state, lives)
-        slow.append(filling_us | server.slow_us())
+        longest.append(filling_us | server.slow_us())
         kinds.append(_kept_up(state) if kept_up else {})
     upkeep_us = {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
-    return Life(cpu_us / lives, bytes_each, registry_each, _longest(*slow), upkeep_us)
+    return Life(cpu_us / lives, bytes_each, registry_each, _longest(*longest), upkeep_us)
 
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
@@ -74,7 +74,7 @@ def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
     return {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
 
 
-def _kept_up(state: Lives) -> dict[str, dict[bytes, float]]:
+def _kept_up(state: Lives) -> dict[str, dict[int, float]]:
     found = {}
     state.took_us = {}
     for kind in upkeep(state):
@@ -82,7 +82,7 @@ def _kept_up(state: Lives) -> dict[str, dict[bytes, float]]:
     return found
 
 
-def _longest(first: dict[bytes, float], second: dict[bytes, float]) -> float:
+def _longest(first: dict[int, float], second: dict[int, float]) -> float:
     """Of the calls that both made, each as long as it was the shorter time."""
     return max((min(us, second[call]) for call, us in first.items() if call in second), default=0.0)
 

@@ -41,13 +41,14 @@ class Server:
     def resident_bytes(self) -> int:
         return resident_bytes(self.pid)
 
-    def slow_us(self) -> dict[bytes, float]:
-        """How long each call took since the last `forget` that was slow; alike ones by the longest."""
-        found: dict[bytes, float] = {}
+    def slow_us(self) -> dict[int, float]:
+        """How long each call (its hash) took that was slow since the last `forget`; alike ones: the longest."""
+        found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
             if _is_ours(command):
-                found[command] = max(found.get(command, 0), entry["duration"])
+                call = hash(command)
+                found[call] = max(found.get(call, 0), entry["duration"])
         return found
 
     def forget(self) -> None:
