@@ -42,7 +42,7 @@ class Server:
         return resident_bytes(self.pid)
 
     def slow_us(self) -> dict[int, float]:
-        """How long each call (its hash) took that was slow since the last `forget`; alike ones: the longest."""
+        """How long each slow call (its hash) took since the last `forget`; alike ones: the longest."""
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
