@@ -36,11 +36,6 @@ from app.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
-# A loop that is so late with its looks has slept (SIGSTOP, a frozen machine). What it has not heard meanwhile
-# says nothing of Redis; and Envoy has brought its requests to other replicas, which it is about to learn.
-_SLEPT_S = 1.0
-_WAKING_S = 1.0
-WAKING_PAUSE_S = 0.05
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
 
 
@@ -98,8 +93,6 @@ class Crossing:
         self._bound = self._share = 0.0
         self._let_go = 0  # requests, since the shared state was lost
         self._left_s = self._back_s = self._probed_s = 0.0
-        self._looked_s: float | None = None
-        self._woke_s = -_WAKING_S
         self._told = False
         self._changed = asyncio.Event()
 
@@ -167,8 +160,8 @@ class Crossing:
         if self._pulse is None:
             return  # never joined: Redis is still being reached for the first time
         now_s = self._loop.time()
-        waking, self._looked_s = self._waking(), now_s
-        if not waking:
+        self._shared.waking.look()
+        if not self._waking():
             self._breaker.look(
                 now_s,
                 asked_s=self._store.asked_s,
@@ -189,10 +182,7 @@ class Crossing:
 
     def _waking(self) -> bool:
         """Whether this process has just slept while the state was shared; else it goes by its purse."""
-        now_s = self._loop.time()
-        if self._looked_s is not None and now_s - self._looked_s > _SLEPT_S:
-            self._woke_s = now_s
-        return self._mode is Mode.SHARED and now_s - self._woke_s < _WAKING_S
+        return self._mode is Mode.SHARED and self._shared.waking.now
 
     def _lose(self, why: str) -> None:
         if self._mode is Mode.LOCAL or self._pulse is None or self._waking():

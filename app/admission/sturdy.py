@@ -3,11 +3,10 @@
 Which side it is on, and when it changes, is decided in `app.admission.crossing`.
 """
 
-import asyncio
 from typing import Any
 
 from app.admission import ticket
-from app.admission.crossing import WAKING_PAUSE_S, Crossing, Mode
+from app.admission.crossing import Crossing, Mode
 from app.admission.outbox import Placed
 from app.errors import StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
@@ -42,18 +41,16 @@ class SturdyGate(Crossing):
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         arrived_s = self._loop.time() - age_s
         while True:
-            if self._waking():
-                # A stream that came while this process slept may be one that Envoy has given up, and its
-                # request another replica's by now. What tells of its end has come, too, and is read first.
-                await asyncio.sleep(WAKING_PAUSE_S)
             if self._mode is Mode.SHARED:
                 try:
                     age_s = self._loop.time() - arrived_s
                     placement = await self._shared.admit(request, held=held, age_s=age_s)
                 except StateUnavailable:
                     self._lose("a decision could not be had")
-                    if self._mode is Mode.SHARED and not self._waking():
-                        raise  # nothing is known that could be gone by
+                    if self._mode is Mode.SHARED:
+                        if not self._waking():
+                            raise  # nothing is known that could be gone by
+                        await self._shared.waking.pause()
                     continue
                 self._gained += self._cost(request)
                 self._busy = True

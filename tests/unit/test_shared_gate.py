@@ -1,13 +1,14 @@
 """The gate over a store that answers as told: refusals, waiting, being sent back, and what is charged."""
 
 import asyncio
+import time
 from typing import Any, cast
 
 import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from app.admission import ticket
+from app.admission import ticket, waking
 from app.admission.shared import SharedGate
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import (
@@ -27,6 +28,7 @@ from app.telemetry.metrics import Metrics
 
 E1 = "10.0.0.1:8000"
 QUEUED = Verdict("queued", "30000")
+GONE = Verdict("gone", "")
 PLACED = Verdict("placed", E1)
 ANYONE = Workload("auto-r", 3, registered=False)
 
@@ -167,6 +169,48 @@ async def test_given_a_placement_under_way_when_registering_again_then_it_is_lef
     assert len(bench.store.admitted) == 1
     bench.store.placement.set()
     await task
+
+
+async def slept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has run for a while, as between SIGSTOP and SIGCONT."""
+    monkeypatch.setattr(waking, "_SLEPT_S", 0.1)
+    bench.gate.waking.look()
+    time.sleep(0.2)  # noqa: ASYNC251 - the event loop is to stand still
+
+
+async def test_given_a_process_that_slept_when_a_stream_ends_on_waking_then_its_request_is_not_brought_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a stream that waits, and whose grant is another replica's since the process slept
+    bench = Bench()
+    task = await bench.queued(GONE)
+    await slept(bench, monkeypatch)
+    bench.gate.hear("granted", "r")
+    await bench.store.placed.wait()
+    # When Envoy has given it up meanwhile
+    await asyncio.sleep(0)
+    task.cancel()
+    # Then its request, which may be another stream's by now, is left alone
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(bench.store.admitted) == 1
+
+
+async def test_given_a_process_that_slept_when_it_registers_again_then_only_streams_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a stream that waits, of a process that slept
+    bench = Bench()
+    task = await bench.queued()
+    await slept(bench, monkeypatch)
+    # When it tells a shared state that has lost it, while Envoy has given the stream up
+    telling = asyncio.create_task(bench.gate.register_again())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    # Then nothing is told of that
+    assert await telling
+    assert len(bench.store.admitted) == 1
 
 
 async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_is_over() -> None:
