@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.admission import ticket
 from app.admission.service import ServiceMeter
+from app.admission.waking import Waking
 from app.endpoints.snapshot import SnapshotCell
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.scheduling.chooser import LeastLoaded
@@ -45,6 +46,7 @@ class RunningRequests:
         self.answer_tokens = answer_tokens or 0
         self._service = service
         self._chooser = chooser
+        self.waking = Waking()
         self._attempts = itertools.count(1)
         self._held: dict[str, _Held] = {}
 
@@ -120,7 +122,9 @@ class RunningRequests:
             ignore_loss(self._store.bury(completion.id))
 
     def renew(self, alive: Alive) -> None:
-        ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.ticket))
+        # What was written while this process slept may be long over, and its end lost: that restores nothing.
+        note = "" if self.waking.now else alive.ticket
+        ignore_loss(self._store.renew(alive.id, None, alive.served or "", note))
 
     def renew_held(self) -> None:
         """Renew every lease that this replica's own streams keep."""

@@ -13,7 +13,6 @@ from app.admission.refusal import refusal
 from app.admission.running import RunningRequests, ignore_loss
 from app.admission.service import ServiceMeter
 from app.admission.waiter import Waiter, tell
-from app.admission.waking import Waking
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
 from app.request import InferenceRequest, Placement
@@ -61,7 +60,6 @@ class SharedGate(RunningRequests):
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
         self.retry_after_s = 1
-        self.waking = Waking()
         self._waiting: dict[str, Waiter] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -249,9 +247,9 @@ class SharedGate(RunningRequests):
 
         False if it could not be told of every waiter; the call may be repeated.
         """
-        self.renew_held()
         if self.waking.now:
             await self.waking.pause()  # as in `_admit_known`
+        self.renew_held()
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
         async with asyncio.TaskGroup() as tasks:
             told = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]

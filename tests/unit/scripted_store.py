@@ -29,6 +29,7 @@ class ScriptedStore:
         self.buried: list[str] = []
         self.answering = True  # ends are taken
         self.renewing = "renewed"
+        self.alive: list[tuple[str, str]] = []  # what was renewed, with tickets
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.born, self.version = "0", ""
@@ -72,6 +73,7 @@ class ScriptedStore:
         return _answered("ended")
 
     def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+        self.alive.append((request_id, ticket))
         return _answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:

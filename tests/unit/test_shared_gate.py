@@ -22,7 +22,7 @@ from app.errors import (
     Saturated,
     TooManyFlows,
 )
-from app.request import Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from app.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
 
@@ -211,6 +211,18 @@ async def test_given_a_process_that_slept_when_it_registers_again_then_only_stre
     # Then nothing is told of that
     assert await telling
     assert len(bench.store.admitted) == 1
+
+
+async def test_given_a_process_that_slept_when_it_reads_old_signs_of_life_then_they_restore_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a sign of life before a process slept, when one is read on waking
+    bench = Bench()
+    bench.gate.renew(Alive("before", E1, "ticket"))
+    await slept(bench, monkeypatch)
+    bench.gate.renew(Alive("after", E1, "ticket"))
+    # Then that renews what is known, and brings nothing back
+    assert bench.store.alive == [("before", "ticket"), ("after", "")]
 
 
 async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_is_over() -> None:
