@@ -147,6 +147,7 @@ local function admit(args)
       -- the rate, too (specs/000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
+      r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired

@@ -10,7 +10,10 @@ _TEXTS = 6
 
 
 def arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0) -> bytes:
-    """Packed for Redis; times in whole ms. ValueError where a text holds byte 0, which would end it early."""
+    """Packed for Redis; times in ms, the age to the µs: it orders those that come again in one message.
+
+    ValueError where a text holds byte 0, which would end it early.
+    """
     workload = request.workload
     return pack(
         (
@@ -26,7 +29,7 @@ def arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: flo
             request.weight,
             request.cost,
             int(request.ttl_s * 1000),
-            int(age_s * 1000),
+            round(age_s * 1000, 3),
             workload.criticality,
             request.limit,
             request.learn,

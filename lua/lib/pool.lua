@@ -67,7 +67,7 @@ function pool.bound()
 end
 -- A number no earlier arrival has had, which is also the arrival time in us: it orders a lane.
 function pool.arrival(age_ms)
-  if age_ms > 0 then return now_us - age_ms * 1000 end
+  if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
   local seq = pool.seq + 1
   if seq < now_us then seq = now_us end
   pool.seq = seq

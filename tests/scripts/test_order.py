@@ -1,5 +1,6 @@
 """The order of service: first come first served in a flow, start-time fair queueing across flows (G2, G4)."""
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -153,3 +154,15 @@ async def test_one_flow_name_in_two_bands_is_two_flows(fleet: OpenFleet) -> None
         await a.admit("high", flow="f", band=Band.CRITICAL)
         assert await drain(it, "runs", 2) == ["high", "low"]
         assert await it.at_rest()
+
+
+async def test_those_who_come_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
+    # Given two that came within a millisecond, and whose ids are the other way round, when they come again
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
+        # Then who came first is served first
+        await a.settle("runs")
+        await a.settle(order_of(await it.log())[-1])
+        assert order_of(await it.log()) == ["z", "a"]
