@@ -47,11 +47,9 @@ class SturdyGate(Crossing):
                     placement = await self._shared.admit(request, held=held, age_s=age_s)
                 except StateUnavailable:
                     self._lose("a decision could not be had")
-                    if self._mode is Mode.SHARED:
-                        if not self._waking():
-                            raise  # nothing is known that could be gone by
-                        await self._shared.waking.pause()
-                    continue
+                    if self._mode is Mode.SHARED and not self._waking():
+                        raise  # nothing is known that could be gone by
+                    continue  # on waking, the next one pauses first
                 self._gained += self._cost(request)
                 self._busy = True
                 return placement

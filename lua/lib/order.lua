@@ -45,9 +45,8 @@ function order.score(r)
   if settings.ordering == 'edf' then return r.deadline_ms * 1000 + r.arrived % 1000 end -- of one ms, as they arrived
   return r.arrived
 end
--- What follows is the index of workload-aware.
+-- What follows is the index of workload-aware; to take something out of it that it does not have does nothing.
 function order.insert(r, lane)
-  if settings.ordering ~= 'workload-aware' then return end
   if r.workload == '' then return file(r, lane) end
   local line = key.line(r.band, lane, r.workload)
   redis.call('ZADD', line, r.arrived, r.id)
@@ -56,7 +55,6 @@ function order.insert(r, lane)
   file(record.read(first[1]), lane) -- an arrival changes the rate of the head's workload
 end
 function order.remove(r, lane)
-  if settings.ordering ~= 'workload-aware' and pool.refiling == 0 then return end
   local was_head = unfile(r, lane)
   if r.workload ~= '' then
     redis.call('ZREM', key.line(r.band, lane, r.workload), r.id)

@@ -71,7 +71,7 @@ function queue.insert(r)
   local requests = key.queue[band][lane]
   local length = lengths[requests] or queue.length(band, lane)
   if fronts[requests] then ahead.forget(requests) end
-  later('ZADD', requests, settings.ordering == 'edf' and order.score(r) or r.arrived, r.id)
+  later('ZADD', requests, order.score(r), r.id)
   lengths[requests] = length + 1
   if settings.ordering == 'workload-aware' then
     known_records[r.id] = r
@@ -197,7 +197,7 @@ function queue.refile(r)
     ahead.forget(requests)
     later('ZADD', requests, order.score(r), r.id)
     order.remove(r, lane)
-    order.insert(r, lane)
+    if settings.ordering == 'workload-aware' then order.insert(r, lane) end
   end
 end
 -- The bands in the order in which they come next.
