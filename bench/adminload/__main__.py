@@ -240,8 +240,8 @@ def _scripts(it: Server) -> list[Row]:
                 Row(
                     f"script `{name}`, {len(took)} calls",
                     f"median {median_us} us, longest {longest_us} us",
-                    "",
-                    True,
+                    f"longest {_SCRIPT_US} us",
+                    longest_us <= _SCRIPT_US,
                 )
             )
     return rows
