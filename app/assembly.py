@@ -75,6 +75,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_news=lambda what, request_id: shared.hear(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
+        on_asking=lambda asking: sturdy.asking(asking),
     )
     scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,
@@ -83,6 +84,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         scraping=settings.scraping,
         engine=engine_of(settings.scraping.engine, settings.scraping.series),
         heartbeat_s=settings.leases.heartbeat,
+        picked_by=bool(settings.scheduling.scorers),
         live=lambda: membership.live,
         endpoints=endpoints,
         meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
@@ -121,7 +123,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         chooser=chooser,
         service=service,
     )
-    sturdy = SturdyGate(
+    sturdy: SturdyGate = SturdyGate(
         store,
         shared,
         replica=replica,

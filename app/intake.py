@@ -9,9 +9,9 @@ on, as an anonymous workload of criticality 3 if need be.
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -52,8 +52,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """What a request's body asks for.
 
     `document` is the parsed body, None if Envoy read it (`headers`). `body_bytes` is its length, 0 if that is
@@ -250,7 +249,7 @@ def _tokens(ask: Ask) -> tuple[float, bool]:
 def _answer_tokens(fields: Mapping[str, object]) -> int | None:
     """The answer's maximum that `fields` set, in any API's name for it; None without a sensible one."""
     for name in _MAX_ANSWER:
-        number = finite_number(fields.get(name))
+        number = finite_number(fields[name]) if name in fields else None
         if number is not None and number >= 1:
             return int(min(number, _MOST_ANSWER_TOKENS))
     return None
@@ -301,10 +300,16 @@ def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
 
 def _name_fault(text: str) -> str | None:
     """Why `text` can't be a name in the shared state, where 0x1f separates records; None if it can."""
-    if not text.strip():
-        return "is empty"
     if _too_long(text, MAX_NAME_BYTES):
         return f"is longer than {MAX_NAME_BYTES} bytes"
+    return _fault_of_short(text)
+
+
+@lru_cache(maxsize=4096)
+def _fault_of_short(text: str) -> str | None:
+    """The same names come again and again."""
+    if not text.strip():
+        return "is empty"
     return "contains a control character" if _CONTROL.search(text) else None
 
 

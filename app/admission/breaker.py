@@ -8,7 +8,7 @@
 *Silence* is time in which a decision waits and nothing at all comes from Redis; any reply ends it. So a Redis
 that is slow, but answers, is waited for: what counts is not how long an answer took but whether anything
 comes. `MISSES` budgets of silence open the breaker, and so does a connection that stays lost for one budget:
-with a look each half budget, no decision waits for more than two.
+with a look each half budget while one waits, no decision waits for more than two.
 
 To close it, probes must come back within `QUICK` budgets, less than what opens it: a Redis just too slow
 stays out rather than going to and fro. How many in a row starts at two and doubles, to sixteen, each time the
@@ -31,7 +31,8 @@ class State(enum.Enum):
 
 
 class Breaker:
-    """`look` regularly, at least twice a budget. Times in seconds of one monotonic clock."""
+    """`look` regularly, at least twice a budget while a decision waits. Times in seconds of one monotonic
+    clock."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -62,7 +63,11 @@ class Breaker:
         waits), the last reply came at `heard_s`, there is no connection.
         """
         looked_s, self._looked_s = self._looked_s, now_s
-        if not self.closed:
+        if self._state is not State.CLOSED:
+            return
+        if asked_s is None and not down:  # as nearly always
+            self._silent_s = self._down_s = 0.0
+            self._heard_s = max(self._heard_s, heard_s)
             return
         if asked_s is None or heard_s > self._heard_s:
             self._silent_s = 0.0

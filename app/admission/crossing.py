@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
+_SELDOM = 4  # as many times longer between looks while nothing is asked and all is well
 
 
 class Mode(enum.Enum):
@@ -95,6 +96,8 @@ class Crossing:
         self._left_s = self._back_s = self._probed_s = 0.0
         self._told = False
         self._changed = asyncio.Event()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None  # while decisions wait
 
     @property
     def mode(self) -> Mode:
@@ -119,6 +122,11 @@ class Crossing:
         """A heartbeat has not come back."""
         self._breaker.probed(self._loop.time(), None)
 
+    def asking(self, asking: bool) -> None:
+        """Decisions begin to wait for the shared state, or none waits any more."""
+        _stop(self._looking)
+        self._looking = self._loop.call_later(self._budget_s / 2, self._look_on) if asking else None
+
     def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
         """Who is live, and what each says of itself: `degraded`, and `grpc`, where it is asked for places."""
         self._mates.heard(about, shared=self._mode is Mode.SHARED)
@@ -134,7 +142,7 @@ class Crossing:
             tasks.create_task(self._borrower.run(), name="borrower")
 
     async def _watch(self) -> None:
-        self._tick()
+        self._tick_in(0)
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -147,14 +155,25 @@ class Crossing:
                     if self._mode is Mode.RETURNING and self._all_told():
                         self._finish()
         finally:
-            self._ticking.cancel()
+            _stop(self._ticking)
+            _stop(self._looking)
 
     def _tick(self) -> None:
-        # A timer's callback and no task: it comes many times a second and nearly always finds nothing.
-        self._ticking = self._loop.call_later(self._budget_s / 2, self._tick)
+        # A timer's callback and no task: it comes many times a second and nearly always finds nothing. Waking
+        # for it is most of its cost, so that it comes seldom where there is nothing to find.
         self._look()
+        well = self._mode is Mode.SHARED and self._store.fault is None
+        self._tick_in(self._budget_s / 2 * (_SELDOM if well else 1))
         if self._mode is not Mode.SHARED:
             self._changed.set()
+
+    def _tick_in(self, seconds: float) -> None:
+        _stop(self._ticking)
+        self._ticking = self._loop.call_later(seconds, self._tick)
+
+    def _look_on(self) -> None:
+        self._looking = self._loop.call_later(self._budget_s / 2, self._look_on)
+        self._look()
 
     def _look(self) -> None:
         if self._pulse is None:
@@ -202,6 +221,7 @@ class Crossing:
         else:
             self._local.keep(self._local.free - self._regained)
         self._mode, self._told = Mode.LOCAL, False
+        self._tick_in(self._budget_s / 2)
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)
         self._shared.give_up()
@@ -264,3 +284,8 @@ class Crossing:
         self._metrics.degraded(False)
         _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
         self._poke()
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

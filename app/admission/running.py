@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.admission import ticket
@@ -73,12 +74,16 @@ class RunningRequests:
         self._held.pop(request_id, None)
         self._cancel(request_id, placement.attempt, "withdrawn")
 
-    def settle(self, completion: Completion) -> asyncio.Future[str]:
-        """As `Gate.settle`; the future ends when the shared state has taken it."""
+    def settle(self, completion: Completion, then: Callable[[], object] = lambda: None) -> None:
+        """As `Gate.settle`; `then` is called when the shared state has taken it, or never will."""
+
+        def settled(answer: asyncio.Future[str]) -> None:
+            then()
+            if not answer.cancelled() and answer.exception() is None:
+                self._settled(completion, answer.result())
+
         self.ended(completion)
-        answer = self.tell_end(completion)
-        answer.add_done_callback(lambda done: self._settled(completion, done))
-        return answer
+        self._tell_end(completion).add_done_callback(settled)
 
     def held_ticket(self, request_id: str) -> str:
         """The ticket of a request whose stream this replica holds; '' if it holds none."""
@@ -93,16 +98,17 @@ class RunningRequests:
         if completion.failed:
             self._note_failed(completion.failed)
 
-    def tell_end(self, completion: Completion) -> asyncio.Future[str]:
+    def tell_end(self, completion: Completion) -> None:
         """Tell the shared state of an end; kept until it has taken it."""
+        ignore_loss(self._tell_end(completion))
+
+    def _tell_end(self, completion: Completion) -> asyncio.Future[str]:
         actual = answer_tokens = None
         if self._answer_tokens is not None:
             answer_tokens = completion.completion_tokens
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
-        answer = self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
-        ignore_loss(answer)
-        return answer
+        return self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
 
     def _note_failed(self, address: str) -> None:
         """Nobody is to pick it any more, until a probe finds it well again."""
@@ -111,10 +117,8 @@ class RunningRequests:
             _log.warning("endpoint %s cannot be connected to", address)
             ignore_loss(self._store.mark(address, "down", True))
 
-    def _settled(self, completion: Completion, answer: asyncio.Future[str]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            return
-        what, _, model = answer.result().partition(" ")
+    def _settled(self, completion: Completion, reply: str) -> None:
+        what, _, model = reply.partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
         elif what == "unknown" and completion.ticket:

@@ -20,6 +20,7 @@ class ServiceMeter:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], list[float]]] = deque()
+        self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
 
     def note(self, band: int, flow: str, cost: float) -> None:
         """A request of `flow` has been placed."""
@@ -34,8 +35,16 @@ class ServiceMeter:
             flows[lane] = flows.get(lane, 0.0) + cost
 
     def report(self) -> dict[str, Any]:
-        """`bands`: cost by band; `flows`: [band, flow, cost] of the busiest; `cut`: there are more."""
+        """`bands`: cost by band; `flows`: [band, flow, cost] of the busiest; `cut`: there are more.
+
+        Added up once a second, however often it is asked for. Not to be changed.
+        """
         second = int(self._clock_s())
+        if self._reported[0] != second:
+            self._reported = second, self._add_up(second)
+        return self._reported[1]
+
+    def _add_up(self, second: int) -> dict[str, Any]:
         self._forget(second)
         bands = [0.0, 0.0, 0.0]
         flows: Counter[tuple[int, str]] = Counter()

@@ -69,9 +69,10 @@ class SharedGate(RunningRequests):
         return len(self._waiting)
 
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+        task = asyncio.current_task()
+        assert task is not None
         arrived = self._loop.time() - age_s
-        patience = asyncio.timeout(None)
-        waiter = Waiter(request, next(self._attempts), arrived, self._loop.create_future(), patience)
+        waiter = Waiter(request, next(self._attempts), arrived, self._loop.create_future(), task)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
             # Envoy has re-driven the request over a new stream; the old one has no client any more.
@@ -79,12 +80,12 @@ class SharedGate(RunningRequests):
             displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
         try:
-            async with patience:
-                placed_on = await self._place(waiter)
-        except (asyncio.CancelledError, StateUnavailable, TimeoutError) as fault:
+            placed_on = await self._place(waiter)
+        except (asyncio.CancelledError, StateUnavailable) as fault:
             # What the call did, if it arrived, is undone by whoever still owns the attempt.
             self._cancel(request.id, waiter.attempt, "cancelled")
-            if isinstance(fault, TimeoutError):
+            # Unless others have cancelled it as well: the client went away, or the replica shuts down.
+            if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
                 raise StateUnavailable("the shared state is away", retry_after_s=1) from None
             raise
         finally:
@@ -95,8 +96,9 @@ class SharedGate(RunningRequests):
     def give_up(self) -> None:
         """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
         for waiter in self._waiting.values():
-            if not waiter.patience.expired():
-                waiter.patience.reschedule(self._loop.time())
+            if not waiter.given_up:
+                waiter.given_up = True
+                waiter.task.cancel()
 
     async def _place(self, waiter: Waiter) -> tuple[str, ...]:
         """The endpoints of a request, once its turn has come."""

@@ -122,8 +122,7 @@ class SturdyGate(Crossing):
         if self._mode is Mode.SHARED:
             self._busy = True
             self._unanswered[completion.id] = completion, note
-            answer = self._shared.settle(completion)
-            answer.add_done_callback(lambda _: self._unanswered.pop(completion.id, None))
+            self._shared.settle(completion, lambda: self._unanswered.pop(completion.id, None))
             return
         if self._mode is Mode.RETURNING:
             self._shared.settle(completion)

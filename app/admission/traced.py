@@ -6,7 +6,6 @@ of a request's end, whichever it is, adds its span to the same trace.
 """
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from app.admission import ticket
@@ -44,14 +43,14 @@ class TracedGate:
         parent = live.parent
         if held:
             self._held[request.id] = parent
-        return replace(placement, ticket=ticket.with_trace(placement.ticket, parent))
+        return placement._replace(ticket=ticket.with_trace(placement.ticket, parent))
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._gate.route(subset)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         own, _ = ticket.split_trace(placement.ticket)
-        return await self._gate.confirm(request_id, replace(placement, ticket=own), age_s)
+        return await self._gate.confirm(request_id, placement._replace(ticket=own), age_s)
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self._held.pop(request_id, None)
@@ -62,12 +61,12 @@ class TracedGate:
         parent = parent or self._held.pop(completion.id, "")
         if parent:
             self._traces.settling(parent, completion)
-            completion = replace(completion, ticket=own)
+            completion = completion._replace(ticket=own)
         self._gate.settle(completion)
 
     def renew(self, alive: Alive) -> None:
         own, parent = ticket.split_trace(alive.ticket)
-        self._gate.renew(replace(alive, ticket=own) if parent else alive)
+        self._gate.renew(alive._replace(ticket=own) if parent else alive)
 
 
 class TracedStore(Store):

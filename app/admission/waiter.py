@@ -12,14 +12,16 @@ class Waiter:
     """A request between its admission and its placement. `news` brings what happens to it meanwhile.
 
     `placing` says that its placement is asked for: it has been granted, and need not be told of again.
+    `given_up` says that its task was cancelled because the shared state is away.
     """
 
     request: InferenceRequest
     attempt: int
     arrived: float  # event-loop time
     news: asyncio.Future[Verdict]
-    patience: asyncio.Timeout
+    task: asyncio.Task[object]
     placing: bool = False
+    given_up: bool = False
 
 
 def tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:

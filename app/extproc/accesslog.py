@@ -8,7 +8,7 @@ it must not cost the others of its batch their place in the books (G10).
 
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 import grpc
@@ -46,6 +46,7 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
+_NOTHING: Mapping[str, Any] = {}
 _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
@@ -106,15 +107,15 @@ def read(entry: Any) -> Completion | Alive | None:
     if not intermediate and kind not in (_END, _NOT_SET):
         return None
     metadata = common.metadata.filter_metadata
-    picker = metadata.get("picker")
+    picker = _fields(metadata, "picker")
     request_id = _text(picker, "id") or entry.request.request_id
     if not request_id or len(request_id) > _LONGEST_ID:
         return None
-    served = _text(metadata.get("envoy.lb"), SERVED_KEY) or _address(common)
-    if intermediate:
-        return Alive(request_id, served, _text(picker, "ticket"))
-    usage = metadata.get("picker.usage")
+    served = _text(_fields(metadata, "envoy.lb"), SERVED_KEY) or _address(common)
     note = _text(picker, "ticket")
+    if intermediate:
+        return Alive(request_id, served, note)
+    usage = _fields(metadata, "picker.usage")
     status = entry.response.response_code.value
     return Completion(
         id=request_id,
@@ -141,8 +142,9 @@ def _message(data: bytes) -> Any:
 
 
 def _outcome(common: Any, status: int) -> Outcome:
-    flags = {field.name for field, _ in common.response_flags.ListFields()}
-    if flags:
+    told = common.response_flags.ListFields()
+    if told:
+        flags = {field.name for field, _ in told}
         if flags & _CLIENT_FLAGS:
             return Outcome.CLIENT_GONE
         if flags & _UPSTREAM_FLAGS:
@@ -158,18 +160,20 @@ def _failed(common: Any, served: str | None, picked: str) -> str:
     return picked if common.upstream_request_attempt_count != 1 else ""
 
 
-def _text(struct: Any, key: str) -> str:
-    """The string at `key` of a protobuf Struct; '' if there is no Struct, no key, or no string."""
-    if struct is None:
-        return ""
-    value = struct.fields.get(key)
-    return "" if value is None else str(value.string_value)
+def _fields(metadata: Any, name: str) -> Any:
+    """The fields of the protobuf Struct `name`; empty if there is none."""
+    struct = metadata.get(name)
+    return _NOTHING if struct is None else struct.fields
 
 
-def _tokens(struct: Any, key: str) -> int | None:
-    if struct is None:
-        return None
-    value = struct.fields.get(key)
+def _text(fields: Any, key: str) -> str:
+    """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
+    value = fields.get(key)
+    return "" if value is None else value.string_value
+
+
+def _tokens(fields: Any, key: str) -> int | None:
+    value = fields.get(key)
     if value is None or value.WhichOneof("kind") != "number_value":
         return None
     number = value.number_value

@@ -64,7 +64,7 @@ class Scraper:
     Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
     so that they do not all go at once. A scrape ends after `deadline_s`. After a failure an endpoint is left
     alone for twice as long as after the one before, up to 5 s. Results are handed to `publish`, at most once
-    an interval; what it raises StateUnavailable for is kept, newest first, and handed over with the next.
+    in `publish_s`; what it raises StateUnavailable for is kept, newest first, and handed over with the next.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Scraper:
         *,
         interval_s: float,
         publish: Publish,
+        publish_s: float,
         meter: Meter,
         deadline_s: float = _DEADLINE_S,
         vary: Callable[[], float] = random.random,
@@ -81,6 +82,7 @@ class Scraper:
         self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._publish = publish
+        self._publish_s = publish_s
         self._meter = meter
         self._vary = vary
         self._owned: frozenset[str] = frozenset()
@@ -175,7 +177,7 @@ class Scraper:
             started_s = clock()
             if batch:
                 await self._hand_over(batch)
-            await asyncio.sleep(max(0.0, started_s + self._interval_s - clock()))
+            await asyncio.sleep(max(0.0, started_s + self._publish_s - clock()))
 
     async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
         clock = asyncio.get_running_loop().time

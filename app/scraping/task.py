@@ -19,6 +19,7 @@ from app.sections import Scraping
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
 _SILENT_LOOKS = 3  # replicas speak at least once a look
+_SHOWN = 0.9  # looks between tellings that are only for show, so that each also says in time: I live
 
 
 class ScrapingTask:
@@ -27,6 +28,9 @@ class ScrapingTask:
     `live` names the live replicas, this one among them, and `endpoints` the pool's endpoints. Who scrapes
     what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
     within one. While Redis is away everyone goes on with what is its own, for its own board.
+
+    Unless requests are `picked_by` readings, the fleet is told of them no more often than it takes to look at
+    them: each telling wakes every replica.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class ScrapingTask:
         scraping: Scraping,
         engine: Engine,
         heartbeat_s: float,
+        picked_by: bool,
         live: Callable[[], Sequence[str]],
         endpoints: SnapshotCell,
         meter: Meter,
@@ -45,9 +50,16 @@ class ScrapingTask:
         self._clock = asyncio.get_running_loop().time
         self.board = MetricsBoard(scraping.stale_after, self._clock)
         self._feed = Feed(url, pool, replica, now_ms=self.board.now_ms)
-        self._scraper = Scraper(engine, interval_s=scraping.interval, publish=self._publish, meter=meter)
-        self._replica = replica
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
+        shown_s = min(self._look_s * _SHOWN, scraping.stale_after / 2)
+        self._scraper = Scraper(
+            engine,
+            interval_s=scraping.interval,
+            publish=self._publish,
+            publish_s=scraping.interval if picked_by else max(scraping.interval, shown_s),
+            meter=meter,
+        )
+        self._replica = replica
         # The next word of others and the next look find the silence, still within a heartbeat.
         self._presence = Presence(replica, self._look_s * _SILENT_LOOKS)
         self._live = live

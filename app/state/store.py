@@ -66,7 +66,7 @@ class Store:
 
     `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
-    was already known.
+    was already known; `on_asking(asking)` when decisions begin to wait for answers, and when none does.
     `reads` is what an operator sees, `survey` what of it is read once for all replicas.
     Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
     """
@@ -83,6 +83,7 @@ class Store:
         on_news: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
+        on_asking: Callable[[bool], object],
     ) -> None:
         self.keys = Keys.of(pool)
         self.born = "0"
@@ -94,6 +95,7 @@ class Store:
         self._on_news = on_news
         self._on_dequeued = on_dequeued
         self._on_adopted = on_adopted
+        self._on_asking = on_asking
         self._link = Link(
             url,
             key=self.keys.pool,
@@ -131,11 +133,15 @@ class Store:
 
     async def _decide(self, name: str, args: tuple[Argument, ...]) -> str:
         number = next(self._decisions)
+        if not self._asked:
+            self._on_asking(True)
         self._asked[number] = self._clock()
         try:
             return str(await self._link.submit(name, args))
         finally:
             del self._asked[number]
+            if not self._asked:
+                self._on_asking(False)
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0

@@ -39,6 +39,7 @@ async def scrape(url: str, name: str, live: list[str], interval_s: float, addres
         scraping=Scraping(interval=interval_s),
         engine=VLLM,
         heartbeat_s=HEARTBEAT_S,
+        picked_by=True,
         live=lambda: live,
         endpoints=cell,
         meter=Unmetered(),

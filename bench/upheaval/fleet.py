@@ -61,6 +61,7 @@ class Upheaval:
             self._url, pool=POOL, replica="operator", call_timeout_s=_CALL_S, connect_timeout_s=_CALL_S,
             metrics=Metrics(), on_news=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
             on_adopted=lambda: None,
+            on_asking=lambda asking: None,
         )  # fmt: skip
 
     async def run(self, requests: int) -> None:

@@ -85,13 +85,15 @@ def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Replica:
-    """One replica. `news` is what its store has told it, `adopted` how many requests it took over."""
+    """One replica. `news` is what its store has told it, `adopted` how many requests it took over, `asking`
+    when its decisions began to wait and when none did any more."""
 
     def __init__(self, url: str, pool: str, name: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         self.name = name
         self.news: list[tuple[str, str]] = []
         self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
         self.adopted = 0
+        self.asking: list[bool] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
         self.membership: Membership | None = None
@@ -99,7 +101,7 @@ class Replica:
             url, pool=pool, replica=name, call_timeout_s=call_timeout_s,
             connect_timeout_s=max(1.0, call_timeout_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_news=self.hear, on_dequeued=self.metrics.dequeued,
-            on_adopted=self._count_adopted,
+            on_adopted=self._count_adopted, on_asking=self.asking.append,
         )  # fmt: skip
         self.gate = SharedGate(
             self.store, metrics=self.metrics, endpoints=self.cell, fallbacks=2, on_unknown_pool=self._poke

@@ -1,7 +1,6 @@
 """Leases: what nobody reports is taken back; what reports itself never is (G6)."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from decision_ledger import events_of
@@ -201,7 +200,7 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
     async with fleet("a", "b") as it:
         a, b = it.replicas
         note = ticket.write(ask("r"), E1)
-        b.gate.settle(replace(ended("r"), ticket=note))
+        b.gate.settle(ended("r")._replace(ticket=note))
         await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
         # When the one that let it go is back, then it brings nothing
         assert await a.store.renew("r", 1, "", note) == "unknown"

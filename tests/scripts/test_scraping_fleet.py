@@ -63,6 +63,7 @@ class Replica:
             scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
             engine=VLLM,
             heartbeat_s=HEARTBEAT_S,
+            picked_by=True,
             live=lambda: live,
             endpoints=endpoints,
             meter=self.meter,

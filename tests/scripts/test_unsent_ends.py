@@ -22,6 +22,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         await a.admit("r2")
         heard_s = a.store.heard_s
         assert (a.store.asked_s, heard_s > 0) == (None, True)
+        assert a.asking == [True, False] * 2
         # Given a server that takes everything and answers nothing, and an end that is on its way
         between.mute()
         first = a.store.settle("r1", Outcome.COMPLETED)
@@ -36,6 +37,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
                 await deciding
         assert a.store.unsent_ends() == ["r2"]
         assert (a.store.asked_s, a.store.heard_s) == (None, heard_s)
+        assert a.asking == [True, False] * 3
         # When the server answers again, then it takes both
         between.unmute()
         async with asyncio.timeout(DEADLINE_S):

@@ -1,7 +1,7 @@
 """A gate that goes on without the shared state, over a store that may be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ class FickleStore(ScriptedStore):
         super().__init__()
         self.away = self.silent = self.deaf = False
         self.asked_s: float | None = None
+        self.on_asking: Callable[[bool], None] = lambda asking: None
         self.heard_s, self.fault = 0.0, None
         self.ages_s: list[float] = []
         self.renewed: list[str] = []
@@ -44,10 +45,12 @@ class FickleStore(ScriptedStore):
         self.ages_s.append(age_s)
         if self.silent:
             self.asked_s = asyncio.get_running_loop().time()
+            self.on_asking(True)
             try:
                 await asyncio.Event().wait()
             finally:
                 self.asked_s = None
+                self.on_asking(False)
         if self.away:
             raise StateUnavailable("away")
         return await super().admit(request, attempt, candidates, age_s)
@@ -100,6 +103,7 @@ class Bench:
             glance=lambda: None,
             via=NoPeers(),
         )
+        self.store.on_asking = self.gate.asking
         self.gate.newcomer_s = 0.0
         if pulse is not None:
             self.tell_peers()

@@ -60,7 +60,7 @@ def request(**fields: object) -> InferenceRequest:
     base = InferenceRequest(
         "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
     )
-    return InferenceRequest(**{**{name: getattr(base, name) for name in base.__slots__}, **fields})  # type: ignore[arg-type]
+    return base._replace(**fields)  # type: ignore[arg-type]
 
 
 def test_given_no_scorers_when_chosen_then_the_script_has_the_whole_choice() -> None:

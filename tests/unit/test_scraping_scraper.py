@@ -61,9 +61,16 @@ class Outcome:
 
 
 @asynccontextmanager
-async def scraping(outcome: Outcome, *addresses: str, deadline_s: float = 20) -> AsyncIterator[Scraper]:
+async def scraping(
+    outcome: Outcome, *addresses: str, deadline_s: float = 20, publish_s: float = INTERVAL_S
+) -> AsyncIterator[Scraper]:
     scraper = Scraper(
-        VLLM, interval_s=INTERVAL_S, publish=outcome.publish, meter=outcome, deadline_s=deadline_s
+        VLLM,
+        interval_s=INTERVAL_S,
+        publish=outcome.publish,
+        publish_s=publish_s,
+        meter=outcome,
+        deadline_s=deadline_s,
     )
     scraper.set_owned(addresses)
     task = asyncio.create_task(scraper.run())
@@ -99,6 +106,18 @@ async def test_every_owned_endpoint_is_read_again_and_again(
         assert (metrics.waiting, metrics.running, metrics.fault) == (3.0, 2.0, None)
         assert server.connections == 1
     assert not outcome.failed
+
+
+async def test_what_is_only_for_show_is_handed_over_seldom_and_then_the_newest(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Given that readings are handed over far less often than they are taken / When many are taken
+    address = servers[0].address
+    async with scraping(outcome, address, publish_s=60):
+        await outcome.until(lambda: bool(outcome.batches))
+        await servers[0].until(lambda: len(servers[0].requests) >= 10)
+        # Then only the first has been handed over
+        assert len(outcome.batches) == 1
 
 
 async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome: Outcome) -> None:

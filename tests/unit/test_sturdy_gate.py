@@ -117,6 +117,36 @@ async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
 
 
+async def test_given_a_decision_that_waits_when_redis_falls_silent_then_it_is_noticed_for_its_sake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a replica that hardly ever looks while nothing is asked
+    monkeypatch.setattr(crossing, "_SELDOM", 1e9)
+    bench = Bench()
+    async with watched(bench):
+        await asyncio.sleep(3 * BUDGET_S)
+        # When a decision is not answered / Then it is taken alone, and so is the next one
+        bench.store.silent = True
+        assert (await bench.gate.admit(ask("first"), held=False)).endpoints
+        assert bench.gate.mode is Mode.LOCAL
+        assert (await bench.gate.admit(ask("second"), held=False)).endpoints
+
+
+async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_not_placed() -> None:
+    bench = Bench()
+    async with watched(bench):
+        bench.store.admitting = [Verdict("queued", "30000")]
+        task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+        await until(lambda: bench.shared.waiting == 1)
+        # When both cancel the same wait, in either order
+        bench.shared.give_up()
+        task.cancel()
+        # Then the client's word counts, and what was asked for is taken back
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert bench.store.cancelled == [("r", "cancelled")]
+
+
 @pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_a_process_that_stood_still_when_redis_seems_away_then_it_asks_again(
     monkeypatch: pytest.MonkeyPatch,

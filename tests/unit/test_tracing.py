@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,15 +84,15 @@ def tracing() -> Iterator[Callable[..., Tracing]]:
 
 def ended(**changes: Any) -> Completion:
     completion = Completion("r-1", Outcome.COMPLETED, 200, None, 3, 8, 0.1, 0.05)
-    return replace(completion, **changes)
+    return completion._replace(**changes)
 
 
 async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callable[..., Tracing]) -> None:
     # Given a sampler that takes nothing by itself
     traced = tracing(sample=0.0)
     # When a request comes that its client traces, and one whose client says no
-    await traced.gate.admit(replace(REQUEST, trace=PARENT), held=False)
-    await traced.gate.admit(replace(REQUEST, trace=NOT_SAMPLED), held=False)
+    await traced.gate.admit(REQUEST._replace(trace=PARENT), held=False)
+    await traced.gate.admit(REQUEST._replace(trace=NOT_SAMPLED), held=False)
     await traced.gate.admit(REQUEST, held=False)
     # Then the first has a span in its client's trace, and the others have none
     (span,) = traced.memory.get_finished_spans()
@@ -108,7 +107,7 @@ async def test_a_malformed_traceparent_is_as_good_as_none(
     tracing: Callable[..., Tracing], parent: str
 ) -> None:
     traced = tracing()
-    await traced.gate.admit(replace(REQUEST, trace=parent), held=False)
+    await traced.gate.admit(REQUEST._replace(trace=parent), held=False)
     (span,) = traced.memory.get_finished_spans()
     assert span.parent is None
 
