@@ -320,20 +320,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = look([])
-    with server() as it:
+    with server(first=True) as it:
         rows = asyncio.run(_measure(it, options))
     load = look([]).load
     lines = [
         "# What the admin API costs", "",
         f"`python -m bench.adminload`, {here.date}, {here.cores} cores, load {here.load:.2f} before,"
-        f" {load:.2f} after. {REPLICAS} replicas as processes over one Valkey, {options.queued} queued"
+        f" {load:.2f} after. {REPLICAS} replicas as processes over one Valkey that is first in line for a"
+        f" core (SCHED_FIFO), as on a machine of its own, {options.queued} queued"
         f" requests of 1000 flows and 10 000 workloads, {RUNNING} in flight; {DASHBOARDS} dashboards,"
         f" spread over the replicas, in one headless Chromium of priority {options.priority}. Each call"
         f" twice {options.rounds} times while they are open, one after the other, the replicas in turn,"
         " as a client measures it, with the CPU that replicas and Valkey used meanwhile for one, the"
         " dashboards' included; the longest is that of the half in which it was shorter."
         f" Scripts by the server's CPU over {_CALLS} calls that read as much as they may, and by its slow"
-        " log, which counts the time for which other processes had the core, too. Decisions:"
+        " log. Decisions:"
         f" ext_proc streams of {USERS} users a replica, each with a pause of {PAUSE_S * 1000:g} ms"
         " between its requests; the stock has room for these, though not for the larger requests of the"
         f" queue, so that no decision waits. {options.turns} turns of {options.seconds:g} s each with and"
