@@ -3,12 +3,13 @@
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi import FastAPI, Response
 
 from app.admin import changes, described, event_stream, page_routes, problems, reading
+from app.admin.calls import ANY_FAULT, Calls
 from app.admin.events import Events
 from app.admin.guard import Guard
-from app.admin.models import HEALTHY, Health, Problem
+from app.admin.models import HEALTHY, Health
 from app.admin.rate import Rate
 from app.admin.view import Controls, Lists, StateView
 from app.config import Settings
@@ -49,7 +50,7 @@ def create(
         title="Picker Fleet",
         summary=f"One replica of pool {settings.pool}.",
         version=version(),
-        responses={"default": {"model": Problem, "description": "a fault (application/problem+json)"}},
+        responses=ANY_FAULT,
     )
     problems.add(app)
 
@@ -76,11 +77,10 @@ def create(
         # In a thread: a page of many models takes long enough to delay decisions.
         return Response(await asyncio.to_thread(metrics.page), headers={"content-type": PAGE_TYPE})
 
-    calls = APIRouter(dependencies=[Depends(Rate(settings.admin.rate))], responses={429: {"model": Problem}})
+    calls = Calls(app, Rate(settings.admin.rate))
     reading.add(calls, view, lists)
     event_stream.add(calls, events)
     changes.add(calls, controls, Guard(settings.admin.token))
-    app.include_router(calls)
     page_routes.add(app)
     described.add(app)
     return app

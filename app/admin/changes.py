@@ -4,9 +4,10 @@ import asyncio
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, HTTPException, Path, Request
+from fastapi import Depends, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
+from app.admin.calls import Calls
 from app.admin.guard import Guard
 from app.admin.models import Config, Dispatch, Drained, Eviction, Problem
 from app.admin.problems import Refused, in_time
@@ -34,14 +35,11 @@ Address = Annotated[
 ]
 
 
-def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
-    """Add the routes to `api`; those that change something ask `guard` first."""
-    reading = APIRouter(prefix="/api/v1", responses={503: {"model": Problem}}, tags=["config"])
-    changing = APIRouter(
-        prefix="/api/v1",
-        responses={status: {"model": Problem} for status in (401, 403, 503)},
-        dependencies=[Depends(guard)],
-        tags=["changes"],
+def add(calls: Calls, controls: Controls, guard: Guard) -> None:
+    """Add the routes to `calls`; those that change something ask `guard` first."""
+    reading = calls.group("config", {503: {"model": Problem}})
+    changing = calls.group(
+        "changes", {status: {"model": Problem} for status in (401, 403, 503)}, [Depends(guard)]
     )
 
     @reading.get("/config", summary="The configuration in force")
@@ -112,8 +110,8 @@ def add(api: APIRouter, controls: Controls, guard: Guard) -> None:
                 raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
         return Drained(address=address, drained=on)
 
-    api.include_router(reading)
-    api.include_router(changing)
+    calls.add(reading)
+    calls.add(changing)
 
 
 async def _read(request: Request) -> dict[str, Any]:

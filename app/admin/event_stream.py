@@ -2,10 +2,10 @@
 
 import asyncio
 
-from fastapi import APIRouter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.admin.calls import Calls
 from app.admin.events import Events, Listener
 from app.admin.models import Problem
 from app.admin.problems import Refused
@@ -63,9 +63,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def add(api: APIRouter, events: Events) -> None:
-    """Add the route to `api`."""
-    routes = APIRouter(prefix="/api/v1", tags=["state"])
+def add(calls: Calls, events: Events) -> None:
+    """Add the route to `calls`."""
+    routes = calls.group("state")
 
     @routes.get(
         "/events",
@@ -83,4 +83,4 @@ def add(api: APIRouter, events: Events) -> None:
             raise Refused(503, "too_many_listeners", "no more can listen to this replica; ask another")
         return EventStream(events, listener)
 
-    api.include_router(routes)
+    calls.add(routes)

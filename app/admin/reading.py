@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import Path, Query, Response
 from pydantic import AfterValidator
 
 from app.admin import listed
+from app.admin.calls import Calls, Responses
 from app.admin.listed import BandName
 from app.admin.models import Endpoint, Problem, State
 from app.admin.problems import Refused, in_time
@@ -16,13 +17,13 @@ from app.request import Band
 
 MOST_ROWS = 200  # of a page: a longer one would take a replica, and who waits for it, too long
 _MOST_WANTED = 1000
-_PAGED: dict[int | str, dict[str, Any]] = {
+_PAGED: Responses = {
     400: {"model": Problem, "description": "`bad_cursor`"},
     422: {"model": Problem, "description": "`bad_limit`, `bad_band`: names what would be valid"},
     503: {"model": Problem, "description": "`state_unavailable`: the shared state does not answer"},
 }
-_UNREACHABLE: dict[int | str, dict[str, Any]] = {503: _PAGED[503]}
-_NO_SUCH: dict[int | str, dict[str, Any]] = {404: {"model": Problem, "description": "nobody knows it"}}
+_UNREACHABLE: Responses = {503: _PAGED[503]}
+_NO_SUCH: Responses = {404: {"model": Problem, "description": "nobody knows it"}}
 Limit = Annotated[
     int,
     Query(ge=1, le=_MOST_WANTED, description=f"rows wanted; a page has at most {MOST_ROWS}", examples=[100]),
@@ -39,9 +40,9 @@ OneWorkload = Annotated[str, Path(description="the id that its requests name", e
 OneRequest = Annotated[str, Path(description="its `x-request-id`", examples=["4f1d-9c"])]
 
 
-def add(api: APIRouter, view: StateView, lists: Lists) -> None:
-    """Add the routes to `api`."""
-    routes = APIRouter(prefix="/api/v1", responses=_UNREACHABLE, tags=["state"])
+def add(calls: Calls, view: StateView, lists: Lists) -> None:
+    """Add the routes to `calls`."""
+    routes = calls.group("state", _UNREACHABLE)
 
     @routes.get("/state", summary="The state of the fleet")
     async def state() -> State:
@@ -121,7 +122,7 @@ def add(api: APIRouter, view: StateView, lists: Lists) -> None:
             raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
         return listed.Whereabouts.model_validate(found)
 
-    api.include_router(routes)
+    calls.add(routes)
 
 
 def _page(page: Mapping[str, Any]) -> Response:
