@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 from decision_ledger import Entry
 
-PATIENT = {"limits": httpx.Limits(max_connections=None), "timeout": 90.0}
+PATIENT = {"timeout": 90.0}
 
 
 @dataclass(frozen=True, slots=True)
