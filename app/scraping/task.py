@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
 _SILENT_LOOKS = 3  # replicas speak at least once a look
 _SHOWN = 0.9  # looks between tellings that are only for show, so that each also says in time: I live
+_LEAST_SLEEP_S = 0.001  # the loop counts in milliseconds: what is less is over at once, again and again
 
 
 class ScrapingTask:
@@ -135,7 +136,7 @@ class ScrapingTask:
         while True:
             silent_s = self._clock() - self._spoke_s
             if silent_s < self._look_s:
-                await asyncio.sleep(self._look_s - silent_s)
+                await asyncio.sleep(max(self._look_s - silent_s, _LEAST_SLEEP_S))
                 continue
             try:
                 await self._publish({})
