@@ -21,10 +21,15 @@ local function read_clock()
   now_ms = math.floor(now_us / 1000)
 end
 """
-READ_ALL = """
-local sets = {}
-for i, key in ipairs(KEYS) do sets[i] = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES') end
-return sets
+READ_ORDERS = """
+local found = {}
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+  if redis.call('TYPE', key).ok == 'zset' then
+    found[#found + 1] = key
+    found[#found + 1] = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+  end
+end
+return found
 """
 SILENCE_MS = 3000
 TEXT: dict[str, Any] = {"decode_responses": True, "encoding_errors": "surrogateescape"}
@@ -38,6 +43,7 @@ class Seen:
     events: list[str]
     numbers: dict[str, Any]
     workloads: dict[str, list[float]]  # thirteen numbers each, as docs/redis-schema.md lists them
+    orders: dict[str, dict[str, float]]  # every sorted set, by its name without prefix: scores by member
 
 
 class ScriptSide:
@@ -62,15 +68,6 @@ class ScriptSide:
         names = self._redis.keys(f"{self._keys.prefix}*")
         return {str(name).removeprefix(self._keys.prefix) for name in names}
 
-    def orders(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """The sorted sets of these names (without prefix), each as scores by member."""
-        keys = [self._keys.prefix + name for name in names]
-        found = self._redis.eval(READ_ALL, len(keys), *keys)
-        return {
-            name: dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
-            for name, pairs in zip(names, found, strict=True)
-        }
-
     def call(self, now_us: int, name: str, args: Sequence[Any]) -> Seen:
         pipe = self._redis.pipeline(transaction=False)
         pipe.set("clock", now_us)
@@ -79,13 +76,18 @@ class ScriptSide:
         pipe.hget(self._keys.pool, "counters")
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
         pipe.hgetall(self._keys.prefix + "workloads")
-        _, raw, state, packed, log, registry = pipe.execute()
+        pipe.eval(READ_ORDERS, 0, f"{self._keys.prefix}*")
+        _, raw, state, packed, log, registry, sets = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or lane_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
         workloads = {name: doubles(text) for name, text in registry.items()}
-        return Seen(reply, events, numbers_of(state) | band_tags(packed), workloads)
+        orders = {
+            key.removeprefix(self._keys.prefix): dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
+            for key, pairs in zip(sets[::2], sets[1::2], strict=True)
+        }
+        return Seen(reply, events, numbers_of(state) | band_tags(packed), workloads, orders)
 
 
 def lane_of(entry: dict[str, str]) -> str:

@@ -46,8 +46,7 @@ class SideBySide:
         )
         self._compare_numbers(where, seen.numbers)
         self._compare_workloads(where, seen.workloads)
-        orders = self.orders()
-        assert_same_orders(where, self.side.orders(list(orders)), orders)
+        assert_same_orders(where, seen.orders, self.orders())
         self.agree = True
         return reply
 
@@ -159,6 +158,7 @@ def assert_same_orders(
     where: str, seen: dict[str, dict[str, float]], expected: dict[str, dict[str, float]]
 ) -> None:
     for name, scores in expected.items():
-        assert seen[name].keys() == scores.keys(), (where, name, seen[name], scores)
+        found = seen.get(name, {})
+        assert found.keys() == scores.keys(), (where, name, found, scores)
         for member, score in scores.items():
-            assert math.isclose(seen[name][member], score, rel_tol=1e-12, abs_tol=1e-9), (where, name, member)
+            assert math.isclose(found[member], score, rel_tol=1e-12, abs_tol=1e-9), (where, name, member)
