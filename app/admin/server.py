@@ -12,14 +12,28 @@ from app.config import split_host_port
 from app.errors import StartupError
 
 _GRACE_S = 2
+_DATE_S = 1.0  # how old the date in answers may be
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the replica, and tells when it accepts."""
+    """A server that leaves signals to the replica, and tells when it accepts. Once a second it looks at the
+    time, and no ten times whether it is to end: it is told by `leave`."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.accepting = asyncio.Event()
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        """End, once what is being sent is sent or the grace is over."""
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_S):
+                    await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,7 +75,7 @@ async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
         accepting.cancel()
-        server.should_exit = True
+        server.leave()
         await asyncio.wait((task,), timeout=_GRACE_S + 2)
         task.cancel()
         bound.close()

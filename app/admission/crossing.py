@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
-_SELDOM = 4  # as many times longer between looks while nothing is asked and all is well
+_SELDOM = 8  # as many times longer between looks while nothing is asked and all is well
 
 
 class Mode(enum.Enum):

@@ -26,8 +26,9 @@ class Inbox:
         """Until cancelled. Faults of Redis are waited out."""
         pause_s = _LONGEST_S
         while True:
+            await self._gate.someone_waits()
             await asyncio.sleep(pause_s)
-            late = await self._look() if self._gate.waiting else 0
+            late = await self._look()
             pause_s = _SHORTEST_S if late else min(_EASE * pause_s, _LONGEST_S)
 
     async def _look(self) -> int:

@@ -61,12 +61,19 @@ class SharedGate(RunningRequests):
         self._on_unknown_pool = on_unknown_pool
         self.retry_after_s = 1
         self._waiting: dict[str, Waiter] = {}
+        self._any_queued = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     @property
     def waiting(self) -> int:
         """Requests of this replica that wait for their turn."""
         return len(self._waiting)
+
+    async def someone_waits(self) -> None:
+        """Wait, without end, until a request of this replica waits for its turn."""
+        if not self._waiting:
+            self._any_queued.clear()
+        await self._any_queued.wait()
 
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         task = asyncio.current_task()
@@ -108,6 +115,7 @@ class SharedGate(RunningRequests):
             self._metrics.bypassed(request.model, request.target_model)
             return tuple(verdict.detail.split(","))
         self._metrics.waiting(request.model, request.target_model, 1)
+        self._any_queued.set()
         try:
             return await self._wait(waiter, verdict)
         finally:

@@ -1,6 +1,7 @@
 """Fetches the pages of the endpoints that are this replica's to scrape, each at its own pace."""
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -65,6 +66,7 @@ class Scraper:
     so that they do not all go at once. A scrape ends after `deadline_s`. After a failure an endpoint is left
     alone for twice as long as after the one before, up to 5 s. Results are handed to `publish`, at most once
     in `publish_s`; what it raises StateUnavailable for is kept, newest first, and handed over with the next.
+    Where there is nothing for `speak_s`, nothing is handed over, which says that this replica is there.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scraper:
         interval_s: float,
         publish: Publish,
         publish_s: float,
+        speak_s: float,
         meter: Meter,
         deadline_s: float = _DEADLINE_S,
         vary: Callable[[], float] = random.random,
@@ -82,7 +85,7 @@ class Scraper:
         self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._publish = publish
-        self._publish_s = publish_s
+        self._publish_s, self._speak_s = publish_s, speak_s
         self._meter = meter
         self._vary = vary
         self._owned: frozenset[str] = frozenset()
@@ -171,12 +174,13 @@ class Scraper:
     async def _publish_forever(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            await self._any_pending.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._speak_s):
+                    await self._any_pending.wait()
             self._any_pending.clear()
             batch, self._pending = self._pending, {}
             started_s = clock()
-            if batch:
-                await self._hand_over(batch)
+            await self._hand_over(batch)
             await asyncio.sleep(max(0.0, started_s + self._publish_s - clock()))
 
     async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
@@ -188,6 +192,7 @@ class Scraper:
             self._meter.scrape_unpublished(len(batch))
             kept = {address: metrics for address, metrics in batch.items() if address in self._owned}
             self._pending = {**kept, **self._pending}
-            self._any_pending.set()
+            if kept:
+                self._any_pending.set()
         else:
             self._meter.scrape_published(len(batch), clock() - started_s)

@@ -18,9 +18,7 @@ from app.sections import Scraping
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # replicas speak at least once a look
-_SHOWN = 0.9  # looks between tellings that are only for show, so that each also says in time: I live
-_LEAST_SLEEP_S = 0.001  # the loop counts in milliseconds: what is less is over at once, again and again
+_SILENT_LOOKS = 3  # replicas speak once a look, or hardly less
 
 
 class ScrapingTask:
@@ -52,12 +50,13 @@ class ScrapingTask:
         self.board = MetricsBoard(scraping.stale_after, self._clock)
         self._feed = Feed(url, pool, replica, now_ms=self.board.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        shown_s = min(self._look_s * _SHOWN, scraping.stale_after / 2)
+        shown_s = min(self._look_s, scraping.stale_after / 2)
         self._scraper = Scraper(
             engine,
             interval_s=scraping.interval,
             publish=self._publish,
             publish_s=scraping.interval if picked_by else max(scraping.interval, shown_s),
+            speak_s=self._look_s,
             meter=meter,
         )
         self._replica = replica
@@ -66,7 +65,6 @@ class ScrapingTask:
         self._live = live
         self._endpoints = endpoints
         self._meter = meter
-        self._spoke_s = -heartbeat_s
         self._shared: tuple[str, tuple[str, ...]] = ("", ())
 
     async def run(self) -> None:
@@ -76,7 +74,6 @@ class ScrapingTask:
                 tasks.create_task(self._scraper.run(), name="scraper")
                 tasks.create_task(self._follow(), name="metrics-feed")
                 tasks.create_task(self._look_forever(), name="scraping-shares")
-                tasks.create_task(self._speak_forever(), name="scraping-presence")
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._feed.close())
@@ -93,7 +90,6 @@ class ScrapingTask:
     async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
         self.board.take(batch)
         await self._feed.publish(batch)
-        self._spoke_s = self._clock()
 
     async def _look_forever(self) -> None:
         while True:
@@ -130,15 +126,3 @@ class ScrapingTask:
         with contextlib.suppress(StateUnavailable):
             await self._feed.remove(mine)
             self.board.keep(addresses)
-
-    async def _speak_forever(self) -> None:
-        """Be heard even with nothing to tell: every endpoint may be failing, or none be this replica's."""
-        while True:
-            silent_s = self._clock() - self._spoke_s
-            if silent_s < self._look_s:
-                await asyncio.sleep(max(self._look_s - silent_s, _LEAST_SLEEP_S))
-                continue
-            try:
-                await self._publish({})
-            except StateUnavailable:
-                await asyncio.sleep(self._look_s)

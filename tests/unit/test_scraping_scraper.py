@@ -27,7 +27,7 @@ class Outcome:
         self.newest: dict[str, EndpointMetrics] = {}
         self.worked: Counter[str] = Counter()
         self.failed: Counter[tuple[str, str]] = Counter()
-        self.refused = 0
+        self.refused = self.refusals = 0  # readings, and batches
         self.refusing = False
         self._news = asyncio.Event()
 
@@ -49,6 +49,7 @@ class Outcome:
 
     def scrape_unpublished(self, readings: int) -> None:
         self.refused += readings
+        self.refusals += 1
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
         pass
@@ -62,13 +63,18 @@ class Outcome:
 
 @asynccontextmanager
 async def scraping(
-    outcome: Outcome, *addresses: str, deadline_s: float = 20, publish_s: float = INTERVAL_S
+    outcome: Outcome,
+    *addresses: str,
+    deadline_s: float = 20,
+    publish_s: float = INTERVAL_S,
+    speak_s: float = 60,
 ) -> AsyncIterator[Scraper]:
     scraper = Scraper(
         VLLM,
         interval_s=INTERVAL_S,
         publish=outcome.publish,
         publish_s=publish_s,
+        speak_s=speak_s,
         meter=outcome,
         deadline_s=deadline_s,
     )
@@ -118,6 +124,19 @@ async def test_what_is_only_for_show_is_handed_over_seldom_and_then_the_newest(
         await servers[0].until(lambda: len(servers[0].requests) >= 10)
         # Then only the first has been handed over
         assert len(outcome.batches) == 1
+
+
+async def test_who_has_nothing_to_hand_over_says_so(outcome: Outcome) -> None:
+    # Given no endpoint to scrape / When time passes / Then the others hear that this replica is there, also
+    # when one word was lost
+    async with scraping(outcome, speak_s=INTERVAL_S):
+        await outcome.until(lambda: len(outcome.batches) >= 2)
+        outcome.refusing = True
+        await outcome.until(lambda: outcome.refusals >= 2)
+        outcome.refusing = False
+        told = len(outcome.batches)
+        await outcome.until(lambda: len(outcome.batches) > told)
+    assert not any(outcome.batches)
 
 
 async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome: Outcome) -> None:
