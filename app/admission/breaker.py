@@ -22,6 +22,7 @@ MISSES = 1.5  # budgets of silence that open it
 QUICK = 1.2  # budgets a probe may take that helps to close it
 CALM_S = 30.0
 _FEWEST, _MOST = 2, 16  # probes in a row
+_ROUNDING_S = 1e-9  # of sums of half budgets
 
 
 class State(enum.Enum):
@@ -75,7 +76,8 @@ class Breaker:
         if asked_s is not None:
             self._silent_s += self._since(max(looked_s, asked_s, heard_s), now_s)
         self._down_s = self._down_s + self._since(looked_s, now_s) if down else 0.0
-        if self._silent_s >= MISSES * self._budget_s or self._down_s >= self._budget_s:
+        silent_s, down_s = self._silent_s + _ROUNDING_S, self._down_s + _ROUNDING_S
+        if silent_s >= MISSES * self._budget_s or down_s >= self._budget_s:
             self.fail(now_s)
 
     def _since(self, start_s: float, now_s: float) -> float:

@@ -35,9 +35,10 @@ from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _PROBE_S = 0.2
+_FULL = 1.04  # a timer may come a millisecond early; looks at the full half budget find silence in three
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
-_SELDOM = 8  # as many times longer between looks while nothing is asked and all is well
+_SELDOM_S = 0.2  # between looks while nothing is asked and all is well, if a budget is no longer
 
 
 class Mode(enum.Enum):
@@ -68,7 +69,7 @@ class Crossing:
     ) -> None:
         self._store, self._shared = store, shared
         self._metrics = metrics
-        self._budget_s = budget_s
+        self._look_s = budget_s / 2 * _FULL
         self._report_s = report_s
         self._effective, self._fleet_load, self._poke = effective, load, poke
         self._glance = glance
@@ -125,7 +126,7 @@ class Crossing:
     def asking(self, asking: bool) -> None:
         """Decisions begin to wait for the shared state, or none waits any more."""
         _stop(self._looking)
-        self._looking = self._loop.call_later(self._budget_s / 2, self._look_on) if asking else None
+        self._looking = self._loop.call_later(self._look_s, self._look_on) if asking else None
 
     def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
         """Who is live, and what each says of itself: `degraded`, and `grpc`, where it is asked for places."""
@@ -163,7 +164,7 @@ class Crossing:
         # for it is most of its cost, so that it comes seldom where there is nothing to find.
         self._look()
         well = self._mode is Mode.SHARED and self._store.fault is None
-        self._tick_in(self._budget_s / 2 * (_SELDOM if well else 1))
+        self._tick_in(max(self._look_s, _SELDOM_S) if well else self._look_s)
         if self._mode is not Mode.SHARED:
             self._changed.set()
 
@@ -172,7 +173,7 @@ class Crossing:
         self._ticking = self._loop.call_later(seconds, self._tick)
 
     def _look_on(self) -> None:
-        self._looking = self._loop.call_later(self._budget_s / 2, self._look_on)
+        self._looking = self._loop.call_later(self._look_s, self._look_on)
         self._look()
 
     def _look(self) -> None:
@@ -221,7 +222,7 @@ class Crossing:
         else:
             self._local.keep(self._local.free - self._regained)
         self._mode, self._told = Mode.LOCAL, False
-        self._tick_in(self._budget_s / 2)
+        self._tick_in(self._look_s)
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)
         self._shared.give_up()

@@ -121,7 +121,7 @@ async def test_given_a_decision_that_waits_when_redis_falls_silent_then_it_is_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Given a replica that hardly ever looks while nothing is asked
-    monkeypatch.setattr(crossing, "_SELDOM", 1e9)
+    monkeypatch.setattr(crossing, "_SELDOM_S", 1e6)
     bench = Bench()
     async with watched(bench):
         await asyncio.sleep(3 * BUDGET_S)
