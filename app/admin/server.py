@@ -17,7 +17,7 @@ _DATE_S = 1.0  # how old the date in answers may be
 
 class _Server(uvicorn.Server):
     """A server that leaves signals to the replica, and tells when it accepts. Once a second it looks at the
-    time, and no ten times whether it is to end: it is told by `leave`."""
+    time; uvicorn looks ten times whether it is to end, which this one is told by `leave`."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -162,9 +162,10 @@ class Link:
             self._send(rest, again=True)
         else:
             self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
-            self._send_pending()
-            if not self._under_way:
-                self.command("PING")  # its answer says that Redis is back; nothing else might for a while
+            # Who takes connections may be as silent as before, and of ends that it was sent nobody would know
+            # whether it has them. Its answer says that Redis is back; decisions need not wait for it.
+            self._send([Call("ping", ("PING",), [])])
+            self._schedule(now=False)
 
     async def _disconnect(self) -> None:
         self._open = False

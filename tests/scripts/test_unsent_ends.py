@@ -38,12 +38,20 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         assert a.store.unsent_ends() == ["r2"]
         assert (a.store.asked_s, a.store.heard_s) == (None, heard_s)
         assert a.asking == [True, False] * 3
+        # And when there is a new connection to a server that is as silent, though decisions go out on it
+        lives = a.store.lives
+        await until(lambda: _is(a.store.lives > lives))
+        deciding = asyncio.create_task(a.admit("r4"))
+        with pytest.raises(StateUnavailable):
+            await deciding
+        assert a.store.unsent_ends() == ["r2"]
         # When the server answers again, then it takes both
         between.unmute()
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == ["settled llama"] * 2
         assert a.store.unsent_ends() == []
-        await a.store.cancel("r3", 1, "cancelled")
+        for undecided in ("r3", "r4"):
+            await a.store.cancel(undecided, 1, "cancelled")
         assert await it.at_rest()
 
 
