@@ -38,7 +38,8 @@ _PROBE_S = 0.2
 _FULL = 1.04  # a timer may come a millisecond early; looks at the full half budget find silence in three
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
-_SELDOM_S = 0.2  # between looks while nothing is asked and all is well, if a budget is no longer
+# Between looks while nothing is asked and all is well. Whoever looks much later has slept (waking.py).
+_SELDOM_S = 0.2
 
 
 class Mode(enum.Enum):
@@ -70,6 +71,7 @@ class Crossing:
         self._store, self._shared = store, shared
         self._metrics = metrics
         self._look_s = budget_s / 2 * _FULL
+        self._soon_s = min(self._look_s, _SELDOM_S)
         self._report_s = report_s
         self._effective, self._fleet_load, self._poke = effective, load, poke
         self._glance = glance
@@ -164,7 +166,7 @@ class Crossing:
         # for it is most of its cost, so that it comes seldom where there is nothing to find.
         self._look()
         well = self._mode is Mode.SHARED and self._store.fault is None
-        self._tick_in(max(self._look_s, _SELDOM_S) if well else self._look_s)
+        self._tick_in(_SELDOM_S if well else self._soon_s)
         if self._mode is not Mode.SHARED:
             self._changed.set()
 
@@ -222,7 +224,7 @@ class Crossing:
         else:
             self._local.keep(self._local.free - self._regained)
         self._mode, self._told = Mode.LOCAL, False
-        self._tick_in(self._look_s)
+        self._tick_in(self._soon_s)
         self._metrics.degraded(True)
         _log.warning("the shared state is away (%s): admitting within this replica's share", why)
         self._shared.give_up()

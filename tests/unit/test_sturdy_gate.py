@@ -396,3 +396,7 @@ async def test_given_an_endpoint_that_cannot_be_connected_to_when_alone_then_it_
     )
     for n in range(3):
         assert failed not in (await bench.gate.admit(ask(str(n)), held=False)).endpoints
+
+
+def test_looks_come_well_before_a_process_counts_as_asleep() -> None:
+    assert 4 * crossing._SELDOM_S <= waking._SLEPT_S
