@@ -140,7 +140,7 @@ class Alive(NamedTuple):
 
 def finite_number(value: object) -> float | None:
     """`value` as a finite float if it is a JSON number, else None."""
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)

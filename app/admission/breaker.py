@@ -64,11 +64,7 @@ class Breaker:
         waits), the last reply came at `heard_s`, there is no connection.
         """
         looked_s, self._looked_s = self._looked_s, now_s
-        if self._state is not State.CLOSED:
-            return
-        if asked_s is None and not down:  # as nearly always
-            self._silent_s = self._down_s = 0.0
-            self._heard_s = max(self._heard_s, heard_s)
+        if not self.closed:
             return
         if asked_s is None or heard_s > self._heard_s:
             self._silent_s = 0.0

@@ -164,9 +164,9 @@ class Crossing:
     def _tick(self) -> None:
         # A timer's callback and no task: it comes many times a second and nearly always finds nothing. Waking
         # for it is most of its cost, so that it comes seldom where there is nothing to find.
-        self._look()
         well = self._mode is Mode.SHARED and self._store.fault is None
         self._tick_in(_SELDOM_S if well else self._soon_s)
+        self._look()
         if self._mode is not Mode.SHARED:
             self._changed.set()
 

@@ -132,15 +132,19 @@ async def test_given_a_decision_that_waits_when_redis_falls_silent_then_it_is_no
         assert (await bench.gate.admit(ask("second"), held=False)).endpoints
 
 
-async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_not_placed() -> None:
+@pytest.mark.parametrize("client_first", [False, True])
+async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_not_placed(
+    client_first: bool,
+) -> None:
     bench = Bench()
     async with watched(bench):
         bench.store.admitting = [Verdict("queued", "30000")]
         task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
         await until(lambda: bench.shared.waiting == 1)
         # When both cancel the same wait, in either order
-        bench.shared.give_up()
-        task.cancel()
+        cancels = [bench.shared.give_up, task.cancel]
+        for cancel in reversed(cancels) if client_first else cancels:
+            cancel()
         # Then the client's word counts, and what was asked for is taken back
         with pytest.raises(asyncio.CancelledError):
             await task
