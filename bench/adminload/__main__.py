@@ -108,37 +108,34 @@ async def _reads(it: Server, fleet: Sequence[Bound], rounds: int) -> list[Row]:
 
 
 @contextlib.asynccontextmanager
-async def _constant() -> AsyncIterator[httpx.AsyncClient]:
+async def _listening(*module: str) -> AsyncIterator[str]:
+    """What a module of this bench prints once it listens; it ends with the block."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.adminload.constant"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        *(sys.executable, "-m", *module), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
         async with asyncio.timeout(_READY_S):
-            url = (await process.stdout.readline()).decode().strip()
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
-            yield client
+            said = (await process.stdout.readline()).decode().strip()
+        yield said
     finally:
         await end(process, _ENDS_S)
 
 
 @contextlib.asynccontextmanager
+async def _constant() -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        _listening("bench.adminload.constant") as url,
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+    ):
+        yield client
+
+
+@contextlib.asynccontextmanager
 async def _stand_in(admin: str) -> AsyncIterator[list[str]]:
     """URLs of dashboards with no fleet behind them."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.adminload.standin", admin),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(_READY_S):
-            urls = json.loads(await process.stdout.readline())
-        yield urls
-    finally:
-        await end(process, _ENDS_S)
+    async with _listening("bench.adminload.standin", admin) as urls:
+        yield json.loads(urls)
 
 
 async def _timed_ms(http: httpx.AsyncClient, path: str) -> float:

@@ -7,45 +7,45 @@ addresses as a line of JSON, and ends with its stdin.
 
 import asyncio
 import json
-import re
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from app.admin.events import event
 from app.admin.server import serving
 from app.fleet.ports import LOOPBACK
 
 _SERVERS = 3  # a browser opens no more than six connections to one, and each page keeps one
 _EVERY_S = 1.0
 _DEADLINE_S = 30.0
-_AT = re.compile(rb'"at":[0-9.]+')
-_SNAPSHOT = "event: snapshot"
+_SNAPSHOT = "snapshot"
 
 
-async def _snapshot(fleet: httpx.AsyncClient) -> bytes:
-    """The data of the first snapshot that the fleet tells."""
+async def _snapshot(fleet: httpx.AsyncClient) -> dict[str, Any]:
+    """The first snapshot that the fleet tells."""
     async with asyncio.timeout(_DEADLINE_S), fleet.stream("GET", "/api/v1/events") as told:
         found = False
         async for line in told.aiter_lines():
             if found:
-                return line.encode()
-            found = line == _SNAPSHOT
+                said: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                return said
+            found = line == f"event: {_SNAPSHOT}"
     raise RuntimeError("the fleet told no snapshot")
 
 
-def _made(fleet: httpx.AsyncClient, snapshot: bytes) -> FastAPI:
+def _made(fleet: httpx.AsyncClient, snapshot: dict[str, Any]) -> FastAPI:
     kept: dict[str, tuple[bytes, str]] = {}
     app = FastAPI(openapi_url=None)
 
     async def told() -> AsyncIterator[bytes]:
         while True:
-            said = _AT.sub(b'"at":%.6f' % time.time(), snapshot, count=1)
-            yield _SNAPSHOT.encode() + b"\n" + said + b"\n\n"
+            yield event(_SNAPSHOT, {**snapshot, "at": time.time()})
             await asyncio.sleep(_EVERY_S)
 
     @app.get("/api/v1/events")
