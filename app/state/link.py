@@ -163,8 +163,8 @@ class Link:
         else:
             self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
             # Who takes connections may be as silent as before, and of ends that it was sent nobody would know
-            # whether it has them. Its answer says that Redis is back; decisions need not wait for it.
-            self._send([Call("ping", ("PING",), [])])
+            # whether it has them: they wait for its first answer. All else goes out, and has its deadline.
+            self._send(self._pending.take(ends=False) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
 
     async def _disconnect(self) -> None:

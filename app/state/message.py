@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from app.state.calls import Call
-
-_ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
+from app.state.scripts import ENDS
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class Message:
             call
             for each in (self, *others)
             for call in each.calls
-            if call.name in _ENDS and id(call) not in asked
+            if call.name in ENDS and id(call) not in asked
         )
         self.anew, self.forgotten = [], False
 

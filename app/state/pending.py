@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from app.state.calls import Argument, Call, Item
-from app.state.scripts import NAMES
+from app.state.scripts import ENDS, NAMES
 
 MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
 
@@ -27,9 +27,9 @@ class Pending:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
         return [item.args for item in self.batched[name] if not item.tried]
 
-    def take(self) -> list[Call]:
-        """Everything, as calls of at most MAX_BATCH items, in the fixed order."""
-        calls = self.take_of(NAMES)
+    def take(self, *, ends: bool = True) -> list[Call]:
+        """Everything, with the ends or without, as calls of at most MAX_BATCH items, in the fixed order."""
+        calls = self.take_of(name for name in NAMES if ends or name not in ENDS)
         calls.extend(self.single)
         self.single.clear()
         return calls

@@ -24,6 +24,7 @@ NAMES = (
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
+ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
 _REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return finish(%s(args)) end)"
 _REGISTER_READING = (  # these run on a Redis that takes no writes, too
     "redis.register_function{function_name='%s', flags={'no-writes'},\n"

@@ -169,9 +169,10 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
         # When calls are made, then each fails in time, but the settlement waits
         settled = a.store.settle("r1", Outcome.COMPLETED)
         for _ in range(3):
-            async with asyncio.timeout(DEADLINE_S):
-                with pytest.raises(StateUnavailable):
-                    await a.admit("r2")
+            for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
+                async with asyncio.timeout(DEADLINE_S):
+                    with pytest.raises(StateUnavailable):
+                        await call
         assert not settled.done()
         # And whatever the calls have done is nothing: others go on
         assert (await b.admit("r3")).what == "queued"
