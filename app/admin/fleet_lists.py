@@ -16,6 +16,7 @@ from app.state.rows import Entry, Lane
 from app.state.store import Store
 
 _Row = TypeVar("_Row")
+_SCANNED = 200  # workloads among which the busiest are looked for
 _BY_TURN = "in dispatch order: flows by start tag, each request where its flow's next ones are foretold to be"
 _BETWEEN_BANDS = {
     "strict": "band after band",
@@ -167,6 +168,12 @@ class FleetLists:
             "total": total,
             "cursor": following and cursors.encode("workloads", *following),
         }
+
+    async def busiest(self, limit: int) -> dict[str, Any]:
+        found, total, _ = await self._store.reads.workloads(_SCANNED)
+        found.sort(key=lambda row: (-row.active, row.last_request_s_ago))
+        settings = self._membership.effective.settings
+        return {"workloads": [shown.workload(row, settings) for row in found[:limit]], "total": total}
 
     async def workload(self, workload_id: str) -> dict[str, Any] | None:
         row = await self._store.reads.workload(workload_id)

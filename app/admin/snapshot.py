@@ -1,5 +1,6 @@
 """What the event stream tells each second."""
 
+import asyncio
 import math
 import time
 from typing import Any
@@ -9,8 +10,8 @@ from app.admin.view import Lists, StateView
 from app.state.reads import Reads
 
 ROWS = 50
-_SCANNED = 200  # workloads among which the busiest are looked for
 _MOST_DECISIONS = 100
+_PAUSE_S = 0.003  # between pieces of a look: decisions, which share the event loop, have their turn
 _IDLE_S = 5.0  # after so long without a look nobody listens, and the next one begins anew
 
 
@@ -30,22 +31,23 @@ class Snapshots:
             self._found = None
         self._asked_s = time.monotonic()
         state = await self._view.state()
+        await asyncio.sleep(_PAUSE_S)
         flows = await self._lists.flows(ROWS, None, None)
-        workloads = await self._lists.workloads(_SCANNED, None)
-        busiest = sorted(
-            workloads["workloads"], key=lambda each: (-each["active"], each["last_request_s_ago"])
-        )
+        await asyncio.sleep(_PAUSE_S)
+        workloads = await self._lists.busiest(ROWS)
+        await asyncio.sleep(_PAUSE_S)
         snapshot = {
             "at": state["now_us"] / 1e6,
             "state": state,
             "flows": flows["flows"],
             "flows_total": flows["total"],
-            "workloads": busiest[:ROWS],
+            "workloads": workloads["workloads"],
             "workloads_total": workloads["total"],
             "endpoints": await self._view.endpoints(),
             "replicas": await self._lists.replicas(),
         }
         told: list[tuple[str, Any]] = [("snapshot", snapshot)]
+        await asyncio.sleep(_PAUSE_S)
         if self._logging:
             told.append(("decisions", await self._decisions()))
         return told

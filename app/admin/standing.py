@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from app.state.rows import Lane
 from app.state.store import Store
 
 MOST_LANES = 2000
+_PAUSE_S = 0.003  # between pieces of what is read ahead, of a millisecond each at most
 _BANDS = 3
 
 
@@ -80,7 +81,7 @@ class Standing:
             return None
         place = (group, float(behind[0]), behind[1].encode()) if behind else (group, -math.inf, b"")
         lanes = self.lanes if band is None else self.bands[band].lanes
-        first = bisect.bisect_right(lanes, place, key=_place)
+        first = bisect.bisect_right(lanes, place, key=lambda lane: lane.place)
         return list(lanes[first : first + limit])
 
     def weights(self, band: int, *, even: bool) -> float | None:
@@ -96,15 +97,6 @@ class Standing:
     def oldest_s(self, band: int) -> float | None:
         """Age of the band's oldest waiting request; None if there is none, or not all lanes are known."""
         return self.bands[band].oldest_s if self.whole else None
-
-
-def _place(lane: Lane) -> tuple[int, float, bytes]:
-    return lane.group, lane.start, lane.name.encode()
-
-
-def _each_once(lanes: Iterable[Lane]) -> list[Lane]:
-    """In their order. One that moved on while they were read has come twice; it stands where it was last."""
-    return sorted({(lane.band, lane.name): lane for lane in lanes}.values(), key=_place)
 
 
 class Lookout:
@@ -143,15 +135,18 @@ class Lookout:
                 with contextlib.suppress(StateUnavailable):
                     async with self._reading:
                         if self._clock() >= self._fresh_until:
-                            await self._read()
+                            await self._read(_PAUSE_S)
 
-    async def _read(self) -> None:
-        found = await self._store.survey.lanes(MOST_LANES)
+    async def _read(self, pause_s: float = 0.0) -> None:
+        found = await self._store.survey.lanes(MOST_LANES, pause_s=pause_s)
         as_of_s = self._clock()
-        self._standing = await self._put_together(found.lanes)
+        self._standing = await self._put_together(found.lanes, pause_s)
         self._fresh_until, self._good_until = as_of_s + found.fresh_s, as_of_s + found.good_s
 
-    async def _put_together(self, found: Lanes) -> Standing:
+    async def _put_together(self, found: Lanes, pause_s: float) -> Standing:
+        bands: list[list[Lane]] = [[] for _ in range(_BANDS)]
+        for lane in found.lanes:
+            bands[lane.group % _BANDS].append(lane)
         replicas = [_told(row) for row in await self._store.reads.replicas()]
         served: Counter[tuple[int, str]] = Counter()
         service = [0.0] * _BANDS
@@ -162,16 +157,16 @@ class Lookout:
                 served.update(flows)
                 service = [a + b for a, b in zip(service, totals, strict=True)]
                 cut = cut or more
-        lanes = _each_once(found.lanes)
+                await asyncio.sleep(pause_s)
         return Standing(
-            tuple(lanes),
+            tuple(found.lanes),
             found.totals,
-            len(found.lanes) < MOST_LANES,
+            sum(found.totals) < MOST_LANES,
             tuple(replicas),
             served,
             tuple(service),
             cut,
-            tuple(BandLanes.of([lane for lane in lanes if lane.band == band]) for band in range(_BANDS)),
+            tuple(map(BandLanes.of, bands)),
         )
 
 

@@ -2,7 +2,8 @@
 rest. Each call looks at no more than CHUNK rows, so that none holds Redis up, however long the queue is.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ _MOST_SCANS = 10  # calls that one page of workloads may take
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes in their order, and how many each group has in all (bands 0 to 2, then their parked ones)."""
+    """Lanes in their order, each once; how many each group has in all: bands 0 to 2, then those parked."""
 
     lanes: list[Lane]
     totals: tuple[int, ...]
@@ -67,9 +68,18 @@ class Reads:
         self._log = log
 
     async def lanes(
-        self, limit: int, *, group: int = 0, behind: tuple[str, str] | None = None, band: int | None = None
+        self,
+        limit: int,
+        *,
+        group: int = 0,
+        behind: tuple[str, str] | None = None,
+        band: int | None = None,
+        pause_s: float = 0.0,
     ) -> Lanes:
-        """At most `limit` lanes from `group` on, behind a (start tag, name) in it; `band`: of that one."""
+        """At most `limit` lanes from `group` on, behind a (start tag, name) in it; `band`: of that one.
+
+        `pause_s` between the calls, of which each brings at most CHUNK.
+        """
         found: list[Lane] = []
         totals: tuple[int, ...] = (0,) * 6
         while True:
@@ -81,7 +91,8 @@ class Reads:
             totals = tuple(counts)
             found += [rows.lane(row, float(now)) for row in page]
             if len(page) < wanted or len(found) >= limit:
-                return Lanes(found, totals)
+                return Lanes(_each_once(found) if len(found) > CHUNK else found, totals)
+            await asyncio.sleep(pause_s)
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
 
     async def lane(self, name: str) -> list[Lane]:
@@ -175,6 +186,11 @@ class Reads:
         docs/redis-schema.md."""
         page = await self._link.command("XREVRANGE", self._log, "+", "-", "COUNT", limit)
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
+
+
+def _each_once(lanes: Iterable[Lane]) -> list[Lane]:
+    """In their order. One that moved on while they were read has come twice; it stands where it was last."""
+    return sorted({(lane.band, lane.name): lane for lane in lanes}.values(), key=lambda lane: lane.place)
 
 
 def _batches(stretches: Sequence[Stretch]) -> list[list[tuple[int, Stretch]]]:

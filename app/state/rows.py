@@ -30,6 +30,11 @@ class Lane(NamedTuple):
         return self.group % PARKED
 
     @property
+    def place(self) -> tuple[int, float, bytes]:
+        """Lanes are in their order by it."""
+        return self.group, self.start, self.name.encode()
+
+    @property
     def parked(self) -> bool:
         return self.group >= PARKED
 

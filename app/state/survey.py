@@ -22,6 +22,7 @@ _GOOD_S = 1.0  # how old lanes may be
 _LANE_S = 0.001  # and no older than this for each: a few are read in no time
 _FRESH = 0.7  # of that time they are left to others, so that newer ones can be had before they are too old
 _LOOK_S = 0.02  # between looks whether another has read them
+_PIECE = 250  # lanes of what was left that are taken over at a time
 _FIELDS = list(Lane._fields)
 
 
@@ -44,31 +45,34 @@ class Survey:
         self._few = False  # one call has brought them all, the last time
         self._clock = asyncio.get_running_loop().time
 
-    async def lanes(self, limit: int) -> Surveyed:
-        """At most `limit` lanes in their order.
+    async def lanes(self, limit: int, *, pause_s: float = 0.0) -> Surveyed:
+        """At most `limit` lanes in their order; decisions have their turn in the pauses.
 
         Raises:
             StateUnavailable: as Reads does.
         """
-        found = await (self._read(limit) if self._few else self._shared(limit))
+        found = await (self._read(limit, pause_s) if self._few else self._shared(limit, pause_s))
         self._few = len(found.lanes.lanes) <= CHUNK
         return found
 
-    async def _shared(self, limit: int) -> Surveyed:
+    async def _shared(self, limit: int, pause_s: float) -> Surveyed:
         while True:
             try:
                 text, left_ms = await self._link.call("survey", CLAIM_MS)
             except StateUnavailable:
                 if self._link.fault is not None:
                     raise
-                return await self._read(limit)  # what takes no writes can be read still
+                return await self._read(limit, pause_s)  # what takes no writes can be read still
             if text:
-                lanes = _parsed(text)
+                until_s = self._clock() + left_ms / 1000
+                lanes = await _parsed(text, pause_s)
                 if lanes is None:
-                    return await self._read(limit)
-                return Surveyed(lanes, left_ms / 1000, left_ms / 1000 + (1 - _FRESH) * _longest_s(lanes))
+                    return await self._read(limit, pause_s)
+                fresh_s = until_s - self._clock()
+                return Surveyed(lanes, fresh_s, fresh_s + (1 - _FRESH) * _longest_s(lanes))
             if not left_ms:
-                found = await self._read(limit)
+                found = await self._read(limit, pause_s)
+                await asyncio.sleep(pause_s)
                 self._leave(found)
                 return found
             await asyncio.sleep(min(_LOOK_S, left_ms / 1000))
@@ -81,9 +85,9 @@ class Survey:
         else:
             self._link.command("DEL", self._key)
 
-    async def _read(self, limit: int) -> Surveyed:
+    async def _read(self, limit: int, pause_s: float) -> Surveyed:
         begun_s = self._clock()
-        lanes = await self._reads.lanes(limit)
+        lanes = await self._reads.lanes(limit, pause_s=pause_s)
         longest_s, took_s = _longest_s(lanes), self._clock() - begun_s
         return Surveyed(lanes, _FRESH * longest_s - took_s, longest_s - took_s)
 
@@ -97,9 +101,13 @@ def _text(lanes: Lanes) -> bytes:
     return orjson.dumps({"fields": _FIELDS, "totals": lanes.totals, "lanes": rows})
 
 
-def _parsed(text: str) -> Lanes | None:
+async def _parsed(text: str, pause_s: float) -> Lanes | None:
     """None: it is of another version's shape."""
     told = orjson.loads(text)
     if told.get("fields") != _FIELDS:
         return None
-    return Lanes([Lane._make(row) for row in told["lanes"]], tuple(told["totals"]))
+    lanes: list[Lane] = []
+    for at in range(0, len(told["lanes"]), _PIECE):
+        await asyncio.sleep(pause_s)
+        lanes += map(Lane._make, told["lanes"][at : at + _PIECE])
+    return Lanes(lanes, tuple(told["totals"]))

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
 from app.admin.standing import Lookout
+from app.request import Outcome
 from app.state import survey
-from app.state.reads import CHUNK
+from app.state.link import Link
+from app.state.reads import CHUNK, Reads
 from app.state.rows import Lane
 
 FLOWS = 2 * CHUNK + 10
@@ -154,20 +157,42 @@ async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> Non
             await until(no_more)
 
 
+class Meanwhile:
+    """The link, behind whose first call something happens."""
+
+    def __init__(self, link: Link, what: Callable[[], Awaitable[None]]) -> None:
+        self._link = link
+        self._what: Callable[[], Awaitable[None]] | None = what
+
+    async def call(self, name: str, *args: Any) -> Any:
+        found = await self._link.call(name, *args)
+        what, self._what = self._what, None
+        if what is not None:
+            await what()
+        return found
+
+
 async def test_a_lane_that_moves_while_it_is_read_stands_once(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await wait_in_line(it)
-        lookout = Lookout(a.store, 60.0)
+        first, *_, last = (await a.store.reads.lanes(MOST)).lanes
+
         # Given lanes of which the first is served, and comes again at the end, while they are read
-        lanes = (await a.store.reads.lanes(MOST)).lanes
-        moved = lanes[0]._replace(start=lanes[-1].start + 1)
-        await it.redis.set(
-            it.keys.lanes, survey._text(survey.Lanes([*lanes, moved], (0, FLOWS, 0, 0, 0, 0))), px=FOREVER_MS
-        )
+        async def move() -> None:
+            await a.settle("runs")
+            assert (await a.place("q0")).what == "placed"
+            await a.store.settle("q0", Outcome.COMPLETED, actual=FLOWS)
+            assert (await a.admit("again", flow=first.name)).what == "queued"
+
+        reads = Reads(cast(Link, Meanwhile(a.store._link, move)), it.keys.log)
+        found = (await reads.lanes(MOST)).lanes
         # Then it stands where it was last, and counts once
-        standing = await lookout.standing()
-        assert len(standing.lanes) == FLOWS
-        assert standing.lanes[-1] == moved
-        assert standing.weights(moved.band, even=True) == FLOWS
-        assert standing.page(1, moved.group, (repr(lanes[-1].start), lanes[-1].name), None) == [moved]
+        assert len(found) == len(names(found)) == FLOWS
+        assert found[-1].name == first.name
+        assert found[-1].start > last.start
+        # And so it is shown, where the next flow has been served as well
+        standing = await Lookout(a.store, 60.0).standing()
+        assert standing.lanes[-1][:4] == found[-1][:4]
+        assert standing.weights(first.band, even=True) == len(standing.lanes) == FLOWS - 1
+        assert standing.page(1, first.group, (repr(last.start), last.name), None) == [standing.lanes[-1]]

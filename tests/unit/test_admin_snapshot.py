@@ -23,7 +23,7 @@ class Shared:
     async def flows(self, *_: Any) -> dict[str, Any]:
         return {"flows": [], "total": 0}
 
-    async def workloads(self, *_: Any) -> dict[str, Any]:
+    async def busiest(self, *_: Any) -> dict[str, Any]:
         return {"workloads": [], "total": 0}
 
     async def replicas(self) -> list[Any]:
