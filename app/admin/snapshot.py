@@ -50,6 +50,7 @@ class Snapshots:
         await asyncio.sleep(_PAUSE_S)
         if self._logging:
             told.append(("decisions", await self._decisions()))
+            await asyncio.sleep(_PAUSE_S)
         return told
 
     async def _decisions(self) -> dict[str, Any]:

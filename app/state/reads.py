@@ -3,7 +3,7 @@ rest. Each call looks at no more than CHUNK rows, so that none holds Redis up, h
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ class Reads:
             totals = tuple(counts)
             found += [rows.lane(row, float(now)) for row in page]
             if len(page) < wanted or len(found) >= limit:
-                return Lanes(_each_once(found) if len(found) > CHUNK else found, totals)
+                return Lanes(_each_once(found), totals)
             await asyncio.sleep(pause_s)
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
 
@@ -188,9 +188,10 @@ class Reads:
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
 
 
-def _each_once(lanes: Iterable[Lane]) -> list[Lane]:
+def _each_once(lanes: list[Lane]) -> list[Lane]:
     """In their order. One that moved on while they were read has come twice; it stands where it was last."""
-    return sorted({(lane.band, lane.name): lane for lane in lanes}.values(), key=lambda lane: lane.place)
+    last = {(group % rows.PARKED, name): at for at, (group, name, *_) in enumerate(lanes)}
+    return lanes if len(last) == len(lanes) else [lanes[at] for at in sorted(last.values())]
 
 
 def _batches(stretches: Sequence[Stretch]) -> list[list[tuple[int, Stretch]]]:
