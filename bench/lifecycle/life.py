@@ -42,10 +42,15 @@ class Size:
 
 
 class Lives:
-    """A steady state of one size on one server; `watched`: what each call took to get there is kept."""
+    """A steady state of one size on one server; `watched`: what each call took to get there is kept;
+    `placed`: what is granted gets its place before it ends.
+    """
 
-    def __init__(self, server: Server, size: Size, seed: int, *, watched: bool = False) -> None:
+    def __init__(
+        self, server: Server, size: Size, seed: int, *, watched: bool = False, placed: bool = True
+    ) -> None:
         self._server = server
+        self._placed = placed
         self._size = size
         self._random = random.Random(seed)
         self._born = self._swept = 0
@@ -134,7 +139,7 @@ class Lives:
         return placed
 
     def _place(self, ids: list[str]) -> None:
-        for at in range(0, len(ids), BATCH):
+        for at in range(0, len(ids) if self._placed else 0, BATCH):
             self._call("place", _OWNER, *(x for id in ids[at : at + BATCH] for x in (id, 1, "*")))
         self._running.extend(ids)
 

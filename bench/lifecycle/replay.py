@@ -38,19 +38,22 @@ class Life:
     upkeep_us: dict[str, float] = field(default_factory=dict)
 
 
-def life(server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = False) -> Life:
+def life(
+    server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = False, placed: bool = True
+) -> Life:
     """A life at `size`. The same is done twice, and a call is as long as it was the shorter time: what holds
     only one of them up is the machine.
 
     Where order depends on when requests came (`workload-aware`), a replay would serve others: it is lived the
     second time, too, call by call. `kept_up`: then comes all the upkeep there is (bench/lifecycle/upkeep.py).
+    `placed`: with the step in which a granted request gets its endpoint.
     """
     warm_up = 100 * BATCH
     tape: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
     for round in ("record", "play"):
-        state = Lives(server, size, seed, watched=True)
+        state = Lives(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # it holds what was asked, which is no part of what is stored
         bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
