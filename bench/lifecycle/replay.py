@@ -17,6 +17,7 @@ from bench.lifecycle.upkeep import upkeep
 
 _DEADLINE_S = 60.0
 _ASTRAY = (b"gone", b"left", b"unknown")
+_MANY = 100_000  # queued; to fill it takes thousands of calls
 _IN_FLIGHT = 12  # commands on their way at once
 # The floor: what a script costs that writes three times.
 _THREE_WRITES = """
@@ -42,7 +43,7 @@ def life(
     server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = False, placed: bool = True
 ) -> Life:
     """A life at `size`. The same is done twice, and a call is as long as it was the shorter time: what holds
-    only one of them up is the machine.
+    only one of them up is the machine. Where they are `_MANY`, some are held up twice: there it is thrice.
 
     Where order depends on when requests came (`workload-aware`), a replay would serve others: it is lived the
     second time, too, call by call. `kept_up`: then comes all the upkeep there is (bench/lifecycle/upkeep.py).
@@ -52,7 +53,7 @@ def life(
     tape: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
-    for round in ("record", "play"):
+    for round in ("record", "play", "again")[: 3 if size.queued >= _MANY else 2]:
         state = Lives(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # it holds what was asked, which is no part of what is stored
@@ -67,14 +68,14 @@ def life(
             cpu_us = _play(server, tape) if size.ordering == "fcfs" else _live(server, state, lives)
         longest.append(filling_us | server.slow_us())
         kinds.append(_kept_up(state) if kept_up else {})
-    upkeep_us = {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
+    upkeep_us = {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
     return Life(cpu_us / lives, bytes_each, registry_each, _longest(*longest), upkeep_us)
 
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
     """The longest call of each kind of upkeep at `size`, each the shorter time of two."""
     kinds = [_kept_up(Lives(server, size, seed)) for _ in range(2)]
-    return {kind: _longest(found, kinds[1][kind]) for kind, found in kinds[0].items()}
+    return {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
 
 
 def _kept_up(state: Lives) -> dict[str, dict[int, float]]:
@@ -85,9 +86,10 @@ def _kept_up(state: Lives) -> dict[str, dict[int, float]]:
     return found
 
 
-def _longest(first: dict[int, float], second: dict[int, float]) -> float:
-    """Of the calls that both made, each as long as it was the shorter time."""
-    return max((min(us, second[call]) for call, us in first.items() if call in second), default=0.0)
+def _longest(*rounds: dict[int, float]) -> float:
+    """Of the calls that all made, each as long as it was the shortest time."""
+    common = set[int].intersection(*map(set, rounds))
+    return max((min(made[call] for made in rounds) for call in common), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
