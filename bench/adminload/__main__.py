@@ -333,7 +333,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.adminload")
     parser.add_argument("--queued", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=50, help="times each call is made")
-    parser.add_argument("--turns", type=int, default=12, help="of decisions with and without dashboards")
+    parser.add_argument("--turns", type=int, default=24, help="of decisions with and without dashboards")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
     parser.add_argument("--priority", default="idle", help="the browser's: idle, or a nice value")
     parser.add_argument("--out", type=Path, default=_RESULTS)
