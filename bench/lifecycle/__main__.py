@@ -159,7 +159,7 @@ def main() -> int:
         " ZPOPMIN), in server CPU as well, while `redis-benchmark` asks for it as fast as it can; a life is"
         f" judged beside it by {_ROUNDS_BESIDE_FLOOR} short runs of each, in turns. By the clock (one by the"
         " rate that `redis-benchmark` tells) a floor is longer wherever others use the machine."
-        " All is done twice, of a million queued thrice; a call is as long as it was the shortest time: in"
+        " All is done twice, thrice where there is much; a call is as long as it was the shortest time: in"
         " server CPU where it fills the"
         " queue and in upkeep, in lives by the slow log, which also counts the time for which other"
         " processes had the core."

@@ -17,7 +17,7 @@ from bench.lifecycle.upkeep import upkeep
 
 _DEADLINE_S = 60.0
 _ASTRAY = (b"gone", b"left", b"unknown")
-_MANY = 100_000  # queued; to fill it takes thousands of calls
+_MANY, _THRICE = 100_000, 3  # queued; to fill it takes thousands of calls
 _IN_FLIGHT = 12  # commands on their way at once
 # The floor: what a script costs that writes three times.
 _THREE_WRITES = """
@@ -43,7 +43,7 @@ def life(
     server: Server, size: Size, lives: int, seed: int, *, kept_up: bool = False, placed: bool = True
 ) -> Life:
     """A life at `size`. The same is done twice, and a call is as long as it was the shorter time: what holds
-    only one of them up is the machine. Where they are `_MANY`, some are held up twice: there it is thrice.
+    only one of them up is the machine. Where calls are many, some are held up twice: there it is thrice.
 
     Where order depends on when requests came (`workload-aware`), a replay would serve others: it is lived the
     second time, too, call by call. `kept_up`: then comes all the upkeep there is (bench/lifecycle/upkeep.py).
@@ -53,7 +53,7 @@ def life(
     tape: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
-    for round in ("record", "play", "again")[: 3 if size.queued >= _MANY else 2]:
+    for round in ("record", "play", "again")[: _THRICE if size.queued >= _MANY else 2]:
         state = Lives(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # it holds what was asked, which is no part of what is stored
@@ -73,8 +73,8 @@ def life(
 
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
-    """The longest call of each kind of upkeep at `size`, each the shorter time of two."""
-    kinds = [_kept_up(Lives(server, size, seed)) for _ in range(2)]
+    """The longest call of each kind of upkeep at `size`, each the shortest time of three."""
+    kinds = [_kept_up(Lives(server, size, seed)) for _ in range(_THRICE)]
     return {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
 
 
