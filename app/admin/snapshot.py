@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from app.admin.shown import BANDS
+from app.admin.standing import PAUSE_S
 from app.admin.view import Lists, StateView
 from app.state.reads import Reads
 
 ROWS = 50
 _MOST_DECISIONS = 100
-_PAUSE_S = 0.003  # between pieces of a look: decisions, which share the event loop, have their turn
 _IDLE_S = 5.0  # after so long without a look nobody listens, and the next one begins anew
 
 
@@ -31,11 +31,11 @@ class Snapshots:
             self._found = None
         self._asked_s = time.monotonic()
         state = await self._view.state()
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         flows = await self._lists.flows(ROWS, None, None)
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         workloads = await self._lists.busiest(ROWS)
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         snapshot = {
             "at": state["now_us"] / 1e6,
             "state": state,
@@ -47,10 +47,10 @@ class Snapshots:
             "replicas": await self._lists.replicas(),
         }
         told: list[tuple[str, Any]] = [("snapshot", snapshot)]
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         if self._logging:
             told.append(("decisions", await self._decisions()))
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
         return told
 
     async def _decisions(self) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from app.state.rows import PARKED, Lane
 from app.state.store import Store
 
 MOST_LANES = 2000
-_PAUSE_S = 0.003  # between pieces of what is read ahead, of a millisecond each at most
+# Between pieces of what onlookers are told, of about a millisecond each: decisions share the event loop, and
+# have their turn then.
+PAUSE_S = 0.003
 _BANDS = 3
 # A thousand lanes are gone through in C: a property for each takes ten times as long.
 _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
@@ -148,7 +150,7 @@ class Lookout:
                 with contextlib.suppress(StateUnavailable):
                     async with self._reading:
                         if self._clock() >= self._fresh_until:
-                            await self._read(_PAUSE_S)
+                            await self._read(PAUSE_S)
 
     async def _read(self, pause_s: float = 0.0) -> None:
         found = await self._store.survey.lanes(MOST_LANES, pause_s=pause_s)

@@ -10,7 +10,7 @@ from app.state.scripts import ENDS
 
 @dataclass(slots=True)
 class Message:
-    """`sent_s` in event-loop time. `whole`: it took all that was pending, and not only the decisions.
+    """`sent_s` in event-loop time. `whole`: until it is answered, nothing but decisions goes out beside it.
     `again`: it was lost with a connection before; there is no third try.
     """
 

@@ -61,9 +61,8 @@ def _measure(it: Server, lives: int, most: int) -> Iterator[Row]:
     for name, size in _sizes(most).items():
         found, beside = [], []
         base = Size(ordering=size.ordering)
-        large = size.queued >= 100_000
         for seed in range(_ROUNDS):
-            found.append(life(it, size, lives, seed, kept_up=large and seed == 0))
+            found.append(life(it, size, lives, seed, kept_up=size.large and seed == 0))
             # The machine is twice as fast at one time as at another: growth is to what it was just then.
             beside.append(found[-1] if size == base else life(it, base, lives, seed))
             longest = max(longest, found[-1].longest_us)

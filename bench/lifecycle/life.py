@@ -40,6 +40,11 @@ class Size:
     ordering: str = "fcfs"
     wait_signal: str = "request"
 
+    @property
+    def large(self) -> bool:
+        """To fill it takes thousands of calls."""
+        return self.queued >= 100_000
+
 
 class Lives:
     """A steady state of one size on one server; `watched`: what each call took to get there is kept;

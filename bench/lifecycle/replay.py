@@ -17,7 +17,6 @@ from bench.lifecycle.upkeep import upkeep
 
 _DEADLINE_S = 60.0
 _ASTRAY = (b"gone", b"left", b"unknown")
-_MANY, _THRICE = 100_000, 3  # queued; to fill it takes thousands of calls
 _IN_FLIGHT = 12  # commands on their way at once
 # The floor: what a script costs that writes three times.
 _THREE_WRITES = """
@@ -53,14 +52,14 @@ def life(
     tape: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
-    for round in ("record", "play", "again")[: _THRICE if size.queued >= _MANY else 2]:
+    for round in range(3 if size.large else 2):
         state = Lives(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # it holds what was asked, which is no part of what is stored
         bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
         registry_each = state.registry_bytes() / size.queued
         state.live(warm_up)
-        if round == "record":
+        if round == 0:  # it is recorded, and then played
             state.tape = tape
             state.live(lives)
             state.tape = None
@@ -74,7 +73,7 @@ def life(
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
     """The longest call of each kind of upkeep at `size`, each the shortest time of three."""
-    kinds = [_kept_up(Lives(server, size, seed)) for _ in range(_THRICE)]
+    kinds = [_kept_up(Lives(server, size, seed)) for _ in range(3)]
     return {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
 
 
