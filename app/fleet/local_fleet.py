@@ -135,7 +135,8 @@ class LocalFleet:
 
     def _tree(self) -> dict[str, Any]:
         endpoints = [simulator.address for simulator in self._simulators if simulator.address]
-        return overlaid(self._settings, redis_url=self._redis_url, endpoints=endpoints or None)
+        nearest = self._valkey.socket_url if self._valkey is not None else self._redis_url
+        return overlaid(self._settings, redis_url=nearest, endpoints=endpoints or None)
 
     async def _bring_up_pickers(self) -> None:
         """The replicas, and before them what they are told of."""

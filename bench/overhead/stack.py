@@ -159,7 +159,7 @@ async def stack(
     async with _Crew(own) as crew:
         if valkey is not None:
             await crew.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
-        tree = _tree(variant, valkey.url if valkey is not None else _NO_REDIS, endpoints)
+        tree = _tree(variant, valkey.socket_url if valkey is not None else _NO_REDIS, endpoints)
         pickers: Sequence[Constant | Replica]
         if valkey is not None:
             pickers = [Replica(number, 0, own, lambda: tree) for number in numbers]

@@ -4,11 +4,15 @@ import asyncio
 import json
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import h11
 import psutil
 import pytest
+
+from app.fleet.valkey import Valkey
+from app.state import primary
 
 MODES = ["standard", "lean", "headers"]
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 8}
@@ -43,6 +47,24 @@ async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
     assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
     async with any_mode.redis() as client:
         assert await client.ping()
+
+
+async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -> None:
+    # Given a ready fleet, When its state file and a replica say where Redis is
+    told = (await any_mode.admin("/api/v1/config")).json()["config"]["redis"]["url"]
+    # Then the file names a port, for whoever comes, and the replica a socket of the same server
+    assert any_mode.state["redis"].startswith("redis://127.0.0.1:")
+    assert told.startswith("unix:///")
+    async with any_mode.redis() as there, primary.client(told, "default") as here:
+        assert (await here.info("server"))["run_id"] == (await there.info("server"))["run_id"]
+
+
+def test_a_folder_too_deep_for_a_socket_leaves_the_port(tmp_path: Path) -> None:
+    # Given a folder whose path the kernel takes for no socket, When a Valkey is to run in it
+    valkey = Valkey(tmp_path / ("deep" * 30))
+    # Then its replicas ask it by its port
+    assert valkey.socket_url == valkey.url
+    assert "--unixsocket" not in valkey.command()
 
 
 def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
