@@ -26,8 +26,8 @@ from app.state.store import Store
 
 MOST_LANES = 2000
 # Between pieces of what onlookers are told, of about a millisecond each: decisions share the event loop, and
-# have their turn then.
-PAUSE_S = 0.003
+# have their turn then. A decision takes some milliseconds; so it meets one piece, hardly a second.
+PAUSE_S = 0.01
 _BANDS = 3
 # A thousand lanes are gone through in C: a property for each takes ten times as long.
 _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (

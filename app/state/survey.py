@@ -17,7 +17,7 @@ from app.state.link import Link
 from app.state.reads import CHUNK, Lanes, Reads
 from app.state.rows import Lane
 
-CLAIM_MS = 250  # more than reading takes; on a machine so busy that it does not, two read
+CLAIM_MS = 500  # more than reading takes; on a machine so busy that it does not, two read
 _GOOD_S = 1.0  # how old lanes may be
 _LANE_S = 0.001  # and no older than this for each: a few are read in no time
 _FRESH = 0.7  # of that time they are left to others, so that newer ones can be had before they are too old

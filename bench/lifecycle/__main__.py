@@ -1,4 +1,5 @@
-"""Measures and writes bench/results/lifecycle.md; exit 1 if a limit is not met."""
+"""Measures and writes bench/results/lifecycle.md, or of another server than the embedded Valkey
+lifecycle-NAME.md; exit 1 if a limit is not met."""
 
 import argparse
 import sys
@@ -135,14 +136,18 @@ def _leaves_nothing(it: Server, lives: int) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
+    parser.add_argument(
+        "--server", metavar="PATH", help="of redis-server or valkey-server, instead of the embedded"
+    )
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     lives, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:
         lives, most, total, crowd = 1600, 100_000, 20_000, 5000
-    here = look(["--quick"] if options.quick else [])
+    here = look(sys.argv[1:])
     began = time.monotonic()
-    with server() as it:
+    with server(options.server) as it:
+        kind = it.kind
         rows = [
             *_measure(it, lives, most),
             *_upkeep(it, crowd),
@@ -151,7 +156,7 @@ def main() -> int:
         ]
     lines = [
         "# What a life costs Redis", "",
-        f"`{here.command.replace('overhead', 'lifecycle')}`, {here.date}, {here.cores} cores, load"
+        f"`{here.command.replace('overhead', 'lifecycle')}`, {here.date}, {kind}, {here.cores} cores, load"
         f" {here.load:.2f} before. A life is admit, wait, grant, place, settle, {BATCH} a call, with the"
         " queue kept at its length; recorded once and played back to the server as fast as it takes it."
         f" Server CPU, medians of {_ROUNDS}. The floor is a call of a script of three writes (ZADD, HINCRBY,"
@@ -174,7 +179,8 @@ def main() -> int:
         met = "" if not limit else "yes" if row.met else "**no**"
         lines.append(f"| {row.what} | {row.measured:.4g} {row.unit} | {limit} | {met} |")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "lifecycle.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
+    (options.out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines[4:]))
     return 0 if all(row.met for row in rows) else 1
 

