@@ -2,20 +2,20 @@
 
 `open` on its input opens COUNT pages, at the URLs in turn, and is answered with `open` once all have figures.
 `close` is answered with a line of JSON: for each page the milliseconds from each snapshot's appearance on it
-to the next one's. PRIORITY is a nice value, or `idle`: it runs while nobody else wants the
-core, for operators' browsers are not on the fleet's machines.
+to the next one's. PRIORITY is as bench.adminload.priority has it: operators' browsers are not on the fleet's
+machines.
 """
 
 import asyncio
 import itertools
 import json
-import os
 import shutil
 import sys
 
 from playwright.async_api import Browser, Page, async_playwright
 
 from app.fleet.probe import until
+from bench.adminload.priority import take
 
 _CHROMIUM = "/usr/bin/chromium"
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
@@ -63,8 +63,5 @@ async def _main(count: int, urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "idle":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(int(sys.argv[1]))
+    take(sys.argv[1])
     asyncio.run(_main(int(sys.argv[2]), sys.argv[3:]))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
 from bench.rig.ending import end
 
@@ -14,7 +15,7 @@ _ENDS_S = 20.0
 
 
 class Viewers:
-    """The process of `bench.adminload.pages`. `gaps_ms` are those of every page, of all turns so far."""
+    """The process of `bench.adminload.pages` or `streams`. `gaps_ms`: of every page, of all turns."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -24,7 +25,7 @@ class Viewers:
     async def watching(self) -> AsyncIterator[None]:
         """All pages are open and have figures while in here."""
         if await self._said("open") != "open":
-            raise RuntimeError("the dashboards did not open; what the browser said is above")
+            raise RuntimeError("the dashboards did not open; why is told above")
         yield
         told: list[list[float]] = json.loads(await self._said("close"))
         if not all(told):
@@ -40,10 +41,12 @@ class Viewers:
 
 
 @contextlib.asynccontextmanager
-async def viewers(urls: Sequence[str], priority: str) -> AsyncIterator[Viewers]:
-    """Viewers of the dashboards at `urls` (`http://host:port`), in a browser of this priority."""
+async def viewers(
+    urls: Sequence[str], priority: str, kind: Literal["pages", "streams"] = "pages"
+) -> AsyncIterator[Viewers]:
+    """Viewers of the dashboards at `urls` (`http://host:port`), in a process of this priority."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.adminload.pages", priority, str(DASHBOARDS)),
+        *(sys.executable, "-m", f"bench.adminload.{kind}", priority, str(DASHBOARDS)),
         *(f"{url}/" for url in urls),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
