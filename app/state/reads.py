@@ -11,7 +11,7 @@ from app.state import rows
 from app.state.link import Link
 from app.state.rows import Entry, Lane, WorkloadRow
 
-CHUNK = 101  # rows a call, as lua/lib/view.lua bounds them: a page of a hundred, and whether there are more
+CHUNK = 51  # rows a call, as lua/lib/view.lua bounds them: a page of fifty, and whether there are more
 MOST_REPLICAS = 256
 _MOST_SCANS = 10  # calls that one page of workloads may take
 

@@ -1,7 +1,7 @@
 -- include: queue
 -- What an operator reads: rows as text, their fields parted by byte 31, which no field can hold. Nothing is
 -- written here, and no call looks at more than VIEW_LIMIT rows, however long the queue is.
-local VIEW_LIMIT = 101 -- a page of a hundred, and whether there are more
+local VIEW_LIMIT = 51 -- a page of fifty, and whether there are more
 local view = {}
 function view.count(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
 local function comes_before(a, b) -- as a sorted set orders members: by their bytes
