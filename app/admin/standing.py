@@ -153,7 +153,7 @@ class Lookout:
                             await self._read(PAUSE_S)
 
     async def _read(self, pause_s: float = 0.0) -> None:
-        found = await self._store.survey.lanes(MOST_LANES, pause_s=pause_s)
+        found = await self._store.survey.lanes(MOST_LANES, pause_s=pause_s / 2)  # its pieces are half as long
         as_of_s = self._clock()
         self._standing = await self._put_together(found.lanes, pause_s)
         self._fresh_until, self._good_until = as_of_s + found.fresh_s, as_of_s + found.good_s
