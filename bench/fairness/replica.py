@@ -48,7 +48,8 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
     membership.discovered([Endpoint(each.address) for each in settings.discovery.static or ()])
     async with asyncio.TaskGroup() as tasks:
         works = (store.run(), listen(settings.redis.url, store.keys.wake(job.replica), shared.hear))
-        running = [tasks.create_task(work) for work in (*works, membership.run())]
+        # The watch of Redis notes that the loop runs, too: else the gate believes that its process has slept.
+        running = [tasks.create_task(work) for work in (*works, membership.run(), parts.sturdy.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
         yield shared
