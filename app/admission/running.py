@@ -130,10 +130,15 @@ class RunningRequests:
         note = "" if self.waking.now else alive.ticket
         ignore_loss(self._store.renew(alive.id, None, alive.served or "", note))
 
-    def renew_held(self) -> None:
-        """Renew every lease that this replica's own streams keep."""
-        for request_id, held in self._held.items():
-            ignore_loss(self._store.renew(request_id, held.attempt, held.served, held.ticket))
+    def renew_held(self) -> list[asyncio.Future[str]]:
+        """Renew every lease that this replica's own streams keep; the answers, which nobody has to await."""
+        answers = [
+            self._store.renew(request_id, held.attempt, held.served, held.ticket)
+            for request_id, held in self._held.items()
+        ]
+        for answer in answers:
+            ignore_loss(answer)
+        return answers
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         ignore_loss(self._store.cancel(request_id, attempt, why))

@@ -255,11 +255,14 @@ class SharedGate(RunningRequests):
     async def register_again(self) -> bool:
         """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first.
 
-        False if it could not be told of every waiter; the call may be repeated.
+        False if it could not be told of all; the call may be repeated.
         """
         if self.waking.now:
             await self.waking.pause()  # as in `_admit_known`
-        self.renew_held()
+        # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
+        renewed = await asyncio.gather(*self.renew_held(), return_exceptions=True)
+        if any(isinstance(answer, BaseException) for answer in renewed):
+            return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
         async with asyncio.TaskGroup() as tasks:
             told = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]

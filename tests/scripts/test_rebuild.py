@@ -19,6 +19,7 @@ CONFIG: dict[str, Any] = {
 }
 # Seconds in which a replica joins only by its own doing: the test decides when it beats.
 SLOW: dict[str, Any] = {**CONFIG, "leases": {"heartbeat": "2s"}}
+BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server for a tenth of a second or so
 
 
 async def filled(
@@ -82,6 +83,27 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
         # Then they are served in their old order
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
         await it.ledger()
+
+
+async def test_streams_are_registered_before_waiters_where_redis_is_slow(fleet: OpenFleet) -> None:
+    # Given four streams and five waiters of a replica, and a state that was lost and is published again
+    async with fleet("a", endpoints=2) as it:
+        (a,) = it.replicas
+        _, waiting = await filled(it, 4, 5)
+        await it.redis.flushall()
+        await a.publish(*addresses(2))
+        await a.beat()
+        # When something that this replica asked is on its way for long: decisions go out beside it
+        busy = asyncio.create_task(it.redis.eval(BUSY, 0))
+        await asyncio.sleep(0.02)
+        asked = asyncio.create_task(a.store.news())
+        await asyncio.sleep(0)
+        assert await a.gate.register_again()
+        await asyncio.gather(busy, asked)
+        # Then the waiters wait
+        assert await it.counts() == (4, 5, [2, 2])
+        for task in waiting:
+            task.cancel()
 
 
 async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
