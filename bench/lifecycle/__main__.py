@@ -141,6 +141,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)  # before ten minutes are spent
     lives, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:
         lives, most, total, crowd = 1600, 100_000, 20_000, 5000
@@ -178,7 +179,6 @@ def main() -> int:
         limit = "" if row.limit == float("inf") else f"{row.limit:g} {row.unit}".strip()
         met = "" if not limit else "yes" if row.met else "**no**"
         lines.append(f"| {row.what} | {row.measured:.4g} {row.unit} | {limit} | {met} |")
-    options.out.mkdir(parents=True, exist_ok=True)
     name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
     (options.out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines[4:]))
