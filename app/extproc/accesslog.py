@@ -8,7 +8,7 @@ it must not cost the others of its batch their place in the books (G10).
 
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import grpc
@@ -54,8 +54,8 @@ _MOST_TOKENS = 1e9
 def handler(gate: Gate, metrics: Metrics) -> Any:
     """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server."""
 
-    async def stream(messages: AsyncIterator[Any], context: Any) -> Any:
-        async for message in messages:
+    async def stream(_: object, context: Any) -> Any:
+        while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("http_logs"):
                 take(message.http_logs.log_entry, gate, metrics)
         return als_pb2.StreamAccessLogsResponse()

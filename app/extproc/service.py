@@ -13,12 +13,19 @@ from app.extproc.uploads import Uploads
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
+# What ends a stream whose last answer is out already, or that ends without one. Envoy has closed its side by
+# then, and passes over what still comes.
+_NOTHING = ProcessingResponse()
+
 
 class Service:
     """Serves exchanges, and knows when none is open.
 
     A handler that calls `read` and `write` costs about 60 µs less a request than an async generator, and one
-    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it.
+    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it. Most
+    streams have one answer. The handler returns it, as one of a method that answers once (`stream_unary`):
+    gRPC then sends it together with the stream's end, another 60 µs less. On the wire there is no difference.
+    What comes before it is written, as bytes: in such a handler `write` serialises nothing.
     """
 
     def __init__(self, desk: Desk, uploads: Uploads) -> None:
@@ -34,12 +41,12 @@ class Service:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The service, to be added to a `grpc.aio` server."""
-        process = grpc.stream_stream_rpc_method_handler(
+        process = grpc.stream_unary_rpc_method_handler(
             self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
-    async def _process(self, _: object, context: Any) -> None:
+    async def _process(self, _: object, context: Any) -> ProcessingResponse:
         exchange = Exchange(self._desk)
         self._open += 1
         self._idle.clear()
@@ -55,13 +62,17 @@ class Service:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
                 self._uploads.came(exchange)
                 if message is grpc.aio.EOF or exchange.done:
-                    return
+                    break
                 answers = await exchange.receive(message)
                 if answers:
-                    for answer in answers[:-1]:
-                        await context.write(answer)
+                    *others, last = answers
+                    for answer in others:
+                        await context.write(answer.SerializeToString())
                     exchange.told()
-                    await context.write(answers[-1])
+                    if exchange.done:
+                        return last
+                    await context.write(last.SerializeToString())
+            return _NOTHING
         finally:
             self._open -= 1
             if not self._open:

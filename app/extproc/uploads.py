@@ -50,4 +50,4 @@ class Uploads:
         with suppress(grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(_WRITE_S):
                 for answer in answers:
-                    await context.write(answer)
+                    await context.write(answer.SerializeToString())
