@@ -2,7 +2,7 @@
 
 It speaks the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
 body in chunks); with `--terse` that of the real one in `lean` (the body goes back with the headers' answer,
-once it is whole by its content-length). It takes and discards access logs, serves one fixed list of endpoints
+once it is whole by its content-length, and the stream ends with it). It takes and discards access logs, serves one fixed list of endpoints
 for the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen 127.0.0.1:0
 --endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
 """
@@ -101,12 +101,12 @@ class ConstantPicker:
 
 
 class TersePicker:
-    """As `ConstantPicker`, in as few messages as Envoy takes; for `lean`."""
+    """As `ConstantPicker`, in as few messages as Envoy takes, and these with the stream's end; for `lean`."""
 
     def __init__(self, endpoints: list[str]) -> None:
         self._answers = itertools.cycle([_headers_answer(endpoint) for endpoint in endpoints])
 
-    async def process(self, _: object, context: Any) -> None:
+    async def process(self, _: object, context: Any) -> ProcessingResponse:
         body, length = b"", -1
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("request_headers"):
@@ -120,8 +120,8 @@ class TersePicker:
                 if body:
                     answer.request_headers.response.status = CommonResponse.CONTINUE_AND_REPLACE
                     answer.request_headers.response.body_mutation.body = body
-                await context.write(answer)
-                return
+                return answer
+        return ProcessingResponse()
 
 
 def _content_length(message: ProcessingRequest) -> int:
@@ -175,16 +175,17 @@ def _handlers(endpoints: list[str], terse: bool) -> list[grpc.GenericRpcHandler]
         while await context.read() is not grpc.aio.EOF:
             pass
 
+    picker = (TersePicker if terse else ConstantPicker)(endpoints)
+    method = grpc.stream_unary_rpc_method_handler if terse else grpc.stream_stream_rpc_method_handler
+
     def service(name: str, **methods: grpc.RpcMethodHandler) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(name, methods)
 
     return [
         service(
             "envoy.service.ext_proc.v3.ExternalProcessor",
-            Process=grpc.stream_stream_rpc_method_handler(
-                (TersePicker if terse else ConstantPicker)(endpoints).process,
-                ProcessingRequest.FromString,
-                ProcessingResponse.SerializeToString,
+            Process=method(
+                picker.process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
             ),
         ),
         service(
