@@ -2,9 +2,10 @@
 
 It speaks the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
 body in chunks); with `--terse` that of the real one in `lean` (the body goes back with the headers' answer,
-once it is whole by its content-length, and the stream ends with it). It takes and discards access logs, serves one fixed list of endpoints
-for the cluster `pool`, and says it is healthy. `python -m bench.constant_picker --listen 127.0.0.1:0
---endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
+once it is whole by its content-length, and the stream ends with it). It takes and discards access logs,
+serves one fixed list of endpoints for the cluster `pool`, and says it is healthy.
+`python -m bench.constant_picker --listen 127.0.0.1:0 --endpoint 127.0.0.1:8000` prints one line of JSON with
+the bound address once it listens.
 """
 
 import argparse
