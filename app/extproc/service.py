@@ -13,8 +13,8 @@ from app.extproc.uploads import Uploads
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
-# What ends a stream whose last answer is out already, or that ends without one. Envoy has closed its side by
-# then, and passes over what still comes.
+# What ends a stream whose last answer is out already, or that ends without one. Envoy has its answer or has
+# closed its side by then, and passes over what still comes.
 _NOTHING = ProcessingResponse()
 
 
