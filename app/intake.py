@@ -38,6 +38,7 @@ _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
 MAX_WORKLOAD_ID_BYTES = 128
+_SHORT_CONTEXT = 512  # characters; longer ones are not remembered
 DEFAULT_CRITICALITY = 3
 _MIN_TTL_S = 0.001
 
@@ -257,6 +258,12 @@ def _answer_tokens(fields: Mapping[str, object]) -> int | None:
 
 def _workload(text: str, request_id: str) -> Workload:
     """The workload that the header's `text` tells; an anonymous one is named after its only request."""
+    told = _short_context(text) if len(text) <= _SHORT_CONTEXT else _context(text)
+    return told if told.registered else told._replace(id=f"auto-{request_id}")
+
+
+def _context(text: str) -> Workload:
+    """The workload of a context; an anonymous one is without an id."""
     context: object = None
     if text:
         try:
@@ -264,14 +271,17 @@ def _workload(text: str, request_id: str) -> Workload:
         except orjson.JSONDecodeError:
             context = None
     if not isinstance(context, dict):
-        return Workload(f"auto-{request_id}", DEFAULT_CRITICALITY, registered=False)
+        return Workload("", DEFAULT_CRITICALITY, registered=False)
     number = finite_number(context.get("criticality"))
     criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
     name = context.get("workload_id")
     stripped = name.strip() if isinstance(name, str) else ""
     if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or _CONTROL.search(stripped):
-        return Workload(f"auto-{request_id}", criticality, registered=False)
+        return Workload("", criticality, registered=False)
     return Workload(stripped, criticality, registered=True)
+
+
+_short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests bring the same one
 
 
 def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:

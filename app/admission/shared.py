@@ -87,7 +87,11 @@ class SharedGate(RunningRequests):
             displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
         try:
-            placed_on = await self._place(waiter)
+            verdict = await self._admit_known(waiter)
+            if verdict.what == "placed":
+                self._metrics.bypassed(request.model, request.target_model)
+            else:
+                verdict = await self._queue(waiter, verdict)
         except (asyncio.CancelledError, StateUnavailable) as fault:
             # What the call did, if it arrived, is undone by whoever still owns the attempt.
             self._cancel(request.id, waiter.attempt, "cancelled")
@@ -98,7 +102,7 @@ class SharedGate(RunningRequests):
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        return self._placement(request, waiter.attempt, placed_on, held)
+        return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), held)
 
     def give_up(self) -> None:
         """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
@@ -107,13 +111,9 @@ class SharedGate(RunningRequests):
                 waiter.given_up = True
                 waiter.task.cancel()
 
-    async def _place(self, waiter: Waiter) -> tuple[str, ...]:
-        """The endpoints of a request, once its turn has come."""
+    async def _queue(self, waiter: Waiter, verdict: Verdict) -> Verdict:
+        """`placed`, once the turn of a queued request has come; every refusal is raised."""
         request = waiter.request
-        verdict = await self._admit_known(waiter)
-        if verdict.what == "placed":
-            self._metrics.bypassed(request.model, request.target_model)
-            return tuple(verdict.detail.split(","))
         self._metrics.waiting(request.model, request.target_model, 1)
         self._any_queued.set()
         try:
@@ -121,8 +121,8 @@ class SharedGate(RunningRequests):
         finally:
             self._metrics.waiting(request.model, request.target_model, -1)
 
-    async def _wait(self, waiter: Waiter, verdict: Verdict) -> tuple[str, ...]:
-        """The endpoints of a queued request; it may be granted and sent back to wait any number of times."""
+    async def _wait(self, waiter: Waiter, verdict: Verdict) -> Verdict:
+        """`placed`, in the end: a queued request may be granted and sent back to wait any number of times."""
         request = waiter.request
         while True:
             verdict = await self._turn(waiter, verdict)
@@ -130,7 +130,7 @@ class SharedGate(RunningRequests):
                 verdict = await self._take_up(waiter)
             if verdict.what == "placed":
                 self._count_wait(waiter, True)
-                return tuple(verdict.detail.split(","))
+                return verdict
             if verdict.what == "gone":
                 if self._waiting.get(request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
@@ -138,7 +138,7 @@ class SharedGate(RunningRequests):
                 waiter.news = self._loop.create_future()
                 verdict = await self._admit_known(waiter)
                 if verdict.what == "placed":
-                    return tuple(verdict.detail.split(","))
+                    return verdict
 
     async def _take_up(self, waiter: Waiter) -> Verdict:
         """Ask for a granted request's place: `placed`, `queued` or `gone`; every refusal is raised."""

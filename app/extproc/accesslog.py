@@ -124,11 +124,11 @@ def read(entry: Any) -> Completion | Alive | None:
         served=served,
         prompt_tokens=_tokens(usage, "prompt_tokens"),
         completion_tokens=_tokens(usage, "completion_tokens"),
-        duration_s=_seconds(common, "time_to_last_downstream_tx_byte"),
-        first_byte_s=_seconds(common, "time_to_first_downstream_tx_byte"),
+        duration_s=_seconds(common.time_to_last_downstream_tx_byte),
+        first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
         failed=_failed(common, served, ticket.endpoint_of(note)),
         ticket=note,
-        service_s=_between(common, "time_to_first_upstream_tx_byte", "time_to_last_upstream_rx_byte"),
+        service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
     )
 
 
@@ -142,9 +142,8 @@ def _message(data: bytes) -> Any:
 
 
 def _outcome(common: Any, status: int) -> Outcome:
-    told = common.response_flags.ListFields()
-    if told:
-        flags = {field.name for field, _ in told}
+    if common.HasField("response_flags"):
+        flags = {field.name for field, _ in common.response_flags.ListFields()}
         if flags & _CLIENT_FLAGS:
             return Outcome.CLIENT_GONE
         if flags & _UPSTREAM_FLAGS:
@@ -155,7 +154,8 @@ def _outcome(common: Any, status: int) -> Outcome:
 def _failed(common: Any, served: str | None, picked: str) -> str:
     """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
     if served is None or served == picked:
-        return picked if common.response_flags.upstream_connection_failure else ""
+        failed = common.HasField("response_flags") and common.response_flags.upstream_connection_failure
+        return picked if failed else ""
     # At the first attempt already: Envoy has not heard of the picked one yet, and passed it over.
     return picked if common.upstream_request_attempt_count != 1 else ""
 
@@ -180,16 +180,14 @@ def _tokens(fields: Any, key: str) -> int | None:
     return int(number) if math.isfinite(number) and 0 <= number <= _MOST_TOKENS else None
 
 
-def _seconds(common: Any, name: str) -> float | None:
-    if not common.HasField(name):
-        return None
-    duration = getattr(common, name)
-    seconds = float(duration.seconds + duration.nanos / 1e9)
-    return seconds if seconds >= 0 else None
+def _seconds(duration: Any) -> float | None:
+    """A protobuf Duration; None for one that is not set, and reads as 0, which no request takes."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    return seconds if seconds > 0 else None
 
 
-def _between(common: Any, first: str, last: str) -> float | None:
-    began_s, ended_s = _seconds(common, first), _seconds(common, last)
+def _between(first: Any, last: Any) -> float | None:
+    began_s, ended_s = _seconds(first), _seconds(last)
     return None if began_s is None or ended_s is None else max(ended_s - began_s, 0.0)
 
 

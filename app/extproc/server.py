@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -64,6 +67,7 @@ class Server:
         except RuntimeError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
         await self._server.start()
+        _let_loop_run()
         return port
 
     async def set_ready(self, ready: bool) -> None:
@@ -95,3 +99,19 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._service.quiet()
+
+
+def _let_loop_run() -> None:
+    """Have this process's other threads, gRPC's above all, not interrupt the event loop's when they wake.
+
+    gRPC polls and reads in threads of its own, which wake ten times a request. As a batch class (sched(7))
+    they wait for a core, have as much of it as before, and find more to do at once; the loop keeps its
+    caches (docs/decisions.md, 18). Threads that they begin are as they are.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return  # another system than Linux
+    loop_thread = threading.get_native_id()
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != loop_thread:
+            with contextlib.suppress(OSError):  # it has ended, or a sandbox refuses
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

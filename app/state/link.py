@@ -71,7 +71,6 @@ class Link:
         self._library = load_library()
         self._functions = {name: self._library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
-        self._batched, self._single = self._pending.batched, self._pending.single
         self._refusals = Refusals(self._ask_again)
         self._loop = asyncio.get_running_loop()
         self._wire: Wire | None = None
@@ -102,10 +101,10 @@ class Link:
             StateUnavailable: no answer in time (see the module); whether it took effect is unknown.
         """
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        if lasting and len(self._batched[name]) >= MAX_LASTING:
+        if lasting and self._pending.waiting(name) >= MAX_LASTING:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
-        self._batched[name].append(Item(args, answer, lasting))
+        self._pending.add(name, Item(args, answer, lasting))
         self._schedule(now=name not in _PATIENT)
         return answer
 
@@ -119,7 +118,7 @@ class Link:
 
     def _enqueue(self, name: str, command: tuple[Any, ...]) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        self._single.append(Call(name, command, [Item((), answer, False)]))
+        self._pending.single.append(Call(name, command, [Item((), answer, False)]))
         self._schedule(now=True)
         return answer
 
@@ -189,7 +188,7 @@ class Link:
         if not self._open or len(self._under_way) >= _MOST_UNDER_WAY:
             return
         # Only of ends in one message is it unknown at any time whether Redis has seen them (`unsent`).
-        whole = not any(message.whole for message in self._under_way)
+        whole = not self._under_way or not any(message.whole for message in self._under_way)
         if calls := self._pending.take() if whole else self._pending.take_of(_DECISIONS):
             self._send(calls, whole=whole)
 
@@ -237,8 +236,6 @@ class Link:
             return
         self._metrics.redis_call(message.calls[0].name, self._loop.time() - message.sent_s, message.items)
         self._fault = ""
-        if not self._under_way:
-            self._under_way.rest()
         if self._pending and (message.whole or self._due is None or not self._under_way):
             # Not before those who wait for these replies have had their turn to ask for more.
             self._loop.call_soon(self._send_pending)

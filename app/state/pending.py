@@ -1,48 +1,65 @@
 """What waits to be sent to Redis: items by script, and calls by themselves."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping
 
 from app.state.calls import Argument, Call, Item
 from app.state.scripts import ENDS, NAMES
 
 MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
+_RANK = {name: rank for rank, name in enumerate(NAMES)}
+_NO_ENDS = tuple(name for name in NAMES if name not in ENDS)
+_NONE: deque[Item] = deque()
 
 
 class Pending:
-    """`batched` (script -> items) and `single` are filled by who asks.
+    """`batched` has the items of each script that has any; `single` is filled by who asks.
 
     `functions` are the scripts' names as FCALL knows them, `key` is the pool's, `caller` the replica.
     """
 
     def __init__(self, functions: Mapping[str, str], key: str, caller: str) -> None:
         self._heads = {name: ("FCALL", functions[name], 1, key, caller) for name in NAMES}
-        self.batched: dict[str, deque[Item]] = {name: deque() for name in NAMES}
+        self.batched: dict[str, deque[Item]] = {}
         self.single: deque[Call] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self.single) or any(self.batched.values())
+        return bool(self.batched or self.single)
+
+    def add(self, name: str, item: Item) -> None:
+        """One more item for script `name`."""
+        waiting = self.batched.get(name)
+        if waiting is None:
+            self.batched[name] = deque((item,))
+        else:
+            waiting.append(item)
+
+    def waiting(self, name: str) -> int:
+        """How many items wait for script `name`."""
+        return len(self.batched.get(name, _NONE))
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
-        return [item.args for item in self.batched[name] if not item.tried]
+        return [item.args for item in self.batched.get(name, _NONE) if not item.tried]
 
     def take(self, *, ends: bool = True) -> list[Call]:
         """Everything, with the ends or without, as calls of at most MAX_BATCH items, in the fixed order."""
-        calls = self.take_of(name for name in NAMES if ends or name not in ENDS)
-        calls.extend(self.single)
-        self.single.clear()
+        calls = self.take_of(NAMES if ends else _NO_ENDS)
+        if self.single:
+            calls.extend(self.single)
+            self.single.clear()
         return calls
 
-    def take_of(self, names: Iterable[str]) -> list[Call]:
+    def take_of(self, names: Container[str]) -> list[Call]:
         """The items of some scripts, likewise."""
         calls: list[Call] = []
-        for name in names:
-            waiting = self.batched[name]
+        for name in sorted(self.batched, key=_RANK.__getitem__):
+            if name not in names:
+                continue
+            waiting, head = self.batched.pop(name), self._heads[name]
             while waiting:
                 items = [waiting.popleft() for _ in range(min(MAX_BATCH, len(waiting)))]
                 args = [arg for item in items for arg in item.args]
-                head = self._heads[name]
                 calls.append(Call(name, (*head, *args), items, batched=True, head=len(head)))
         return calls
 
@@ -51,6 +68,6 @@ class Pending:
         for call in reversed(calls):  # so that what is kept stays in order
             kept = [item for item in call.items if keep and item.lasting and not item.answer.done()]
             if kept:
-                self.batched[call.name].extendleft(reversed(kept))
+                self.batched.setdefault(call.name, deque()).extendleft(reversed(kept))
             call.items = [item for item in call.items if item not in kept]
             call.fail(f"the shared state cannot be reached: {why}")

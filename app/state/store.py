@@ -12,7 +12,7 @@ from typing import Any
 from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
 from app.state.arrival import arrival
-from app.state.calls import Argument, CallMetrics
+from app.state.calls import CallMetrics
 from app.state.keys import Keys
 from app.state.link import Link
 from app.state.reads import Reads
@@ -24,10 +24,12 @@ _UNPICKABLE = 10**9  # as in lua/lib/endpoints.lua: the load of an endpoint that
 _ADOPTED = " adopted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """Reply about one request: `what` it is told, and `detail` (endpoints, a time, a reason, a model). Of a
-    choice made just now, `live` has the loads it was made from, as `lua/place.lua` gives them."""
+    choice made just now, `live` has the loads it was made from, as `lua/place.lua` gives them.
+
+    Not frozen: each request makes one, and a frozen one takes three times as long to make."""
 
     what: str
     detail: str
@@ -131,17 +133,18 @@ class Store:
         """Event-loop time since when the oldest unanswered decision waits; None: none does."""
         return next(iter(self._asked.values()), None)
 
-    async def _decide(self, name: str, args: tuple[Argument, ...]) -> str:
+    def _begin_asking(self) -> int:
+        """A decision is about to be asked for; its number, for `_end_asking`."""
         number = next(self._decisions)
         if not self._asked:
             self._on_asking(True)
         self._asked[number] = self._clock()
-        try:
-            return str(await self._link.submit(name, args))
-        finally:
-            del self._asked[number]
-            if not self._asked:
-                self._on_asking(False)
+        return number
+
+    def _end_asking(self, number: int) -> None:
+        del self._asked[number]
+        if not self._asked:
+            self._on_asking(False)
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
@@ -150,7 +153,11 @@ class Store:
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
         """
-        reply = await self._decide("admit", (arrival(request, attempt, candidates, age_s),))
+        number = self._begin_asking()
+        try:
+            reply: str = await self._link.submit("admit", (arrival(request, attempt, candidates, age_s),))
+        finally:
+            self._end_asking(number)
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
             self._on_adopted()
@@ -158,7 +165,12 @@ class Store:
 
     async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        return _verdict(await self._decide("place", (request_id, attempt, candidates)))
+        number = self._begin_asking()
+        try:
+            reply: str = await self._link.submit("place", (request_id, attempt, candidates))
+        finally:
+            self._end_asking(number)
+        return _verdict(reply)
 
     def settle(
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None

@@ -55,8 +55,13 @@ class UnderWay(deque[Message]):
         return any(message.again for message in self)
 
     def _look(self) -> None:
-        """The deadline of a message has come; it may be one that has long been answered."""
+        """The deadline of a message has come; it may be one that has long been answered.
+
+        One timer does for all that are sent within a deadline: to set and stop one each costs a tenth of it.
+        """
         self._deadline = None
+        if not self:
+            return
         left_s = self[0].sent_s + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._deadline = self._loop.call_later(left_s, self._look)

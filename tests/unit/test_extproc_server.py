@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -305,3 +307,12 @@ async def test_a_message_that_is_none_is_refused_and_harms_no_other(caplog: pyte
 
         # And the other is served
         assert parts(await told(good, body(ASK), answers=1)) == ["request_headers"]
+
+
+async def test_other_threads_do_not_interrupt_the_event_loops() -> None:
+    async with replica() as fleet:
+        await told(fleet.exchange(), headers("lean"), body(ASK), answers=1)
+        own = threading.get_native_id()
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        assert {os.sched_getscheduler(thread) for thread in threads if thread != own} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(own) == os.SCHED_OTHER
