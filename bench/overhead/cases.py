@@ -93,8 +93,8 @@ class Plan:
     memory_requests: int
 
 
-_SHORT = Case("small", 1, busy=1200, calm=400)
-_MEDIUM = Case("small", 100, busy=1000, calm=300)
+_SHORT = Case("small", 1, busy=1200, calm=800)
+_MEDIUM = Case("small", 100, busy=1000, calm=400)
 _LONG = Case("small", 1000, busy=500, calm=150)
 _LARGE = Case("large", 1, busy=240, calm=120)
 

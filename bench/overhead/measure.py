@@ -28,9 +28,9 @@ from bench.overhead.stack import CpuTime, Stack, model_servers, stack
 # caused has happened, and counts as its cost, this long after its last answer.
 _TAIL_S = 0.3
 _LIMIT_S = 180.0  # of one pass
-_CALM_TURNS = 4
+_CALM_TURNS = 8
 _IDLE_S = 3
-_WARM_UP_SHARE = 3  # one part in so many of a pass, thrown away, before the first round
+_WARM_UP_SHARE = 3  # one part in so many of a pass, thrown away, before each round
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +111,20 @@ async def _measure_rig(rig: Rig, rounds: int, driver: Driver, tell: Callable[[st
         case: {variant: [] for variant in rig.variants(case)} for case in rig.cases
     }
     sent: dict[Variant, int] = dict.fromkeys(rig.variants(rig.cases[0]), 0)
-    tell(f"{rig.name}: starting and warming up")
-    async with standing(rig) as stacks:
-        for case in rig.cases:
-            for variant in rig.variants(case):
-                requests = case.busy_requests(variant) // _WARM_UP_SHARE
-                outcome, _ = await busy(driver, stacks[variant], case, requests)
-                sent[variant] += outcome.sent
-        idle = await _idle(stacks)
-        compared: tuple[Variant, ...] = ("constant", "picker") if rig.paced else ()
-        paced: dict[Variant, tuple[list[float], list[float]]] = {variant: ([], []) for variant in compared}
-        for number in range(rounds):
-            tell(f"{rig.name}: round {number + 1} of {rounds}")
+    bypassed: dict[Variant, int] = {variant: 0 for variant in sent if variant in ("picker", "queued")}
+    compared: tuple[Variant, ...] = ("constant", "picker") if rig.paced else ()
+    paced: dict[Variant, tuple[list[float], list[float]]] = {variant: ([], []) for variant in compared}
+    idles: list[dict[Variant, CpuTime]] = []
+    for number in range(rounds):
+        tell(f"{rig.name}: round {number + 1} of {rounds}")
+        # Begun anew: two sets of the same processes differ by more than one does from round to round.
+        async with standing(rig) as stacks:
+            for case in rig.cases:
+                for variant in rig.variants(case):
+                    requests = case.busy_requests(variant) // _WARM_UP_SHARE
+                    outcome, _ = await busy(driver, stacks[variant], case, requests)
+                    sent[variant] += outcome.sent
+            idle = await _idle(stacks)
             for case in rig.cases:
                 for variant, (reading, count) in (await _round(driver, stacks, rig, case, number)).items():
                     cases[case][variant].append(reading)
@@ -132,12 +134,12 @@ async def _measure_rig(rig: Rig, rounds: int, driver: Driver, tell: Callable[[st
                     cost_us, count = await _paced(driver, stacks[variant], case, idle[variant])
                     figures.append(cost_us)
                     sent[variant] += count
-        bypassed: dict[Variant, float] = {
-            variant: await stacks[variant].bypasses() / sent[variant]
-            for variant in stacks
-            if variant in ("picker", "queued")
-        }
-    return RigResult(rig, cases, bypassed, idle, paced)
+            for variant in bypassed:
+                bypassed[variant] += await stacks[variant].bypasses()
+            idles.append(idle)
+    shares = {variant: count / sent[variant] for variant, count in bypassed.items()}
+    at_rest = {variant: sum((idle[variant] for idle in idles), CpuTime()) / rounds for variant in sent}
+    return RigResult(rig, cases, shares, at_rest, paced)
 
 
 async def _idle(stacks: Mapping[Variant, Stack]) -> dict[Variant, CpuTime]:

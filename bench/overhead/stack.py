@@ -36,9 +36,16 @@ _BYPASSES = re.compile(rb"^epp_bypass_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 class CpuTime:
     """CPU time since start, in nanoseconds, of each kind of process; Valkey's is 0 where there is none."""
 
-    picker_ns: int
-    envoy_ns: int
-    valkey_ns: int
+    picker_ns: int = 0
+    envoy_ns: int = 0
+    valkey_ns: int = 0
+
+    def __add__(self, other: "CpuTime") -> "CpuTime":
+        return CpuTime(
+            self.picker_ns + other.picker_ns,
+            self.envoy_ns + other.envoy_ns,
+            self.valkey_ns + other.valkey_ns,
+        )
 
     def __sub__(self, earlier: "CpuTime") -> "CpuTime":
         return CpuTime(
