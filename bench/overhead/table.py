@@ -19,8 +19,9 @@ The constant picker answers as is usual in full-duplex mode, headers and body in
 the body's end is told. In `lean` the picker answers a body in one message (docs/decisions.md, 15), which is
 a part of its cost; what the rest costs is seen beside `terse`, a constant picker that does the same. They
 stand side by side and take turns in each round, in changing order, so that whatever else the machine does
-touches all alike. Figures are medians over the rounds; a ratio is taken within each round, then its median,
-with the lowest and highest beside it.
+touches all alike, and each round begins with new processes: two sets of the same ones differ by more than one
+does from round to round. Figures are medians over the rounds; a ratio is taken within each round, then its
+median, with the lowest and highest beside it.
 
 CPU is that of all processes of a kind, divided by the requests of a busy pass (16 connections, 8 for 400 KB),
 access logs included; requests/s are of the same pass, in which the load and the model servers use the same
