@@ -110,8 +110,10 @@ def _let_loop_run() -> None:
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # another system than Linux
-    loop_thread = threading.get_native_id()
-    for task in Path("/proc/self/task").iterdir():
-        if int(task.name) != loop_thread:
+    loop_thread, threads = threading.get_native_id(), []
+    with contextlib.suppress(OSError):  # a sandbox may have no /proc
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    for thread in threads:
+        if thread != loop_thread:
             with contextlib.suppress(OSError):  # it has ended, or a sandbox refuses
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
