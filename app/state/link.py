@@ -188,7 +188,7 @@ class Link:
         if not self._open or len(self._under_way) >= _MOST_UNDER_WAY:
             return
         # Only of ends in one message is it unknown at any time whether Redis has seen them (`unsent`).
-        whole = not self._under_way or not any(message.whole for message in self._under_way)
+        whole = not any(message.whole for message in self._under_way)
         if calls := self._pending.take() if whole else self._pending.take_of(_DECISIONS):
             self._send(calls, whole=whole)
 

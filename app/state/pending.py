@@ -9,7 +9,6 @@ from app.state.scripts import ENDS, NAMES
 MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _NO_ENDS = tuple(name for name in NAMES if name not in ENDS)
-_NONE: deque[Item] = deque()
 
 
 class Pending:
@@ -28,19 +27,15 @@ class Pending:
 
     def add(self, name: str, item: Item) -> None:
         """One more item for script `name`."""
-        waiting = self.batched.get(name)
-        if waiting is None:
-            self.batched[name] = deque((item,))
-        else:
-            waiting.append(item)
+        self.batched.setdefault(name, deque()).append(item)
 
     def waiting(self, name: str) -> int:
         """How many items wait for script `name`."""
-        return len(self.batched.get(name, _NONE))
+        return len(self.batched.get(name, ()))
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
-        return [item.args for item in self.batched.get(name, _NONE) if not item.tried]
+        return [item.args for item in self.batched.get(name, ()) if not item.tried]
 
     def take(self, *, ends: bool = True) -> list[Call]:
         """Everything, with the ends or without, as calls of at most MAX_BATCH items, in the fixed order."""

@@ -57,7 +57,7 @@ class UnderWay(deque[Message]):
     def _look(self) -> None:
         """The deadline of a message has come; it may be one that has long been answered.
 
-        One timer does for all that are sent within a deadline: to set and stop one each costs a tenth of it.
+        One timer does for all that are sent within a deadline, so that none is set and stopped for each.
         """
         self._deadline = None
         if not self:
