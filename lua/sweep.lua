@@ -48,10 +48,10 @@ local function hold_orphans(grace_ms, most)
   return false
 end
 
-local function forget_idle(hash, cursor, is_idle, idle_ms)
+local function forget_idle(hash, cursor, kind, idle_ms)
   local scan = redis.call('HSCAN', hash, cursor, 'COUNT', 2 * CHUNK)
   for i = 1, #scan[2], 2 do
-    if is_idle(scan[2][i + 1], idle_ms) then redis.call('HDEL', hash, scan[2][i]) end
+    if kind.idle(scan[2][i + 1], idle_ms) then kind.drop(scan[2][i]) end
   end
   return scan[1]
 end
@@ -145,8 +145,8 @@ local function sweep(args)
     redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
   end
   redis.call('HSET', key.pool, 'sweep_more', more and 1 or 0, 'walk', walked, 'walks', walks,
-    'workload_cursor', forget_idle(key.workloads, state[3] or '0', workloads.idle, idle_ms),
-    'answer_cursor', forget_idle(key.answers, state[4] or '0', answers.idle, idle_ms))
+    'workload_cursor', forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
+    'answer_cursor', forget_idle(key.answers, state[4] or '0', answers, idle_ms))
   local head = conclude()
   head[5], head[6], head[7], head[8] = 1, expired, reaped, more and 1 or 0
   return head

@@ -13,6 +13,7 @@ function answers.learn(flow, tokens)
   mean = mean and settings.answer_alpha * tokens + (1 - settings.answer_alpha) * mean or tokens
   redis.call('HSET', key.answers, flow, struct.pack('dd', mean, now_ms))
 end
+function answers.drop(flow) redis.call('HDEL', key.answers, flow) end
 function answers.idle(text, idle_ms)
   local _, last_ms = struct.unpack('dd', text)
   return now_ms - last_ms > idle_ms

@@ -5,7 +5,7 @@ local TIMERS_LIMIT = 24
 local timed -- once a call is enough
 local function run_timers(limit)
   timed = true
-  send(key.timers)
+  if not timers.due() then return 0, 0 end
   local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
   local ran, expired = 0, 0
   for i = 1, #due, 2 do
@@ -21,7 +21,7 @@ local function run_timers(limit)
         expired = expired + 1
       else
         redis.call('ZADD', key.overdue, due[i + 1] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
-        redis.call('ZADD', key.timers, r.deadline_ms, id)
+        timers.set(id, r.deadline_ms)
         pool.overdue = pool.overdue + 1
       end
     end
@@ -146,14 +146,15 @@ local function begin(pool_key)
   use_keys(pool_key)
   forget_writes()
   forget_records()
-  forget_workloads(failed)
-  forget_endpoints()
   forget_lengths()
   forget_fronts()
   forget_log()
   timed = false
   read_clock()
-  read_pool(failed)
+  pool.read(failed)
+  forget_endpoints()
+  timers.forget()
+  forget_workloads()
 end
 local function finish(reply)
   under_way = false

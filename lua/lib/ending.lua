@@ -19,7 +19,7 @@ local function finish_request(r, event, note_text)
   if state == 'queued' then
     queue.remove(r)
   elseif state == 'held' then
-    later('ZREM', key.timers, r.id)
+    timers.stop(r.id)
   else
     release(r)
   end

@@ -4,9 +4,12 @@
 -- A flow may have a limit of requests in flight on each endpoint; `limits` counts those of such flows.
 local UNPICKABLE = 1e9
 local endpoints = {}
-local loads = {} -- endpoint -> load, as this call knows it
+-- endpoint -> load, as this call knows it; it stays for the next one while nobody else has changed the pool.
+local loads, loads_known = {}, 0
+local MOST_LOADS = 1000 -- requests may name any number that nobody has heard of
 local changed_loads = {}
 local window, window_left -- the least loaded, and how many picks they are good for
+local SMALL = 8 -- of fewer endpoints than that, all are in it, and it is good for any number
 -- The first of 'a,b,c', searched once for each list that comes again and again.
 local firsts, firsts_known = {}, 0
 function endpoints.first(list)
@@ -29,6 +32,7 @@ function endpoints.prefetch(addresses, named)
       asked[count], loads[address] = address, false
     end
   end
+  loads_known = loads_known + count
   for first = 1, count, AT_MOST do
     local last = math.min(first + AT_MOST - 1, count)
     local scores = redis.call('ZMSCORE', key.load, unpack(asked, first, last))
@@ -38,6 +42,7 @@ end
 local function load_of(address)
   if not loads[address] then
     loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
+    loads_known = loads_known + 1
   end
   return loads[address]
 end
@@ -84,14 +89,16 @@ function endpoints.unlist(address)
 end
 -- Those worth looking at for one of `picks` requests: picks + want least loaded hold the best of each.
 local function read_window(picks, want)
-  local flat, count = redis.call('ZRANGE', key.load, 0, picks + want - 1, 'WITHSCORES'), 0
-  window, window_left = {}, picks
+  local most = math.max(picks + want, SMALL)
+  local flat, count = redis.call('ZRANGE', key.load, 0, most - 1, 'WITHSCORES'), 0
+  window = {}
   for i = 1, #flat, 2 do
     local address = flat[i]
     if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
     count = count + 1
     window[count] = address
   end
+  loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
 end
 -- The addresses of a list, and their scores by address if it has scores.
 local function listed(candidates)
@@ -274,4 +281,11 @@ function endpoints.save()
   end
   write_all('ZADD', key.load, scored_addresses, count)
 end
-local function forget_endpoints() loads, changed_loads, window = {}, {}, nil end
+local function forget_endpoints()
+  changed_loads = {}
+  if not remembered or loads_known > MOST_LOADS then
+    loads, loads_known, window = {}, 0, nil
+  elseif window_left ~= math.huge then
+    window = nil
+  end
+end

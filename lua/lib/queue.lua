@@ -1,4 +1,4 @@
--- include: order log victims
+-- include: order log victims timers
 -- The queue: bands, in each band lanes ordered by start tag, in each lane requests by the ordering.
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; several servers: Jin, Chase, Kaur, SFQ(D), 2004):
 -- a lane that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share.
@@ -79,7 +79,7 @@ function queue.insert(r)
   end
   local due_ms = queue.due_ms(r)
   r.due_ms = due_ms
-  later('ZADD', key.timers, due_ms, r.id)
+  timers.set(r.id, due_ms)
   grow(band, 1)
   if length > 0 then return nil end
   send(key.finish[band])
@@ -104,7 +104,7 @@ local function unqueue(r, lane)
     emptied = queue.length(band, lane) == 0
   end
   if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, lane) end
-  later('ZREM', key.timers, id)
+  timers.stop(id)
   if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, id) end
   grow(band, -1)
   return emptied
@@ -182,7 +182,7 @@ end
 function queue.hold(r, until_ms)
   queue.remove(r)
   r.state = 'held'
-  later('ZADD', key.timers, math.min(r.deadline_ms, until_ms), r.id)
+  timers.set(r.id, math.min(r.deadline_ms, until_ms))
   record.write(r)
   log('held', r)
 end

@@ -7,26 +7,15 @@
 local workloads = {}
 local WORKLOAD = 'ddddddddddddd'
 local known_workloads, changed_workloads = {}, {}
--- Those of former calls, each with the `text` it was last read from or written as: where Redis still holds that, it
--- need not be unpacked again. (Records would gain less, and take more than Redis needs for them.)
-local MOST_KEPT = 256
-local kept_workloads, kept_count = {}, 0
+-- What is known stays for the next call while nobody else has changed the pool, so that it need not be read again.
+-- (Records would gain less, and take more than Redis needs for them.)
+local MOST_KNOWN = 256
+local known_count = 0
 local registered -- how many there are, once this call has had to ask
 local function parse_workload(id, text)
-  local w = kept_workloads[id]
-  if not w or w.text ~= text then
-    w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-    w.text = text
-  end
-  known_workloads[id] = w
+  local w = text and {struct.unpack(WORKLOAD, text)} or {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  known_workloads[id], known_count = w, known_count + 1
   return w
-end
-local function keep_workload(id, w)
-  if not kept_workloads[id] then
-    if kept_count == MOST_KEPT then kept_workloads, kept_count = {}, 0 end
-    kept_count = kept_count + 1
-  end
-  kept_workloads[id] = w
 end
 -- Read what the first `named` ids name in one go, each once; '' is nobody.
 local asked_workloads = {} -- filled again by each call
@@ -113,6 +102,10 @@ function workloads.restored(id)
   w[2], w[5] = w[2] + 1, now_ms
   changed_workloads[id] = w
 end
+function workloads.drop(id)
+  known_workloads[id] = nil
+  redis.call('HDEL', key.workloads, id)
+end
 function workloads.idle(text, idle_ms)
   local _, active, _, _, last_ms = struct.unpack('ddddd', text)
   return active == 0 and now_ms - last_ms > idle_ms
@@ -121,15 +114,12 @@ local packed_workloads = {} -- id, text, and so on: filled again by each call
 function workloads.save()
   local count = 0
   for id, w in pairs(changed_workloads) do
-    local text = struct.pack(WORKLOAD, unpack(w, 1, 13))
-    w.text = text
-    if kept_workloads[id] ~= w then keep_workload(id, w) end
-    packed_workloads[count + 1], packed_workloads[count + 2] = id, text
+    packed_workloads[count + 1], packed_workloads[count + 2] = id, struct.pack(WORKLOAD, unpack(w, 1, 13))
     count = count + 2
   end
   write_all('HSET', key.workloads, packed_workloads, count)
 end
-local function forget_workloads(failed)
-  known_workloads, changed_workloads, registered, slot = {}, {}, nil, nil
-  if failed then kept_workloads, kept_count = {}, 0 end
+local function forget_workloads()
+  if not remembered or known_count > MOST_KNOWN then known_workloads, known_count = {}, 0 end
+  changed_workloads, registered, slot = {}, nil, nil
 end
