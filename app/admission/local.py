@@ -75,8 +75,11 @@ class LocalGate:
         """What a request of `cost` is charged, as the scripts do."""
         return min(cost, self._bound)
 
-    async def admit(self, request: InferenceRequest, cost: float, arrived_s: float) -> bool:
-        """True once `cost` is paid for; False if there is a shared state again, to be asked instead.
+    async def admit(
+        self, request: InferenceRequest, cost: float, arrived_s: float, *, alone: bool = True
+    ) -> bool:
+        """True once `cost` is paid for; False if there is a shared state again, to be asked instead. Unless
+        this gate decides `alone`, the shared one is asked as well, and counts who goes past the queue.
 
         Raises:
             Dropped: refused, evicted or expired.
@@ -87,7 +90,8 @@ class LocalGate:
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         if not self._paused and not len(self._queue) and self._purse.spend(cost):
-            self._metrics.bypassed(request.model, request.target_model)
+            if alone:
+                self._metrics.bypassed(request.model, request.target_model)
             return True
         if arrived_s + request.ttl_s <= self._loop.time():
             raise self._late(request)

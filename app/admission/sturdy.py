@@ -59,7 +59,7 @@ class SturdyGate(Crossing):
 
     async def _admit_alone(self, request: InferenceRequest, arrived_s: float, held: bool) -> Placement | None:
         cost = self._local.cost_of(self._cost(request))
-        if not await self._local.admit(request, cost, arrived_s):
+        if not await self._local.admit(request, cost, arrived_s, alone=self._mode is Mode.LOCAL):
             return None
         try:
             if self._mode is not Mode.LOCAL:

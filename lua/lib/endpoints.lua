@@ -65,7 +65,10 @@ function endpoints.list(address, draining)
   local load = load_of(address)
   local count = load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   local listed_load = draining and count + UNPICKABLE or count
-  if listed_load ~= load then set_load(address, listed_load) end
+  if listed_load ~= load then
+    set_load(address, listed_load)
+    window = nil -- it may be new
+  end
 end
 -- Whether it is to take nothing new, by what it is published with. Most are published with the same, again and again.
 local drains, drains_known = {}, 0

@@ -90,6 +90,16 @@ def test_given_an_endpoint_that_another_version_replaces_then_nothing_goes_there
     assert server.loads() == {b"a:1": 3, b"c:1": 3}
 
 
+def test_given_a_list_with_one_more_under_the_same_version_then_it_is_picked(server: Server) -> None:
+    # Given a version that knows all endpoints
+    server.publish(server.one, "1", "a:1")
+    assert server.admit(server.one, "x")[1] == "a:1"
+    # When another endpoint is published
+    server.publish(server.one, "1", "a:1", "b:1")
+    # Then the next request goes there
+    assert server.admit(server.one, "y")[1] == "b:1,a:1"
+
+
 def test_given_requests_of_one_workload_by_two_versions_then_each_is_counted_once(server: Server) -> None:
     server.publish(server.one, "1", "a:1", "b:1")
     # When both let in and end requests, in turns and twice in a row

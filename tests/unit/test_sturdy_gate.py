@@ -254,6 +254,26 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
 
 
 @pytest.mark.usefixtures("no_end_by_itself")
+async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_each_counts_once() -> None:
+    bench = Bench()
+    # Given one let in by the shared state, and one without it
+    await bench.gate.admit(ask("shared"), held=False)
+    bench.store.away = True
+    await bench.gate.admit(ask("alone"), held=False)
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        bench.store.away = False
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        # When one is let in on the way back, by this replica's purse and the shared state
+        await bench.gate.admit(ask("both"), held=False)
+        assert bench.gate.mode is Mode.RETURNING
+    # Then there are three
+    assert bench.metrics.page().count(b"epp_bypass_total{") == 1
+    assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in bench.metrics.page()
+
+
 async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
     bench = Bench()
     bench.store.away = True
