@@ -4,9 +4,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Protocol, TypeVar
 
 from app.errors import StartupError
 from app.fleet import guard
@@ -17,10 +17,36 @@ _POLL_S = 0.02
 _TAIL_LINES = 15
 
 
+class Process(Protocol):
+    """Of a process that was begun, what is used; `returncode` is None until it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
+    """Run `command`, tied to this process' life (see `app.fleet.guard`), in a session of its own."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 class Child:
     """A started process whose output, both streams, goes to the end of `log`. One event loop."""
 
-    def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process, log_start: int) -> None:
+    def __init__(self, name: str, log: Path, process: Process, log_start: int) -> None:
         self.name = name
         self.log = log
         self._process = process
@@ -28,22 +54,11 @@ class Child:
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
-        """Run `command`, tied to this process' life (see `app.fleet.guard`).
-
-        It gets a session of its own: Ctrl-C reaches `picker up` alone, which then stops each in its turn.
-        """
+        """Run `command`. Ctrl-C reaches `picker up` alone, which then stops each in its turn."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PICKER_")}
         with log.open("ab") as output:
             log_start = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
-            return cls(name, log, process, log_start)
+            return cls(name, log, await begin(command, output, environment), log_start)
 
     @property
     def pid(self) -> int:

@@ -17,16 +17,21 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
+    tie(parent)
+    try:
+        os.execv(command[0], command)
+    except OSError as fault:
+        sys.exit(f"{command[0]}: {fault.strerror}")
+
+
+def tie(parent: int) -> None:
+    """From now on this process dies with its parent; SystemExit where it can't, or the parent has died."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             sys.exit(f"cannot be tied to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it died before it could be watched
         sys.exit(1)
-    try:
-        os.execv(command[0], command)
-    except OSError as fault:
-        sys.exit(f"{command[0]}: {fault.strerror}")
 
 
 if __name__ == "__main__":

@@ -79,8 +79,14 @@ def _nursery() -> socket.socket:
 
 
 def _serve(asked: socket.socket) -> None:
+    import begun_part
+
+    from app import replica_command  # noqa: F401 - what each part is to find imported
     from app.config import Settings
-    from app.fleet import bootstrap, up_command  # noqa: F401 - what each fleet is to find imported
+    from app.fleet import bootstrap, child, up_command  # noqa: F401 - and each fleet
+    from app.sim import command  # noqa: F401
+
+    child.begin = begun_part.begin
 
     nowhere = ("127.0.0.1", 0)
     bootstrap.build(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
@@ -134,4 +140,5 @@ def _run(arguments: list[str], environment: dict[str, str], says: int) -> NoRetu
 
 
 if __name__ == "__main__":
+    sys.path.append(os.path.dirname(__file__))  # which -P has left out
     _serve(socket.socket(fileno=int(sys.argv[1])))

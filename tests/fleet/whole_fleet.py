@@ -43,7 +43,8 @@ class Fleet:
 
     Its decision log is on unless `config` turns it off, and is judged when it ends: a broken promise fails
     the test. `unjudged` says why that cannot be (Redis ends sooner, the state is spoilt on purpose). `typed`:
-    it is a process of its own from the first, as a user's is, and not begun the quicker way (begun_up.py).
+    each of its processes is executed, as a user's is, and not begun the quicker way (begun_up.py); so it is
+    with an `environment`, which an interpreter may read as it starts.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Fleet:
         self._said: list[str] = []
         self._news = threading.Condition()
         inherited = {**os.environ, **grace, **patience, **log, "TMPDIR": str(folder), **(environment or {})}
-        self.process = (_typed if typed else BegunUp)(arguments, inherited)
+        self.process = (_typed if typed or environment else BegunUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

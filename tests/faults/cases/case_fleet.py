@@ -97,11 +97,6 @@ async def envoy_stats(fleet: Fleet, *names: str) -> list[int]:
     return [int(found[name]) for name in names]
 
 
-def pid_of(fleet: Fleet, command: str) -> int:
-    """The child whose command line has `command` in it; the first."""
-    return next(child.pid for child in fleet.children() if command in " ".join(child.cmdline()))
-
-
 def replica_process(fleet: Fleet, index: int) -> psutil.Process:
     return psutil.Process(int(fleet.state["replicas"][index]["pid"]))
 

@@ -1,0 +1,93 @@
+"""Replicas and model servers begun from a `picker up` that holds what they import.
+
+Two of three seconds that a fleet's start takes of the processor are imports, the same in each of its
+processes. Here a part is a copy of the `picker up` that begins it, which then runs the command: its child,
+tied to its life, in a session of its own, with its own log, as one that is executed is. Where the kernel has
+no file descriptors of processes, and for what is not Python, it is executed.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, NoReturn
+
+from app.fleet import child, guard
+from app.fleet.part import picker_command
+
+_executed = child.begin
+
+
+async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> child.Process:
+    """In place of `app.fleet.child.begin`."""
+    ours = picker_command()
+    if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
+        return await _executed(command, output, environment)
+    sys.stdout.flush()  # else the copy would say it, too
+    here = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(list(command[len(ours) :]), output.fileno(), environment, here)
+    return _Forked(pid)
+
+
+class _Forked:
+    """A `child.Process`. One event loop."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+        self._end_told = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._end_told, self._end)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError
+        os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._end_told)
+        os.close(self._end_told)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set()
+
+
+def _become(words: list[str], output: int, environment: Mapping[str, str], parent: int) -> NoReturn:
+    """Run `picker WORDS…` in this copy, of which nothing else is to be seen or to go on."""
+    from app import cli
+
+    status: int | str | None = 1
+    try:
+        os.setsid()
+        guard.tie(parent)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for to, fd in enumerate((nothing, output, output)):
+            os.dup2(fd, to)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        asyncio._set_running_loop(None)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status or 0)
