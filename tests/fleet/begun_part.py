@@ -10,8 +10,9 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
 from app.fleet import child, guard
@@ -29,7 +30,7 @@ async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[
     here = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(list(command[len(ours) :]), output.fileno(), environment, here)
+        become(lambda: _part(output.fileno(), here), list(command[len(ours) :]), environment)
     return _Forked(pid)
 
 
@@ -61,24 +62,16 @@ class _Forked:
         self._ended.set()
 
 
-def _become(words: list[str], output: int, environment: Mapping[str, str], parent: int) -> NoReturn:
-    """Run `picker WORDS…` in this copy, of which nothing else is to be seen or to go on."""
+def become(prepare: Callable[[], None], words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run `picker WORDS…` in this copy after `prepare`; nothing else of it is to go on."""
     from app import cli
 
     status: int | str | None = 1
     try:
-        os.setsid()
-        guard.tie(parent)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for to, fd in enumerate((nothing, output, output)):
-            os.dup2(fd, to)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        asyncio._set_running_loop(None)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        prepare()
         os.environ.clear()
         os.environ.update(environment)
+        tempfile.tempdir = None  # it may have been looked up under the environment of before
         status = cli.main(words)
     except SystemExit as end:
         status = end.code
@@ -91,3 +84,17 @@ def _become(words: list[str], output: int, environment: Mapping[str, str], paren
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status or 0)
+
+
+def _part(output: int, parent: int) -> None:
+    """Nothing of the `picker up` that this is a copy of is to be seen; what is said goes to `output`."""
+    os.setsid()
+    guard.tie(parent)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for to, fd in enumerate((nothing, output, output)):
+        os.dup2(fd, to)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    asyncio._set_running_loop(None)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,8 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
@@ -104,11 +102,13 @@ def _serve(asked: socket.socket) -> None:
 
 def _keep(arguments: list[str], environment: dict[str, str], says: int, tells: int) -> NoReturn:
     """Run a fleet; tell its process id, and when it has ended its status."""
+    import begun_part
+
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(tells)
-        _run(arguments, environment, says)
+        begun_part.become(lambda: _say_to(says), ["up", *arguments], environment)
     os.close(says)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is meant for the fleet
     os.write(tells, f"{pid}\n".encode())
@@ -117,26 +117,10 @@ def _keep(arguments: list[str], environment: dict[str, str], says: int, tells: i
     os._exit(0)
 
 
-def _run(arguments: list[str], environment: dict[str, str], says: int) -> NoReturn:
-    from app import cli
-
-    status = 1
-    try:
-        os.dup2(says, 1)
-        os.dup2(says, 2)
-        os.close(says)
-        os.environ.clear()
-        os.environ.update(environment)
-        tempfile.tempdir = None  # it may have been looked up under the environment of before
-        status = cli.main(["up", *arguments])
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _say_to(says: int) -> None:
+    os.dup2(says, 1)
+    os.dup2(says, 2)
+    os.close(says)
 
 
 if __name__ == "__main__":
