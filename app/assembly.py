@@ -13,17 +13,21 @@ from app.admission.probes import Probes
 from app.admission.service import ServiceMeter
 from app.admission.shared import SharedGate
 from app.admission.sturdy import SturdyGate
+from app.admission.tuning import Effective
 from app.config import Settings
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import StartupError
 from app.extproc import shares
-from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from app.scheduling.chooser import Chooser, weights_of
 from app.scheduling.feed import RouteFeed
 from app.scheduling.latency import LatencyBook, LatencyWeights
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Scheduler
+from app.scheduling.scorers import FROM_PAGES
+from app.scheduling.session import SessionTokens
 from app.scraping.engines import engine_of
 from app.scraping.task import ScrapingTask
+from app.signing import Keyring
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a replica, none of which runs yet. `gate` is what requests come to: it stands before
-    `sturdy`, which stands before `shared`. `feed` is None where no scorer needs what other replicas routed.
+    `sturdy`, which stands before `shared`. `feed` runs in `follow_routes`.
     """
 
     metrics: Metrics
@@ -43,13 +47,19 @@ class Parts:
     store: Store
     scraping: ScrapingTask
     latencies: LatencyBook
-    feed: RouteFeed | None
-    chooser: LeastLoaded
+    feed: RouteFeed
+    chooser: Chooser
     shared: SharedGate
     sturdy: SturdyGate
     gate: Gate
     about: Introduction
     membership: Membership
+    signing: Keyring
+
+    async def follow_routes(self) -> None:
+        """Tell and hear of routes, from when the chooser first asks for them, until cancelled."""
+        await self.chooser.routes_asked()
+        await self.feed.run()
 
 
 def assemble(settings: Settings, replica: str) -> Parts:
@@ -60,6 +70,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     """
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
+    signing = Keyring()
     traces = _tracing(settings, replica)
     make_store: Callable[..., Store] = Store
     gate_of: Callable[[Gate], Gate] = _as_it_is
@@ -76,6 +87,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
         on_asking=lambda asking: sturdy.asking(asking),
+        signing=signing,
     )
     scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,
@@ -84,33 +96,33 @@ def assemble(settings: Settings, replica: str) -> Parts:
         scraping=settings.scraping,
         engine=engine_of(settings.scraping.engine, settings.scraping.series),
         heartbeat_s=settings.leases.heartbeat,
-        picked_by=bool(settings.scheduling.scorers),
+        picked_by=lambda: any(
+            scorer.weight and scorer.name in FROM_PAGES
+            for scorer in membership.effective.settings.scheduling.scorers
+        ),
+        busy=lambda: any(membership.in_flight.values()),
         live=lambda: membership.live,
         endpoints=endpoints,
         meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
     )
     index, latencies = PrefixIndex(), LatencyBook()
     clock = asyncio.get_running_loop().time
-    weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
-    feed = None
-    if weights.keys() & {"prefix-affinity", "latency"}:
-        feed = RouteFeed(
-            settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
-        )
-    chooser = LeastLoaded(endpoints, lambda: membership.in_flight)
-    if weights:
-        chooser = Chooser(
-            Scheduler(weights_of(weights)),
-            endpoints,
-            readings=scraping.board.snapshot,
-            in_flight=lambda: membership.in_flight,
-            index=index,
-            latencies=latencies,
-            feed=feed,
-            clock=clock,
-            adapters=settings.scheduling.adapters,
-            latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
-        )
+    feed = RouteFeed(
+        settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
+    )
+    chooser = Chooser(
+        _scheduler(settings),
+        endpoints,
+        readings=scraping.board.snapshot,
+        in_flight=lambda: membership.in_flight,
+        index=index,
+        latencies=latencies,
+        feed=feed,
+        clock=clock,
+        adapters=settings.scheduling.adapters,
+        latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
+        sessions=SessionTokens(signing, endpoints),
+    )
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()
     shared: SharedGate = SharedGate(
@@ -122,6 +134,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
         service=service,
+        keys=signing,
     )
     sturdy: SturdyGate = SturdyGate(
         store,
@@ -136,16 +149,34 @@ def assemble(settings: Settings, replica: str) -> Parts:
         load=lambda: membership.in_flight,
         poke=lambda: membership.poke(),
         glance=lambda: membership.glance(),
-        via=shares.GrpcPeers(settings.pool),
+        via=shares.GrpcPeers(settings.pool, signing),
     )
     about = Introduction(shared, service, clock)
+
+    def take(effective: Effective) -> None:
+        chooser.weigh(_scheduler(effective.settings))
+
     membership: Membership = Membership(
-        store, shared, settings, endpoints=endpoints, metrics=metrics, about=about, watch=sturdy
+        store,
+        shared,
+        settings,
+        endpoints=endpoints,
+        metrics=metrics,
+        about=about,
+        watch=sturdy,
+        on_effective=take,
+        on_suspects=scraping.suspect,
     )
     return Parts(
         metrics, traces, endpoints, store, scraping, latencies, feed, chooser, shared, sturdy,
-        gate_of(sturdy), about, membership,
+        gate_of(sturdy), about, membership, signing,
     )  # fmt: skip
+
+
+def _scheduler(settings: Settings) -> Scheduler | None:
+    """What ranks endpoints under `settings`; None where no scorer does."""
+    weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
+    return Scheduler(weights_of(weights)) if weights else None
 
 
 def _tracing(settings: Settings, replica: str) -> "Traces | None":

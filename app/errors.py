@@ -10,9 +10,13 @@
         ├── NoEndpoints          503: nothing to pick from
         ├── ClientGone           499: nobody is left to read it
         ├── DeadlineExceeded     504: the client's own deadline passed
-        ├── StateUnavailable     503: the shared state cannot be reached
+        ├── StateFault           the shared state did not do what it was asked
+        │   ├── StateUnavailable 503: it cannot be reached
+        │   ├── WritesRefused    503: it answers, and takes no writes for now
+        │   └── ScriptFailed     500: it answered this one request with an error
         └── Dropped              503, or 429 by configuration: overload
             ├── Saturated
+            ├── TotalCapacity
             ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
@@ -96,10 +100,31 @@ class DeadlineExceeded(RequestError):
     reason = "rejected-context-cancelled"
 
 
-class StateUnavailable(RequestError):
+class StateFault(RequestError):
+    """The shared state did not do what it was asked. Errors of Redis: app/state/error_replies.py."""
+
+
+class StateUnavailable(StateFault):
+    """No answer in time, or one that everyone gets: the replica goes on without it (G8)."""
+
     status = 503
     code = "state_unavailable"
     kind = "overloaded_error"
+
+
+class WritesRefused(StateFault):
+    """Redis is out of memory, or cannot write its file. What ends a request goes on."""
+
+    status = 503
+    code = "writes_refused"
+    kind = "overloaded_error"
+
+
+class ScriptFailed(StateFault):
+    """Redis answered what this one request asked with an error; nobody else has to do with it."""
+
+    status = 500
+    code = "script_failed"
 
 
 class Dropped(RequestError):
@@ -116,8 +141,14 @@ class Saturated(Dropped):
     code = "saturated"
 
 
+class TotalCapacity(Dropped):
+    """The queue's total capacity is in use, whoever asks (docs/fairness.md, "Capacity and preemption")."""
+
+    code = "total_capacity"
+
+
 class TooManyFlows(Dropped):
-    """ErrTooManyFlows: the queue's total capacity is in use."""
+    """ErrTooManyFlows: its flow would be one too many."""
 
     code = "too_many_flows"
 

@@ -11,29 +11,27 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
+from app import header_trust
+from app.body import MODEL, Body
 from app.config import Model, Settings
 from app.errors import BadRequest
+from app.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
 from app.request import Band, InferenceRequest, Workload, finite_number
 from app.scheduling.blocks import block_hashes, prompt_bytes
+from app.scheduling.session import HEADER as SESSION
 from app.scheduling.session import session_of
-from app.units import duration_s, endpoint_address
+from app.units import duration_s, endpoint_address, has_control
 
 REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
-FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
-OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
-REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 TTL = ("x-llm-d-inference-ttl",)
 WORKLOAD = ("x-workload-context",)
-SESSION = "x-session-token"
 TRACE = "traceparent"
-HEADERS = frozenset(
-    (REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *FAIRNESS_ID, *OBJECTIVE, *REWRITE, *TTL, SESSION)
-)
+HEADERS = frozenset((REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, SESSION))
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
@@ -47,55 +45,50 @@ _BYTES_A_TOKEN = 4
 _MAX_ANSWER = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 _MOST_ANSWER_TOKENS = 1_000_000
 
+# JSON texts that are worth building: a name all in escapes, the longest finite number written out.
+_LONGEST_NAME = 6 * MAX_NAME_BYTES + 2
+_LONGEST_NUMBER = 400
+_QUOTE = ord('"')
+_NUMBER = b"-0123456789"
+_SALT_BYTES = 1024
+
 _ANYWHERE: Mapping[str, str] = {}
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `document` is the parsed body, None if Envoy read it (`headers`). `body_bytes` is its length, 0 if that is
-    not known; `answer_tokens` the longest answer it allows, None if it sets no maximum.
+    `body` is None if Envoy read it (`headers`). `body_bytes` is its length, 0 if that is not known;
+    `answer_tokens` the longest answer it allows, None if it sets no maximum.
     """
 
     model: str
     stream: bool
-    document: dict[str, Any] | None
+    body: Body | None
     body_bytes: int = 0
     answer_tokens: int | None = None
 
     def renamed(self, target: str) -> bytes:
-        """The body with `target` as its model, everything else as it was (numbers past 64 bits rounded).
-
-        Raises:
-            BadRequest: the body is nested too deeply to be written again.
-        """
-        try:
-            return orjson.dumps({**(self.document or {}), "model": target})
-        except TypeError as fault:
-            raise BadRequest(f"the body cannot be written again with another model: {fault}") from None
+        """The body with `target` as its model, all else byte for byte as it was."""
+        assert self.body is not None, "headers mode renames nothing"
+        return self.body.with_model(orjson.dumps(target))
 
 
-def read_body(body: bytes) -> Ask:
+def read_body(text: bytes) -> Ask:
     """What a JSON body asks for.
 
     Raises:
-        BadRequest: it is empty, not JSON, not an object, or its model is missing or unusable.
+        BadRequest: it is empty, not JSON, not an object, has a used key twice, or its model is missing or
+            unusable.
     """
-    if not body:
-        raise BadRequest("the body is empty; a JSON object with a model is needed")
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as fault:
-        raise BadRequest(f"the body is not valid JSON: {fault}") from None
-    if not isinstance(document, dict):
-        raise BadRequest("the body must be a JSON object")
-    if "model" not in document:
+    body = Body(text)
+    model = body.values.get(MODEL)
+    if model is None:
         raise BadRequest("the body has no model")
-    model, stream = _model(document["model"]), document.get("stream") is True
-    return Ask(model, stream, document, len(body), _answer_tokens(document))
+    asks_stream = "stream" in body.values and bytes(memoryview(body.values["stream"])[:5]) == b"true"
+    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(body)))
 
 
 def read_metadata(fields: Mapping[str, object], body_bytes: int = 0) -> Ask:
@@ -129,16 +122,25 @@ def read_subset(hint: object) -> tuple[str, ...]:
 
 def wanted_headers(settings: Settings) -> frozenset[str]:
     """The headers (lower-case) that requests are read for under `settings`."""
-    return HEADERS | {TRACE} if settings.tracing.enabled else HEADERS
+    traces = {TRACE} if settings.tracing.enabled else frozenset()
+    return HEADERS | header_trust.trusted(settings.extproc.trusted_headers) | traces
 
 
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models.
+    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models; `hashes`
+    says whether a scorer asks for the hashes of prompts.
     """
 
-    def __init__(self, settings: Settings, *, new_id: Callable[[], str], choose: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        new_id: Callable[[], str],
+        choose: Callable[[], float],
+        hashes: Callable[[], bool] = lambda: False,
+    ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
         self._new_id = new_id
@@ -151,7 +153,7 @@ class Intake:
         self._selectors = {
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
-        self._hashes = any(scorer.name == "prefix-affinity" for scorer in settings.scheduling.scorers)
+        self._hashes = hashes
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
 
@@ -170,21 +172,21 @@ class Intake:
         Raises:
             BadRequest: a header in use is malformed; the message names it.
         """
-        model = ask.model
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
         fairness_id = objective = rewrite = ttl = context = session = trace = ""
         if not headers.keys() <= _PLAIN:
             fairness_id = _name(headers, FAIRNESS_ID)
-            objective = _text(headers, OBJECTIVE)
+            objective = _name(headers, OBJECTIVE)
             rewrite = _name(headers, REWRITE)
             ttl = _text(headers, TTL)
             context = _text(headers, WORKLOAD)
-            session = session_of(headers, header=SESSION)
+            session = session_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
+        model = rewrite or ask.model  # and with it what the request may use
         band, weight = self._rank(model, objective)
         cost, learn = _tokens(ask) if self._in_tokens else (1.0, False)
-        target = rewrite or self._target(model)
+        target = self._target(model)
         return InferenceRequest(
             id=request_id,
             model=model,
@@ -200,7 +202,7 @@ class Intake:
             limit=self._limits.get(model, 0),
             learn=learn,
             session=session,
-            prefix=_prefix(target, ask) if self._hashes else (),
+            prefix=_prefix(target, ask) if self._hashes() else (),
             selector=self._selectors.get(model, _ANYWHERE),
             trace=trace,
         )
@@ -229,14 +231,10 @@ class Intake:
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     """The hashes of the prompt's blocks; none where Envoy has read the body."""
-    if ask.document is None:
+    if ask.body is None:
         return ()
-    salt = ask.document.get("cache_salt")
-    try:
-        prompt = prompt_bytes(ask.document)
-    except TypeError:
-        return ()  # nested too deeply to be written in one form: affinity is a wish
-    return block_hashes(target_model, prompt, salt=salt if isinstance(salt, str) else "")
+    salt = memoryview(ask.body.values.get("cache_salt", b""))[:_SALT_BYTES]
+    return block_hashes(target_model, prompt_bytes(ask.body), salt=bytes(salt))
 
 
 def _tokens(ask: Ask) -> tuple[float, bool]:
@@ -254,6 +252,17 @@ def _answer_tokens(fields: Mapping[str, object]) -> int | None:
         if number is not None and number >= 1:
             return int(min(number, _MOST_ANSWER_TOKENS))
     return None
+
+
+def _numbers(body: Body) -> dict[str, object]:
+    """The answer's maxima in `body`, those that are numbers."""
+    found: dict[str, object] = {}
+    for name in _MAX_ANSWER:
+        if name in body.values:
+            text = memoryview(body.values[name])
+            if text[0] in _NUMBER and len(text) <= _LONGEST_NUMBER:
+                found[name] = orjson.loads(text)
+    return found
 
 
 def _workload(text: str, request_id: str) -> Workload:
@@ -276,7 +285,7 @@ def _context(text: str) -> Workload:
     criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
     name = context.get("workload_id")
     stripped = name.strip() if isinstance(name, str) else ""
-    if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or _CONTROL.search(stripped):
+    if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or has_control(stripped):
         return Workload("", criticality, registered=False)
     return Workload(stripped, criticality, registered=True)
 
@@ -288,6 +297,18 @@ def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names and cumulated weights of a model's targets."""
     targets = model.target_models
     return tuple(entry.name for entry in targets), tuple(accumulate(entry.weight for entry in targets))
+
+
+def _model_of(text: memoryview) -> str:
+    """The model whose JSON text is `text`, which may be of any size."""
+    if text[0] != _QUOTE:
+        raise BadRequest("the model must be a string")
+    if len(text) > _LONGEST_NAME:
+        raise BadRequest(f"the model is longer than {MAX_NAME_BYTES} bytes")
+    try:
+        return _model(orjson.loads(text))
+    except orjson.JSONDecodeError as fault:
+        raise BadRequest(f"the body is not valid JSON: its model: {fault}") from None
 
 
 def _model(value: object) -> str:
@@ -309,7 +330,7 @@ def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
 
 
 def _name_fault(text: str) -> str | None:
-    """Why `text` can't be a name in the shared state, where 0x1f separates records; None if it can."""
+    """Why `text` can't be a name in the shared state; None if it can."""
     if _too_long(text, MAX_NAME_BYTES):
         return f"is longer than {MAX_NAME_BYTES} bytes"
     return _fault_of_short(text)
@@ -320,7 +341,7 @@ def _fault_of_short(text: str) -> str | None:
     """The same names come again and again."""
     if not text.strip():
         return "is empty"
-    return "contains a control character" if _CONTROL.search(text) else None
+    return "contains a control character" if has_control(text) else None
 
 
 def _too_long(text: str, limit_bytes: int) -> bool:

@@ -65,7 +65,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     door = Door(parts.gate)
     desk = Desk(
         settings=settings,
-        intake=Intake(settings, new_id=lambda: str(uuid.uuid4()), choose=random.random),
+        intake=Intake(
+            settings,
+            new_id=lambda: str(uuid.uuid4()),
+            choose=random.random,
+            hashes=lambda: parts.chooser.hashes,
+        ),
         gate=parts.gate,
         door=door,
         metrics=parts.metrics,
@@ -78,9 +83,9 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         door,
         settings.extproc,
         extra=(
-            accesslog.handler(parts.gate, parts.metrics),
+            accesslog.handler(parts.gate, parts.metrics, parts.signing),
             eds.handler(parts.endpoints),
-            shares.handler(settings.pool, parts.sturdy.lend),
+            shares.handler(settings.pool, parts.sturdy.lend, parts.signing, lambda: parts.about.grpc),
         ),
     )
     lookout = Lookout(store, settings.leases.replica_silence)
@@ -113,10 +118,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(lookout.run(), "lookout")
                 start(events.run(), "events")
                 start(uploads.run(), "uploads")
-                if parts.feed is not None:
-                    start(parts.feed.run(), "routes")
-                if isinstance(parts.chooser, Chooser):
-                    start(_tell_scores(parts.chooser, parts.metrics, settings.leases.heartbeat), "scores")
+                start(parts.follow_routes(), "routes")
+                start(_tell_scores(parts.chooser, parts.metrics, settings.leases.heartbeat), "scores")
                 start(_announce(membership, grpc_server), "readiness")
                 await stopping.wait()
                 _log.info("draining")

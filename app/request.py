@@ -55,10 +55,11 @@ class InferenceRequest(NamedTuple):
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
     `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
     `selector` holds labels that an endpoint must have to be picked.
-    `session` is what the client calls its session, '' for none; `prefix` the hashes of the prompt's blocks,
-    empty where nobody asks for them. `limit` is how many requests of the flow may be in flight on one
-    endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the flow's mean
-    stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody asks for it.
+    `session` is the token of the client's last answer, unchecked, '' for none; `prefix` the hashes of the
+    prompt's blocks, empty where nobody asks for them. `limit` is how many requests of the flow may be in
+    flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the
+    flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody
+    asks for it.
     """
 
     id: str
@@ -84,12 +85,14 @@ class Placement(NamedTuple):
     """Where a request goes: `endpoints` best first (`ip:port`), and what the access log must bring back.
 
     `ticket` is opaque to Envoy: it carries what is needed to account for the request if the shared state
-    has been lost meanwhile. `attempt` is the gate's own mark of who may take the placement back.
+    has been lost meanwhile. `attempt` is the gate's own mark of who may take the placement back. `session` is
+    what the client is told, to be brought back with its session's next request; '' for nothing.
     """
 
     endpoints: tuple[str, ...]
     ticket: str
     attempt: int = 0
+    session: str = ""
 
     def header(self, tries: int = 0) -> str:
         """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.

@@ -6,15 +6,26 @@ Names follow specs/003 where it has them. Faults between sections are found in `
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 
 from app.errors import ConfigError
+from app.header_trust import trusted_name
+from app.paths import PathRule, path_rule
 from app.request import Band
 from app.scheduling.latency import SPECIFIED
 from app.scheduling.scorers import scorer_name
 from app.scraping.engines import engine_of
 from app.state.address import redis_url
 from app.units import (
+    AutoDuration,
     BandName,
     Count,
     Duration,
@@ -28,6 +39,12 @@ from app.units import (
 )
 
 RedisUrl = Annotated[str, AfterValidator(redis_url)]
+TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
+AllowedPath = Annotated[
+    PathRule,
+    BeforeValidator(path_rule),
+    PlainSerializer(lambda rule: " ".join(rule), return_type=str),
+]
 
 
 class Section(BaseModel):
@@ -45,7 +62,10 @@ class Redis(Section):
 
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
-    max_body_bytes: Count = Field(16 * 1024 * 1024, ge=1024)
+    max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
+    # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
+    trusted_headers: tuple[TrustedHeader, ...] = ()
+    paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused
     # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
@@ -249,14 +269,16 @@ class Scheduling(Section):
 
 
 class Scraping(Section):
-    interval: Duration = Field(0.1, ge=0.01)
-    stale_after: Duration = Field(1.0, gt=0)
+    """`auto`: as often as figures are used, at most 1 % of either side's time; stale after 3 intervals."""
+
+    interval: AutoDuration = Field(None, ge=0.01)
+    stale_after: AutoDuration = Field(None, gt=0)
     engine: str = "vllm"
     series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
 
     @model_validator(mode="after")
     def _fresh_between_scrapes(self) -> Self:
-        if self.stale_after < self.interval:
+        if self.stale_after and self.interval and self.stale_after < self.interval:
             raise ValueError("stale_after must be at least interval, or every figure counts as unknown")
         return self
 

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from app.request import Band
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
@@ -77,6 +79,8 @@ def endpoint_address(value: object) -> str:
         address = ip_address(host)
     except ValueError:
         raise ValueError(f"{str(value)[:60]!r} is no ip:port; names go in discovery.dns") from None
+    if isinstance(address, IPv6Address) and not _ZONE.fullmatch(address.scope_id or "0"):
+        raise ValueError(f"{str(value)[:60]!r}: its zone has other characters than letters, digits, . _ -")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
@@ -123,6 +127,21 @@ def bearer_token(text: str) -> str:
     return token
 
 
+def has_control(text: str) -> bool:
+    """Whether `text` holds a control character, which no name in the shared state may: keys join names by
+    byte 31, records end them by byte 0."""
+    return _CONTROL.search(text) is not None
+
+
+def _name(text: str) -> str:
+    if has_control(text):
+        raise ValueError("contains a control character")
+    return text
+
+
+AUTO = "auto"
+
+
 def _countable(value: float) -> float:
     if abs(value) > _MOST:
         raise ValueError(f"must be at most {_MOST:g}")
@@ -130,6 +149,12 @@ def _countable(value: float) -> float:
 
 
 Duration = Annotated[float, BeforeValidator(duration_s)]
+# None stands for `auto`, which is what it is written and shown as.
+AutoDuration = Annotated[
+    Duration | None,
+    BeforeValidator(lambda value: None if value == AUTO else value),
+    PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
+]
 HostPort = Annotated[str, BeforeValidator(host_port)]
 EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
@@ -142,5 +167,5 @@ BandName = Annotated[
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
+Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_name)]
 Token = Annotated[str, AfterValidator(bearer_token)]

@@ -11,7 +11,7 @@
 --   lacks the answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
---   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows | 'expired'
+--   REASON one of no-endpoints, saturated, insufficient-flow-capacity, total-capacity | 'expired'
 --   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'.
 --   One that is refused or expired leaves nothing by its id: sent twice it counts twice among its workload's
 --   arrivals, and changes nothing else
@@ -110,7 +110,7 @@ local function arrive(r, turn, picks)
     return refuse(r, 'insufficient-flow-capacity')
   end
   if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
-    return refuse(r, 'too-many-flows')
+    return refuse(r, 'total-capacity')
   end
   r.state = 'queued'
   local tag = queue.insert(r)

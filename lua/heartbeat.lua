@@ -6,14 +6,43 @@
 -- args[1] the calling replica
 -- args[2] JSON it gives of itself
 -- args[3] silence_ms: a replica that has been silent for so long is gone, as it is for dispatch and sweep
+-- args[4] signing keys that it offers (app/signing.py), parted by blanks: a fresh one, then those it
+--   holds; none of a caller that signs nothing
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
---   stock, queued, upper, lower, ready, paused (0 or 1)}; numbers as strings where they may have fractions
+--   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does
+--   not sign has been at work within the hour)}; numbers as strings where they may have fractions
 -- Bounded, since a replica may have any number of requests that end at once.
 local NEWS_LIMIT = 256 -- of more, some now and the others at the next heartbeats
 local function news_in(inbox)
   if redis.call('HLEN', inbox) <= NEWS_LIMIT then return redis.call('HGETALL', inbox) end
   return redis.call('HRANDFIELD', inbox, NEWS_LIMIT, 'WITHVALUES')
+end
+-- The fleet's signing keys, newest first, with a new one each day. Replicas hold them too: what they offer and a
+-- pool that was lost lacks goes back in. A signature is good for a week less a day at least.
+local KEY_LIFE_MS = 86400000
+local KEYS_KEPT = 8
+local function keep_keys(kept, offered)
+  local keys, held, since_ms, fresh = {}, {}, nil, nil
+  for word in string.gmatch(kept or '', '%S+') do
+    if since_ms then keys[#keys + 1], held[word] = word, true else since_ms = tonumber(word) end
+  end
+  for word in string.gmatch(offered, '%S+') do
+    if not fresh then
+      fresh = word
+    elseif not held[word] and #keys < KEYS_KEPT then
+      keys[#keys + 1], held[word] = word, true
+    end
+  end
+  since_ms = since_ms or now_ms
+  if fresh and (#keys == 0 or now_ms - since_ms >= KEY_LIFE_MS) then
+    table.insert(keys, 1, fresh)
+    keys[KEYS_KEPT + 1], since_ms = nil, now_ms
+  end
+  local text = table.concat(keys, ' ')
+  local anew = full(since_ms) .. ' ' .. text
+  if text ~= '' and anew ~= kept then redis.call('HSET', key.pool, 'signing_keys', anew) end
+  return text
 end
 local function heartbeat(args)
   local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
@@ -30,7 +59,7 @@ local function heartbeat(args)
     if other < owner then leader = 0 end
   end
   local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
-    'marks_version')
+    'marks_version', 'signing_keys')
   local inbox, left = news_in(key.inbox[owner]), {}
   for i = 1, #inbox, 2 do
     left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
@@ -43,6 +72,6 @@ local function heartbeat(args)
     head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', full(pool.stock), pool.queued, full(pool.upper), full(pool.lower), pool.ready,
-    settings.paused or 0,
+    settings.paused or 0, keep_keys(versions[5], args[4] or ''), 0,
   }
 end

@@ -10,13 +10,17 @@
 -- args[1] the calling replica
 -- args[2] interval_ms   args[3] grace_ms: a silent replica's queued requests wait this long for adoption
 -- args[4] idle_ms: a workload is forgotten after
--- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1)}
+-- args[5] unseen_ms: a placed request without a sign of life for so long may be a ghost
+-- Returns {born, news, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
+--   suspects (endpoints whose pages may show ghosts)}
 local CHUNK = 32 -- requests that a call ends, holds or looks at, at most
 local REFILED = 16 -- and how many it files anew: each of them leaves one order and enters another
 local LIGHT = 500 -- entries of what is merely forgotten
 local WALKS = 150 -- calls an interval that go on with the walk, at most
 local DOWN_MS = 10000
 local MOST_IDLE_LANES = 10000 -- of a band, whose finish tags, and when they were preempted, are kept
+local TRANSIT_MS = 1000 -- a request may take so long from its placement to its endpoint's page
+local MOST_RECENT = 1000 -- requests whose endpoints a call counts, at most; above, ghosts end with their lease
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
 local function reap(most)
@@ -24,6 +28,79 @@ local function reap(most)
   record.prefetch(ids, #ids)
   for _, id in ipairs(ids) do finish_request(record.read(id), 'reclaimed') end
   return #ids
+end
+
+-- How many requests an endpoint has, by each of its last two pages: the higher count, and the moment of the older
+-- page; nil if it does not tell.
+local function pages_of(text)
+  local known, page = pcall(cjson.decode, text)
+  if not known or type(page) ~= 'table' then return nil end
+  local at, before = tonumber(page.at), tonumber(page.before)
+  local queued, running = tonumber(page.waiting), tonumber(page.running)
+  if not (at and before and queued and running) then return nil end
+  if at > now_ms + 1000 or before > at then return nil end -- of another clock
+  return math.max(queued + running, tonumber(page.before_load) or math.huge), before
+end
+
+-- How many placed requests of each endpoint have had a sign of life since `since_ms`: they may have been placed
+-- since. nil if they are too many to be counted.
+local function count_recent(since_ms)
+  local recent, first = {}, since_ms + settings.lease_ms
+  if redis.call('ZCOUNT', key.inflight, '(' .. first, '+inf') > MOST_RECENT then return nil end
+  local ids = redis.call('ZRANGEBYSCORE', key.inflight, '(' .. first, '+inf')
+  record.prefetch(ids, #ids)
+  for _, id in ipairs(ids) do
+    local r = record.read(id)
+    if r and r.state == 'placed' then
+      local address = endpoints.first(r.endpoints)
+      recent[address] = (recent[address] or 0) + 1
+    end
+  end
+  return recent
+end
+
+-- Give up placed requests that have ended without anybody hearing of it (ghosts): of those without a sign of life
+-- for `unseen_ms`, oldest first, as many as both of the last pages of their endpoint lack. Both are newer than the
+-- last sign of life, so that a request that runs is on them. Returns how many were given up, and the endpoints whose
+-- pages may show more.
+local function reclaim_ghosts(unseen_ms, limit)
+  local latest = now_ms + settings.lease_ms - unseen_ms
+  if latest <= now_ms then return 0, {} end
+  local found = redis.call('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
+  if #found == 0 then return 0, {} end
+  send(key.inflight)
+  local ids, silent, suspects = {}, {}, {}
+  for i = 1, #found, 2 do ids[#ids + 1] = found[i] end
+  record.prefetch(ids, #ids)
+  for i, id in ipairs(ids) do
+    local r = record.read(id)
+    if r and r.state == 'placed' then
+      local address = endpoints.first(r.endpoints)
+      if not silent[address] then
+        silent[address] = {}
+        suspects[#suspects + 1] = address
+      end
+      table.insert(silent[address], {r = r, seen_ms = tonumber(found[2 * i]) - settings.lease_ms})
+    end
+  end
+  local ghosts = 0
+  local texts = #suspects > 0 and redis.call('HMGET', key.metrics, unpack(suspects)) or {}
+  for i, address in ipairs(suspects) do
+    local reported, older_ms
+    if texts[i] then reported, older_ms = pages_of(texts[i]) end
+    if reported and endpoints.booked(address) > reported then
+      local recent = count_recent(older_ms - TRANSIT_MS)
+      local missing = recent and endpoints.booked(address) - (recent[address] or 0) - reported or 0
+      for _, one in ipairs(silent[address]) do
+        if missing < 1 then break end
+        if one.seen_ms < older_ms then
+          finish_request(one.r, 'reclaimed', 'ghost')
+          missing, ghosts = missing - 1, ghosts + 1
+        end
+      end
+    end
+  end
+  return ghosts, suspects
 end
 
 -- A silent replica's queued requests, found by a walk over all, a chunk a call. What comes behind the walk's
@@ -111,18 +188,21 @@ end
 
 local function sweep(args)
   local owner, interval_ms, grace_ms, idle_ms = args[1], tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
+  local unseen_ms = tonumber(args[5])
   forget_news(owner)
   local state = redis.call('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'answer_cursor', 'walk',
     'walks', 'swept_dispatches')
   local swept_ms = tonumber(state[1] or 0)
   local fresh = now_ms - swept_ms >= interval_ms
   if not pool.known or not (fresh or state[2] == '1') then
-    return {full(pool.born), {}, 0, 0, 0, 0, 0, 0}
+    return {full(pool.born), {}, 0, 0, 0, 0, 0, 0, 0, {}}
   end
   local more = false
   local ran, expired = run_timers(CHUNK)
   local reaped = ran < CHUNK and reap(CHUNK - ran) or 0
-  local left = CHUNK - ran - reaped
+  local ghosts, suspects = 0, {}
+  if fresh and ran + reaped < CHUNK then ghosts, suspects = reclaim_ghosts(unseen_ms, CHUNK - ran - reaped) end
+  local left = CHUNK - ran - reaped - ghosts
   if left == 0 or hold_orphans(grace_ms, left) then more = true end
   local walks = fresh and 0 or tonumber(state[6] or 0)
   local walked = state[5] or '0'
@@ -148,6 +228,6 @@ local function sweep(args)
     'workload_cursor', forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
     'answer_cursor', forget_idle(key.answers, state[4] or '0', answers, idle_ms))
   local head = conclude()
-  head[5], head[6], head[7], head[8] = 1, expired, reaped, more and 1 or 0
+  head[5], head[6], head[7], head[8], head[9], head[10] = 1, expired, reaped, more and 1 or 0, ghosts, suspects
   return head
 end

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from app.admission.service import WINDOW_S
-from app.errors import StateUnavailable
+from app.errors import StateFault
 from app.state.reads import CHUNK, Lanes, ReplicaRow
 from app.state.rows import PARKED, Lane
 from app.state.store import Store
@@ -132,7 +132,7 @@ class Lookout:
         return self._standing
 
     async def standing(self) -> Standing:
-        """Raises StateUnavailable, as the store does."""
+        """Raises StateFault, as the store does."""
         self._asked.set()
         if self._clock() >= self._good_until:
             async with self._reading:
@@ -147,7 +147,7 @@ class Lookout:
             await asyncio.sleep(self._fresh_until - self._clock())
             self._asked.clear()
             if len(self._standing.lanes) > CHUNK:
-                with contextlib.suppress(StateUnavailable):
+                with contextlib.suppress(StateFault):
                     async with self._reading:
                         if self._clock() >= self._fresh_until:
                             await self._read(PAUSE_S)

@@ -27,7 +27,7 @@ from app.admission.outbox import Outbox
 from app.admission.shared import SharedGate
 from app.admission.tuning import Effective
 from app.endpoints.snapshot import SnapshotCell
-from app.errors import StateUnavailable
+from app.errors import StateUnavailable, WritesRefused
 from app.request import Completion
 from app.scheduling.chooser import LeastLoaded
 from app.state.store import Pulse, Store
@@ -255,7 +255,7 @@ class Crossing:
         """The shared state answers again, since `back_s`."""
         try:
             running = await tell_what_runs(self._store, self._outbox, self._report_s)
-        except StateUnavailable:
+        except (StateUnavailable, WritesRefused):
             if self._back_s == back_s:
                 self._lose("it went again")
             return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.admission.outbox import Outbox
+from app.errors import ScriptFailed
 from app.state.store import Store
 
 _AT_ONCE = 512  # requests; the link sends 64 a call
@@ -21,6 +22,7 @@ async def tell_what_runs(store: Store, outbox: Outbox, report_s: float) -> int:
 
     Raises:
         StateUnavailable: it has gone again.
+        WritesRefused: it takes no writes for now.
     """
     await asyncio.sleep(random.random() * _JITTER_S)
     await _tell([(end.id,) for end in outbox.ends()], store.bury)
@@ -33,4 +35,8 @@ async def tell_what_runs(store: Store, outbox: Outbox, report_s: float) -> int:
 
 async def _tell(items: Sequence[Any], how: Callable[..., asyncio.Future[str]]) -> None:
     for at in range(0, len(items), _AT_ONCE):
-        await asyncio.gather(*(how(*each) for each in items[at : at + _AT_ONCE]))
+        asked = (how(*each) for each in items[at : at + _AT_ONCE])
+        for fault in await asyncio.gather(*asked, return_exceptions=True):
+            # What one of them is at fault itself the others must not wait for; its lease makes it good.
+            if isinstance(fault, BaseException) and not isinstance(fault, ScriptFailed):
+                raise fault

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from app.admission.shared import SharedGate
-from app.errors import StateUnavailable
+from app.errors import StateFault
 from app.state.store import Store
 
 # One cheap command each. Where wake-ups arrive a look finds nothing; where none does, a grant is taken up
@@ -34,7 +34,7 @@ class Inbox:
     async def _look(self) -> int:
         """How much it found that nobody had been told of."""
         late = 0
-        with contextlib.suppress(StateUnavailable):
+        with contextlib.suppress(StateFault):
             for what, request_id in await self._store.news():
                 # A grant stays there until its placement has been answered.
                 if not self._gate.is_placing(request_id):

@@ -29,6 +29,11 @@ class Introduction:
         """Where it listens: a URL and a `host:port`; this host's own stands in for any address."""
         self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
 
+    @property
+    def grpc(self) -> str:
+        """Where the others are told to reach this replica, host:port; '' until it listens."""
+        return self._reached.get("grpc", "")
+
     def __call__(self) -> dict[str, Any]:
         return {
             "host": self._host,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from app.admission.local_rules import Rules
-from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows
+from app.errors import InsufficientFlowCapacity, Saturated, TotalCapacity
 from app.request import Band, InferenceRequest
 
 _CREDIT = 1 - 1e-9  # ten tenths are not quite one
@@ -78,7 +78,7 @@ class LocalQueue:
         """Queue `request`; its place, and who had to make room for it.
 
         Raises:
-            Saturated, InsufficientFlowCapacity, TooManyFlows: as the shared queue would.
+            Saturated, InsufficientFlowCapacity, TotalCapacity: as the shared queue would.
         """
         rules, band = self._rules, self._bands[request.band]
         name = "" if rules.fairness == "none" else request.flow
@@ -91,7 +91,7 @@ class LocalQueue:
         if len(self) >= rules.total_capacity:
             victim = self._newest_below(request.band) if rules.overload == "preempt" else None
             if victim is None:
-                raise TooManyFlows("the queue is full", retry_after_s=1)
+                raise TotalCapacity("the queue is full", retry_after_s=1)
             self.remove(victim)
         if lane is None:
             lane = band.lanes[name] = _Lane(name, request.band)

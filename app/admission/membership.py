@@ -17,12 +17,14 @@ from app.admission.shared import SharedGate
 from app.admission.tuning import Effective, Tuned
 from app.config import Settings
 from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.errors import ConfigError, StateUnavailable
+from app.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
+from app.sections import Leases
 from app.state.store import Pulse, Store
 from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 60
+_RENEWALS = 3  # of a lease, by who holds the request's stream
 
 
 class Watch(Protocol):
@@ -46,6 +48,9 @@ class Membership:
     """Keeps this replica known and the pool's shared facts in step; see `run`. One event loop.
 
     `about` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
+    `on_effective` hears the configuration with the live changes in it, whenever those are another.
+
+    `on_suspects` is called with endpoints where requests in flight may have ended unheard.
 
     The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL).
     """
@@ -60,6 +65,8 @@ class Membership:
         metrics: Metrics,
         about: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         watch: Watch | None = None,
+        on_effective: Callable[[Effective], object] = lambda _: None,
+        on_suspects: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
         self._store = store
         self._gate = gate
@@ -68,6 +75,8 @@ class Membership:
         self._metrics = metrics
         self._about = about if callable(about) else lambda: about
         self._watch = watch
+        self._on_effective = on_effective
+        self._on_suspects = on_suspects
         self._state: dict[str, Any] = {}
         self._glancing = False
         self._loop = asyncio.get_running_loop()
@@ -179,13 +188,13 @@ class Membership:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beat_forever(leases.heartbeat))
             tasks.create_task(self._sweep_forever())
-            tasks.create_task(self._renew_forever(leases.inflight / 3))
+            tasks.create_task(self._renew_forever(leases.inflight / _RENEWALS))
             tasks.create_task(Inbox(self._store, self._gate).run())
 
     async def leave(self, deadline_s: float) -> None:
         """Say goodbye, so that nobody waits out this replica's silence."""
         self._left = True
-        with contextlib.suppress(StateUnavailable, TimeoutError):
+        with contextlib.suppress(StateFault, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self._store.leave()
 
@@ -196,7 +205,9 @@ class Membership:
                 return
             try:
                 await self._beat()
-            except StateUnavailable:
+            except StateFault as fault:
+                if not isinstance(fault, StateUnavailable):
+                    _log.warning("a heartbeat failed: %s", fault)
                 if self._watch is not None:
                     self._watch.missed()
             with contextlib.suppress(TimeoutError):
@@ -213,7 +224,10 @@ class Membership:
         if self._born and (unknown or anew or not pulse.was_known or pulse.born != self._born):
             self._forgotten = True
         if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
-            await self._publish()
+            with contextlib.suppress(
+                WritesRefused
+            ):  # what is published already goes on, and so do heartbeats
+                await self._publish()
             pulse = await self._heartbeat(silence_s)
         self._pulse = pulse
         if self._forgotten and pulse.born != self._born:
@@ -269,6 +283,7 @@ class Membership:
         except ConfigError as fault:
             _log.warning("live changes do not fit this replica's configuration: %s", fault)
             self._effective = Effective(self._settings, {})
+        self._on_effective(self._effective)
 
     def _differs(self, pulse: Pulse) -> bool:
         endpoints_version = pulse.endpoints_version.partition("+")[0]  # less what has been marked since
@@ -293,22 +308,35 @@ class Membership:
         settings = self._settings
         interval_s = settings.request_queue_controller.expiry_cleanup_interval
         while True:
-            with contextlib.suppress(StateUnavailable):
+            with contextlib.suppress(StateFault):
                 more = True
                 while more:
                     swept = await self._store.sweep(
                         interval_s=interval_s,
                         grace_s=settings.leases.adoption_grace,
                         idle_s=settings.workloads.idle_after,
+                        unseen_s=_unseen_s(settings.leases),
                     )
                     more = swept.more
                     self._metrics.reclaimed(swept.reclaimed)
+                    if swept.ghosts:
+                        self._metrics.ghosts(swept.ghosts)
+                        _log.warning("gave up %d requests that their endpoints do not have", swept.ghosts)
+                    if swept.suspects:
+                        self._on_suspects(swept.suspects)
             await asyncio.sleep(interval_s)
 
     async def _renew_forever(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             self._gate.renew_held()
+
+
+def _unseen_s(leases: Leases) -> float:
+    """Without a sign of life for so long, a request in flight is suspect: the longest interval between two
+    signs of life, and a margin for a busy machine."""
+    interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
+    return interval_s + max(1.0, interval_s / 4)
 
 
 def _retry_after_s(queued: int, drain_rate: float) -> int:

@@ -7,13 +7,13 @@ from app.scraping.board import Reading
 from app.scraping.scraper import SILENCE, Meter
 from app.state.store import Store
 
-_WELL_AGAIN = 3  # scrapes in a row that work
+_WELL_AGAIN = 3  # answers in a row
 _UNANSWERED = ("timeout", "silent")
 
 
 class Probes:
     """A `Meter` of the scraper that also marks endpoints: down when they cannot be connected to or have
-    fallen silent, which each probe without an answer confirms, and up again after three probes that worked.
+    fallen silent, which each question without an answer confirms, and up again after three answers.
     Counting is `meter`'s. `readings` gives what was last scraped, by whichever replica."""
 
     def __init__(
@@ -27,12 +27,19 @@ class Probes:
         self._endpoints = endpoints
         self._meter = meter
         self._readings = readings
-        self._well: dict[str, int] = {}  # down -> scrapes in a row that worked
+        self._well: dict[str, int] = {}  # down -> answers in a row
         self._version = ""
         self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
 
     def scraped(self, address: str, seconds: float) -> None:
         self._meter.scraped(address, seconds)
+        self._answered(address)
+
+    def probed(self, address: str) -> None:
+        self._meter.probed(address)
+        self._answered(address)
+
+    def _answered(self, address: str) -> None:
         if not self._is_down(address):
             return
         self._well[address] = self._well.get(address, 0) + 1

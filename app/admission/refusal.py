@@ -7,7 +7,7 @@ from app.errors import (
     NoEndpoints,
     RequestError,
     Saturated,
-    TooManyFlows,
+    TotalCapacity,
 )
 from app.state.store import Verdict
 
@@ -15,7 +15,7 @@ _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
     "saturated": (Saturated, "the fleet is saturated, and only critical requests may wait"),
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
-    "too-many-flows": (TooManyFlows, "the queue is full"),
+    "total-capacity": (TotalCapacity, "the queue is full"),
 }
 
 

@@ -12,6 +12,7 @@ from app.admission.waking import Waking
 from app.endpoints.snapshot import SnapshotCell
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.scheduling.chooser import LeastLoaded
+from app.signing import Keyring
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 
@@ -39,8 +40,10 @@ class RunningRequests:
         answer_tokens: int | None,
         chooser: LeastLoaded,
         service: ServiceMeter,
+        keys: Keyring,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._metrics = metrics
         self._endpoints = endpoints
         self._answer_tokens = answer_tokens
@@ -61,10 +64,10 @@ class RunningRequests:
         self, request: InferenceRequest, attempt: int, endpoints: tuple[str, ...], held: bool
     ) -> Placement:
         self._service.note(request.band, request.flow, request.cost)
-        note = ticket.write(request, endpoints[0], self.answer_tokens)
+        note = ticket.signed(ticket.write(request, endpoints[0], self.answer_tokens), request.id, self._keys)
         if held:
             self._held[request.id] = _Held(attempt, note, endpoints[0])
-        return Placement(endpoints, note, attempt)
+        return Placement(endpoints, note, attempt, self._chooser.session_token(endpoints[0]))
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         # Without its ticket: a place that is lost may be another's, and restored would be one too many (G1).

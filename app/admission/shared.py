@@ -14,9 +14,18 @@ from app.admission.running import RunningRequests, ignore_loss
 from app.admission.service import ServiceMeter
 from app.admission.waiter import Waiter, tell
 from app.endpoints.snapshot import SnapshotCell
-from app.errors import ClientGone, NoEndpoints, RequestError, StateUnavailable
+from app.errors import (
+    ClientGone,
+    NoEndpoints,
+    RequestError,
+    ScriptFailed,
+    StateFault,
+    StateUnavailable,
+    WritesRefused,
+)
 from app.request import InferenceRequest, Placement
 from app.scheduling.chooser import Choice, LeastLoaded
+from app.signing import Keyring
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
 
@@ -48,6 +57,7 @@ class SharedGate(RunningRequests):
         answer_tokens: int | None = None,
         chooser: LeastLoaded | None = None,
         service: ServiceMeter | None = None,
+        keys: Keyring | None = None,
     ) -> None:
         super().__init__(
             store,
@@ -56,6 +66,7 @@ class SharedGate(RunningRequests):
             answer_tokens=answer_tokens,
             chooser=chooser or LeastLoaded(endpoints),
             service=service or ServiceMeter(),
+            keys=keys or Keyring(),
         )
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
@@ -86,15 +97,18 @@ class SharedGate(RunningRequests):
             displaced.news.set_exception(ClientGone(_TAKEN_OVER))
             displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
+        verdict: Verdict | None = None
         try:
             verdict = await self._admit_known(waiter)
             if verdict.what == "placed":
                 self._metrics.bypassed(request.model, request.target_model)
             else:
                 verdict = await self._queue(waiter, verdict)
-        except (asyncio.CancelledError, StateUnavailable) as fault:
-            # What the call did, if it arrived, is undone by whoever still owns the attempt.
-            self._cancel(request.id, waiter.attempt, "cancelled")
+        except (asyncio.CancelledError, StateFault) as fault:
+            # What the call did, if it arrived, is undone by whoever still owns the attempt. One that found no
+            # room did nothing, and there may be too many of those.
+            if verdict is not None or not isinstance(fault, WritesRefused):
+                self._cancel(request.id, waiter.attempt, "cancelled")
             # Unless others have cancelled it as well: the client went away, or the replica shuts down.
             if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
                 raise StateUnavailable("the shared state is away", retry_after_s=1) from None
@@ -224,6 +238,8 @@ class SharedGate(RunningRequests):
                 answer = await asyncio.shield(expiry)
         except TimeoutError:
             return "expired"  # the shared state is away; it learns of the expiry when it returns
+        except ScriptFailed:
+            return "expired"  # its time is up, whatever is damaged
         return "granted" if answer == "granted" else "expired"
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
@@ -261,7 +277,7 @@ class SharedGate(RunningRequests):
             await self.waking.pause()  # as in `_admit_known`
         # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
         renewed = await asyncio.gather(*self.renew_held(), return_exceptions=True)
-        if any(isinstance(answer, BaseException) for answer in renewed):
+        if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
         async with asyncio.TaskGroup() as tasks:
@@ -276,7 +292,7 @@ class SharedGate(RunningRequests):
         try:
             answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
             verdict = self._chosen(waiter.request, choice, answer)
-        except StateUnavailable:
+        except (StateUnavailable, WritesRefused):
             return False
         except RequestError as error:
             if not waiter.news.done():

@@ -1,13 +1,18 @@
 """The ticket: what Envoy carries for a placed request, so that any replica can account for it.
 
 It travels in dynamic metadata and comes back with each access-log entry. Fields joined by tabs, in the
-order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters.
+order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters. The last
+is the fleet's signature, over the request's id and all fields before it.
 """
 
 from app.request import InferenceRequest
+from app.signing import Keyring
+
+_PURPOSE = "ticket"
+_TRACEPARENT = "00-"
 
 _COST, _MODEL, _ENDPOINT = 3, 6, 7  # which of the fields they are
-_FIELDS = 9  # a further one is the request's trace
+_FIELDS = 9  # then the signature; a further one is the request's trace
 
 
 def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
@@ -30,6 +35,31 @@ def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) ->
             str(request.limit),
         )
     )
+
+
+def signed(note: str, request_id: str, keys: Keyring) -> str:
+    """What `write` gives, with the signature that makes it the ticket of request `request_id`."""
+    signature = keys.sign(_PURPOSE, f"{request_id}\t{note}")
+    return f"{note}\t{signature}"
+
+
+def checked(ticket: str, request_id: str, keys: Keyring) -> tuple[str, str]:
+    """A ticket that came back, and what is wrong with it: '' if it is the fleet's own for `request_id`.
+
+    One that a version without signatures has made gets an empty one, where those are accepted.
+    """
+    fields = ticket.count("\t") + 1
+    own = ticket.rpartition("\t")[0] if fields == _FIELDS + 2 else ticket
+    note, _, signature = own.rpartition("\t")
+    if fields <= _FIELDS:
+        signature = ""
+    fault = keys.fault(_PURPOSE, f"{request_id}\t{note}", signature)
+    if fault and keys.accepts_unsigned:
+        if fields == _FIELDS:
+            return f"{ticket}\t", ""
+        if fields == _FIELDS + 1 and signature.startswith(_TRACEPARENT):
+            return f"{note}\t\t{signature}", ""
+    return ticket, fault
 
 
 def endpoint_of(ticket: str) -> str:
@@ -61,7 +91,7 @@ def with_trace(ticket: str, parent: str) -> str:
 
 def split_trace(ticket: str) -> tuple[str, str]:
     """A ticket as it was written, and the traceparent it carries; '' if it carries none."""
-    if ticket.count("\t") < _FIELDS:
+    if ticket.count("\t") <= _FIELDS:
         return ticket, ""
     own, _, parent = ticket.rpartition("\t")
     return own, parent

@@ -1,9 +1,10 @@
 """Changes of the configuration while the fleet runs: which keys may change, and what they amount to.
 
 A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value},
-{`weights.FLOW`: weight}, {`fair_request_queue.band_weights.BAND`: weight}), and as *overrides*, the settings
-that the scripts read in place of the published ones. Overrides always follow from the whole note, so that a
-fault between two keys is found whichever of them comes last. Pure.
+{`weights.FLOW`: weight}, and of a mapping each name by itself: {`fair_request_queue.band_weights.BAND`: …},
+{`scheduling.scorers.NAME`: weight}), and as *overrides*, the settings that the scripts read in place of the
+published ones. Overrides always follow from the whole note, so that a fault between two keys is found
+whichever of them comes last. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,8 @@ from app.admission.published import published
 from app.config import Settings, parse
 from app.errors import ConfigError
 from app.request import Band, finite_number
+from app.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
+from app.units import has_control
 
 # Every key that may change -> the shared settings that follow from it.
 _BOUNDS = ("upper_per", "lower_per")
@@ -37,10 +40,13 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "workloads.wait_cap": ("wait_cap_ms",),
     "workloads.rate_cap": ("rate_cap",),
     "workloads.wait_signal": ("wait_signal",),
+    "scheduling.scorers": ("live_weight",),
 }
 LIVE = (*AFFECTS, "weights.FLOW")
 _WEIGHTS = "weights"
 _BAND_WEIGHTS = "fair_request_queue.band_weights"
+_SCORERS = "scheduling.scorers"
+_BY_NAME = (_BAND_WEIGHTS, _SCORERS)  # each name under them changes on its own
 _MOST_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
 _LONGEST_FLOW_BYTES = 256
@@ -77,7 +83,10 @@ def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
         if known and isinstance(keys, dict):
             for key, value in keys.items():
                 name = f"{section}.{key}"
-                changes |= _by_band(value) if name == _BAND_WEIGHTS else {name: value}
+                if name == _SCORERS and not isinstance(value, dict | None):
+                    faults.append(f"{name}: must be an object of scorer and weight")
+                else:
+                    changes |= _by_name(name, value) if name in _BY_NAME else {name: value}
         else:
             faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
     faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
@@ -99,7 +108,8 @@ def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
     """
     changes = nested(note)
     weights = changes.pop(_WEIGHTS, {})
-    faults = list(_weight_faults(weights))
+    scorers = changes.pop("scheduling", {}).get("scorers", {})
+    faults = [*_weight_faults(weights), *_scorer_faults(scorers)]
     if faults:
         raise ConfigError("\n".join(faults))
     queue = changes.get("fair_request_queue", {})
@@ -109,6 +119,10 @@ def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
     tree = settings.model_dump(exclude_unset=True)
     for section, keys in changes.items():
         tree[section] = {**tree.get(section, {}), **keys}
+    if scorers:
+        by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
+        named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
+        tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
     return Effective(parse(tree), weights)
 
 
@@ -138,11 +152,11 @@ def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in sorted(note.items()):  # a whole mapping, as earlier versions kept it, before its bands
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
-        if key.startswith(_BAND_WEIGHTS + "."):
-            name, _, band = name.partition(".")
+        if (whole_key := _whole(key)) != key:
+            name, _, part = name.partition(".")
             whole = keys.get(name)
             kept = whole.items() if isinstance(whole, Mapping) else ()
-            value = {**{_named(each): weight for each, weight in kept}, band: value}
+            value = {**{_part(whole_key, each): weight for each, weight in kept}, part: value}
         keys[name] = value
     return tree
 
@@ -152,17 +166,22 @@ def _is_live(key: str) -> bool:
 
 
 def _whole(key: str) -> str:
-    """The configuration's key that `key` is, or is a band of."""
-    return _BAND_WEIGHTS if key.startswith(_BAND_WEIGHTS + ".") else key
+    """The configuration's key that `key` is, or is a band or a scorer of."""
+    return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
 
 
-def _by_band(weights: Any) -> dict[str, Any]:
-    """A change of `band_weights` band by band; None takes all back."""
+def _by_name(whole: str, weights: Any) -> dict[str, Any]:
+    """A change of the weights under the key `whole`, name by name; None takes all back."""
     if weights is None:
-        return {_BAND_WEIGHTS: None, **{f"{_BAND_WEIGHTS}.{_named(band)}": None for band in Band}}
+        names = SCORERS if whole == _SCORERS else Band
+        return {whole: None, **{f"{whole}.{_part(whole, name)}": None for name in names}}
     if not isinstance(weights, Mapping):
-        return {_BAND_WEIGHTS: weights}
-    return {f"{_BAND_WEIGHTS}.{_named(name)}": weight for name, weight in weights.items()}
+        return {whole: weights}
+    return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
+
+
+def _part(whole: str, name: object) -> str:
+    return _named(name) if whole == _BAND_WEIGHTS else str(name)
 
 
 def _named(band: object) -> str:
@@ -178,7 +197,20 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
         yield f"weights: at most {_MOST_WEIGHTS} flows can have one of their own (got {len(weights)})"
     for flow, weight in weights.items():
         number = finite_number(weight)
-        if not flow.strip() or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
+        if not flow.strip() or has_control(flow) or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
             yield f"weights.{flow[:60]}: is no flow's key"
         elif number is None or not 0 < number <= _MOST_WEIGHT:
             yield f"weights.{flow[:60]}: must be a number above 0, at most {_MOST_WEIGHT:g}"
+
+
+def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
+    for name, weight in scorers.items():
+        key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
+        try:
+            scorer_name(name)
+        except ValueError as fault:
+            yield f"{key}: {fault}"
+        if number is None or not 0 <= number <= _MOST_WEIGHT:
+            yield f"{key}: must be a number, at most {_MOST_WEIGHT:g}; 0 turns it off"
+        elif name == IN_FLIGHT and number == 0:
+            yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"

@@ -3,7 +3,8 @@
 In `lean` and `headers` the picker sees nothing of a request after its decision, so this is how stock is
 released (G6) and leases are kept. Each Envoy worker sends batches on one long stream to any one replica;
 entries of one stream are passed on in their order. An entry that makes no sense is counted and dropped:
-it must not cost the others of its batch their place in the books (G10).
+it must not cost the others of its batch their place in the books (G10). So is one without a ticket that the
+fleet has signed for its request: whoever else reaches this port can end, renew or restore nothing.
 """
 
 import logging
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 from app.admission import ticket
 from app.admission.gate import Gate
 from app.request import Alive, Completion, Outcome
+from app.signing import NO_TICKET, Keyring
 from app.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
@@ -51,13 +53,13 @@ _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
 
-def handler(gate: Gate, metrics: Metrics) -> Any:
+def handler(gate: Gate, metrics: Metrics, keys: Keyring) -> Any:
     """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server."""
 
     async def stream(_: object, context: Any) -> Any:
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("http_logs"):
-                take(message.http_logs.log_entry, gate, metrics)
+                take(message.http_logs.log_entry, gate, metrics, keys)
         return als_pb2.StreamAccessLogsResponse()
 
     return grpc.method_handlers_generic_handler(
@@ -72,7 +74,7 @@ def handler(gate: Gate, metrics: Metrics) -> Any:
     )
 
 
-def take(entries: Any, gate: Gate, metrics: Metrics) -> None:
+def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring) -> None:
     """Pass the HTTPAccessLogEntry messages `entries` on to `gate`, in their order."""
     ended = alive = ignored = 0
     for entry in entries:
@@ -83,13 +85,21 @@ def take(entries: Any, gate: Gate, metrics: Metrics) -> None:
             told = None
         if told is None:
             ignored += 1
-        elif isinstance(told, Completion):
+            continue
+        # One that still waits, or was refused, has none.
+        note, fault = ticket.checked(told.ticket, told.id, keys) if told.ticket else ("", NO_TICKET)
+        if fault:
+            metrics.access_log_rejected(fault)
+            ignored += 1
+            continue
+        if note is not told.ticket:
+            told = told._replace(ticket=note)
+        if isinstance(told, Completion):
             gate.settle(told)
             ended += 1
         else:
+            gate.renew(told)
             alive += 1
-            if told.ticket:  # without one it still waits, and holds nothing that could run out
-                gate.renew(told)
     for kind, count in (("ended", ended), ("alive", alive), ("ignored", ignored)):
         if count:
             metrics.access_log(kind, count)
@@ -98,8 +108,8 @@ def take(entries: Any, gate: Gate, metrics: Metrics) -> None:
 def read(entry: Any) -> Completion | Alive | None:
     """What one HTTPAccessLogEntry tells; None if it tells nothing of a request's life or names no request.
 
-    The id and ticket are what the picker wrote into the dynamic metadata `picker`; before its decision
-    there is none, and the id is Envoy's `x-request-id`.
+    The id and ticket are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
+    decision there is none, and the id is Envoy's `x-request-id`.
     """
     common = entry.common_properties
     kind = common.access_log_type

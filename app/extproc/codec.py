@@ -12,6 +12,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from app.errors import RequestError
 from app.request import Placement
+from app.scheduling.session import HEADER as SESSION
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -20,7 +21,7 @@ DROPPED_REASON = "x-llm-d-request-dropped-reason"
 
 LB = "envoy.lb"  # metadata namespaces
 SUBSET_HINT = "envoy.lb.subset_hint"
-PICKER = "picker"  # {id, ticket}: comes back in the access log
+PICKER = "picker"  # {id, ticket}: comes back in the access log; {session}: Envoy tells it to the client
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
@@ -82,6 +83,8 @@ def placed(
         account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
         account["id"].string_value = request_id
         account["ticket"].string_value = placement.ticket
+        if placement.session:
+            account["session"].string_value = placement.session
     return answer
 
 
@@ -125,6 +128,17 @@ def request_body(body: bytes, *, ended: bool) -> list[ProcessingResponse]:
         echo.end_of_stream = ended and start == last
         answers.append(answer)
     return answers
+
+
+def response_headers(session: str, *, sized: bool) -> ProcessingResponse:
+    """A model server's headers, passed on with the token of the client's session; '' for none."""
+    answer = RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED
+    if not session:
+        return answer
+    told = ProcessingResponse()
+    told.CopyFrom(answer)
+    _overwrite(told.response_headers.response.header_mutation, SESSION, session)
+    return told
 
 
 def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:

@@ -163,11 +163,11 @@ class Exchange(Placing):
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
-        request = self._request(read_metadata(fields, max(self._length, 0)))
-        if request.target_model != request.model:
+        ask = read_metadata(fields, max(self._length, 0))
+        request = self._request(ask)
+        if request.target_model != ask.model:
             raise Unsupported(
-                f"headers mode cannot send model {request.model} as {request.target_model}; "
-                "lean and standard can"
+                f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
             )
         placement = await self._admit(request)
         return [self._placed(codec.placed(placement, request.id, None, self._tries(request)))]
@@ -225,8 +225,10 @@ class Exchange(Placing):
         return answer
 
     def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        if part == "response_headers" and self._step is _BODY and self._mode == "standard":
-            # an answer of Envoy's own to a request that never became whole: let it pass
+        if self._step is _OPEN:
+            self._mode = mode_of(message)
+        if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
+            # an answer of Envoy's own to a request that never became whole, or had not begun: let it pass
             self._step = _RESPONSE
             self._response = self._answer_of("", None)
             return self._pass_on(part, message)

@@ -65,15 +65,15 @@ class Placing:
         ask = read_body(body)
         request = self._request(ask)
         length = rename = None
-        if request.target_model != request.model:
+        if request.target_model != ask.model:
             body = ask.renamed(request.target_model)
             length = len(body)
-            rename = ModelRename(request.target_model, request.model)
+            rename = ModelRename(request.target_model, ask.model)
         del ask  # a long wait should not hold the parsed body too
         came_s = self._desk.clock()
         placement = await self._admit(request)
         if self._mode == "standard":
-            self._response = self._answer_of(request.id, rename)
+            self._response = self._answer_of(request.id, rename, placement.session)
         answer = codec.placed(placement, request.id, length, self._tries(request))
         self._ready = Ready(answer, body, request, placement, length, came_s, self._desk.clock())
 
@@ -92,7 +92,7 @@ class Placing:
         self._model = ask.model
         trusted = self._mode != "standard"
         request = self._desk.intake.request(ask, self._headers, subset=self._subset, trusted=trusted)
-        self._target_model = request.target_model
+        self._model, self._target_model = request.model, request.target_model
         self._asked = request
         return request
 
@@ -107,7 +107,7 @@ class Placing:
             return 0
         return 1 + self._desk.settings.scheduling.fallbacks
 
-    def _answer_of(self, request_id: str, rename: ModelRename | None) -> Response:
+    def _answer_of(self, request_id: str, rename: ModelRename | None, session: str = "") -> Response:
         desk = self._desk
         settle = desk.gate.settle
         return Response(
@@ -116,4 +116,5 @@ class Placing:
             clock=desk.clock,
             started_s=self._started_s,
             placed_s=desk.clock(),
+            session=session,
         )

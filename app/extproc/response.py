@@ -19,7 +19,8 @@ class Response:
     """A model server's answer on its way back; settles its request exactly once (G6).
 
     `request_id` is '' if nothing was admitted for it, and then nothing is settled. `rename` puts the client's
-    model name back, None if it was never changed. Times are counted from `started_s`.
+    model name back, None if it was never changed. `session` is the token that the client
+    is told. Times are counted from `started_s`.
     """
 
     __slots__ = (
@@ -29,6 +30,7 @@ class Response:
         "_rename",
         "_request_id",
         "_served",
+        "_session",
         "_settle",
         "_started_s",
         "_status",
@@ -45,8 +47,10 @@ class Response:
         clock: Callable[[], float],
         started_s: float,
         placed_s: float,
+        session: str = "",
     ) -> None:
         self.ended = False
+        self._session = session
         self._request_id = request_id
         self._rename = rename
         self._settle = settle
@@ -85,7 +89,7 @@ class Response:
             self._rename = None  # names can't be found in compressed text
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
-        return [codec.RESPONSE_HEADERS if self._rename is None else codec.RESPONSE_HEADERS_UNSIZED]
+        return [codec.response_headers(self._session, sized=self._rename is None)]
 
     def _chunk(self, part: Any) -> list[ProcessingResponse]:
         body, ended = part.body, part.end_of_stream

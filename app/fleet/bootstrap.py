@@ -1,6 +1,6 @@
 """The bootstrap Envoy starts with, built from typed messages for each mode (ENVOY, "Three modes")."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -8,10 +8,13 @@ import yaml
 from app.config import Settings
 from app.fleet.clusters import picker, pool
 from app.fleet.envoy_types import Admin, Bootstrap, BootstrapStaticResources, Node, address
+from app.fleet.limits import overload_manager
 from app.fleet.listener import listener
 from app.fleet.modes import Mode
 
 Host = tuple[str, int]
+MAX_CONNECTIONS = 10_000
+MAX_HEAP_BYTES = 1024 * 1024 * 1024
 
 
 def build(
@@ -21,18 +24,25 @@ def build(
     listen: Host,
     admin: Host,
     pickers: Sequence[Host],
+    trusted: Iterable[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    max_heap_bytes: int = MAX_HEAP_BYTES,
     debug_headers: bool = False,
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
-    `pickers` are the replicas' gRPC addresses; `debug_headers` adds `x-picker-*` headers to each answer
-    that show what was picked and who served. Port 0 in `listen` or `admin` means any free port.
+    `pickers` are the replicas' gRPC addresses; `trusted` the steering headers that clients may set;
+    `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
+    `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
+    Port 0 in `listen` or `admin` means any free port.
     """
     bootstrap = Bootstrap(
         node=Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
-        admin=Admin(address=address(*admin)),
+        # Whoever looks whether it is well still gets through when its clients do not.
+        admin=Admin(address=address(*admin), ignore_global_conn_limit=True),
+        overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=BootstrapStaticResources(
-            listeners=[listener(mode, settings, listen, debug_headers=debug_headers)],
+            listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
             clusters=[picker(pickers), pool()],
         ),
     )

@@ -8,6 +8,7 @@ from app.fleet.bootstrap import Host, build, to_yaml
 from app.fleet.child import Child
 from app.fleet.clusters import PICKER, POOL
 from app.fleet.modes import Mode
+from app.fleet.options import TRUSTED_HEADERS
 from app.fleet.part import READY_S, packaged_binary
 from app.fleet.ports import LOOPBACK
 from app.fleet.probe import get
@@ -16,7 +17,7 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy in front of `pickers`. Its admin port is any free one."""
+    """Envoy in front of `pickers`, for clients of this machine alone. Its admin port is any free one."""
 
     name = "envoy"
 
@@ -54,6 +55,7 @@ class Envoy:
             listen=(LOOPBACK, self._port),
             admin=(LOOPBACK, self._admin_port),
             pickers=self._pickers,
+            trusted=TRUSTED_HEADERS,
             debug_headers=self._debug_headers,
         )
         self._file.write_text(to_yaml(bootstrap), encoding="utf-8")

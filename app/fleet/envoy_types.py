@@ -35,10 +35,12 @@ with warnings.catch_warnings():
         BindConfig,
         CidrRange,
         ConfigSource,
+        DataSource,
         GrpcService,
         GrpcServiceEnvoyGrpc,
         HeaderValue,
         HeaderValueOption,
+        HeaderValueOptionHeaderAppendAction,
         HealthCheck,
         HealthCheckGrpcHealthCheck,
         HealthStatus,
@@ -64,16 +66,26 @@ with warnings.catch_warnings():
         LocalityLbEndpoints,
     )
     from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
-    from envoy_data_plane.envoy.config.route.v3 import RetryPolicy as RouteRetryPolicy
-    from envoy_data_plane.envoy.config.route.v3 import (
-        RetryPolicyRetryHostPredicate as RouteRetryHostPredicate,
+    from envoy_data_plane.envoy.config.overload.v3 import (
+        OverloadAction,
+        OverloadManager,
+        ResourceMonitor,
+        ThresholdTrigger,
+        Trigger,
     )
     from envoy_data_plane.envoy.config.route.v3 import (
+        DirectResponseAction,
+        FilterConfig,
+        HeaderMatcher,
         Route,
         RouteAction,
         RouteConfiguration,
         RouteMatch,
         VirtualHost,
+    )
+    from envoy_data_plane.envoy.config.route.v3 import RetryPolicy as RouteRetryPolicy
+    from envoy_data_plane.envoy.config.route.v3 import (
+        RetryPolicyRetryHostPredicate as RouteRetryHostPredicate,
     )
     from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
         CommonGrpcAccessLogConfig,
@@ -109,6 +121,7 @@ with warnings.catch_warnings():
         HttpConnectionManager,
         HttpConnectionManagerHcmAccessLogOptions,
         HttpConnectionManagerInternalAddressConfig,
+        HttpConnectionManagerPathWithEscapedSlashesAction,
         HttpFilter,
     )
     from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
@@ -119,6 +132,10 @@ with warnings.catch_warnings():
         OverrideHost,
         OverrideHostOverrideHostSource,
     )
+    from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+        DownstreamConnectionsConfig,
+    )
+    from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
     from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
     from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
         HttpProtocolOptions,
@@ -153,17 +170,24 @@ __all__ = [
     "CommonGrpcAccessLogConfig",
     "CommonHttpProtocolOptions",
     "ConfigSource",
+    "DataSource",
+    "DirectResponseAction",
+    "DownstreamConnectionsConfig",
     "EarlyHeaderMutation",
     "Endpoint",
     "ExternalProcessor",
     "Filter",
     "FilterChain",
+    "FilterConfig",
+    "FixedHeapConfig",
     "GrpcService",
     "GrpcServiceEnvoyGrpc",
     "HeaderForwardingRules",
+    "HeaderMatcher",
     "HeaderMutation",
     "HeaderValue",
     "HeaderValueOption",
+    "HeaderValueOptionHeaderAppendAction",
     "HealthCheck",
     "HealthCheckGrpcHealthCheck",
     "HealthStatus",
@@ -173,6 +197,7 @@ __all__ = [
     "HttpConnectionManager",
     "HttpConnectionManagerHcmAccessLogOptions",
     "HttpConnectionManagerInternalAddressConfig",
+    "HttpConnectionManagerPathWithEscapedSlashesAction",
     "HttpFilter",
     "HttpGrpcAccessLogConfig",
     "HttpProtocolOptions",
@@ -199,6 +224,8 @@ __all__ = [
     "MetadataOptions",
     "MetadataOptionsMetadataNamespaces",
     "Node",
+    "OverloadAction",
+    "OverloadManager",
     "OverrideHost",
     "OverrideHostOverrideHostSource",
     "Percent",
@@ -207,6 +234,7 @@ __all__ = [
     "ProcessingModeBodySendMode",
     "ProcessingModeHeaderSendMode",
     "RegexMatcher",
+    "ResourceMonitor",
     "RetryPolicy",
     "RetryPolicyRetryHostPredicate",
     "Route",
@@ -225,6 +253,8 @@ __all__ = [
     "StatusCode",
     "StringMatcher",
     "TcpKeepalive",
+    "ThresholdTrigger",
+    "Trigger",
     "UpstreamConnectionOptions",
     "Value",
     "VirtualHost",

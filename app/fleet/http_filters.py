@@ -45,6 +45,7 @@ from app.fleet.envoy_types import (
     seconds,
 )
 from app.fleet.modes import Mode
+from app.header_trust import STEERING
 from app.intake import wanted_headers
 
 USAGE_NAMESPACE = "picker.usage"
@@ -52,6 +53,12 @@ REQUEST_NAMESPACE = "picker.request"
 PICKER_NAMESPACE = "picker"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
+_EXT_PROC = "envoy.filters.http.ext_proc"
+_JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
+READERS = (_EXT_PROC, _JSON_TO_METADATA)  # that want a request's body
+
+# All that may steer: what is not trusted is removed from clients, or passed over by the picker.
+_STEERING = frozenset(name for pair in STEERING for name in pair)
 _SEND = ProcessingModeHeaderSendMode.SEND
 _SKIP = ProcessingModeHeaderSendMode.SKIP
 _DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
@@ -90,8 +97,8 @@ def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
     filters: list[HttpFilter] = []
     if mode != "standard":  # there the picker reads the answer itself
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
-        filters.append(_named("envoy.filters.http.json_to_metadata", _json(read_request=mode == "headers")))
-    filters.append(_named("envoy.filters.http.ext_proc", _ext_proc(mode, settings)))
+        filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
+    filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
     filters.append(_named("envoy.filters.http.router", Router()))
     return filters
 
@@ -114,7 +121,7 @@ def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
         ),
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
-        forward_rules=None if mode == "standard" else _only(wanted_headers(settings)),
+        forward_rules=None if mode == "standard" else _only(wanted_headers(settings) | _STEERING),
     )
 
 

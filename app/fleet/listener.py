@@ -1,5 +1,7 @@
 """Envoy's listener: the connection manager, its one route, and the access log that reports back."""
 
+from collections.abc import Iterable, Mapping
+
 from app.config import Settings
 from app.fleet.clusters import DESTINATION_HEADER, LB_NAMESPACE, POOL, picker_grpc
 from app.fleet.envoy_types import (
@@ -8,32 +10,44 @@ from app.fleet.envoy_types import (
     ApiVersion,
     CidrRange,
     CommonGrpcAccessLogConfig,
+    CommonHttpProtocolOptions,
+    DataSource,
+    DirectResponseAction,
     EarlyHeaderMutation,
     Filter,
     FilterChain,
+    FilterConfig,
+    HeaderMatcher,
     HeaderMutation,
     HeaderValue,
     HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
     HttpConnectionManager,
     HttpConnectionManagerHcmAccessLogOptions,
     HttpConnectionManagerInternalAddressConfig,
+    HttpConnectionManagerPathWithEscapedSlashesAction,
     HttpGrpcAccessLogConfig,
     Listener,
     PreviousHostsPredicate,
+    RegexMatcher,
     Route,
     RouteAction,
     RouteConfiguration,
     RouteMatch,
     RouteRetryHostPredicate,
     RouteRetryPolicy,
+    StringMatcher,
     VirtualHost,
     address,
     extension,
     packed,
     seconds,
 )
-from app.fleet.http_filters import chain, redrive
+from app.fleet.http_filters import PICKER_NAMESPACE, READERS, chain, redrive
 from app.fleet.modes import Mode
+from app.header_trust import untrusted
+from app.paths import PathRule, rules
+from app.scheduling.session import HEADER as SESSION_HEADER
 
 # What Envoy reads at once, and so the largest part of a body that reaches the picker as one message.
 _CHUNK_BYTES = 1024 * 1024
@@ -41,11 +55,27 @@ _CHUNK_BYTES = 1024 * 1024
 # their usage. Past it a request is refused in that mode (413) and a plain answer outside `standard` (500).
 _BODY_BYTES = 32 * 1024 * 1024
 _NEVER = seconds(0)
+_HEADERS_S = 10.0  # from a request's first byte to the end of its headers
+_BODY_S = 60.0  # for the whole body, and for a client to take the last of its answer
+_IDLE_S = 120.0  # of a connection without a request; longer than the usual 60 s of balancers in front
+_SILENT_S = 3600.0  # of a request, without a byte in either direction
+_NOT_FOUND = (
+    b'{"error":{"message":"no model server is asked this: not a method and path of the list",'
+    b'"type":"invalid_request_error","code":"unknown_path"}}\n'
+)
 
 
-def listener(mode: Mode, settings: Settings, listen: tuple[str, int], *, debug_headers: bool) -> Listener:
-    """The listener of `mode` at `listen` (host, port)."""
-    manager = _manager(mode, settings, debug_headers=debug_headers)
+def listener(
+    mode: Mode,
+    settings: Settings,
+    listen: tuple[str, int],
+    *,
+    trusted: Iterable[str],
+    debug_headers: bool,
+) -> Listener:
+    """The listener of `mode` at `listen` (host, port). Of the headers that steer clients may
+    set those of `trusted`."""
+    manager = _manager(mode, settings, trusted, debug_headers=debug_headers)
     return Listener(
         name=mode,
         address=address(*listen),
@@ -63,7 +93,22 @@ def listener(mode: Mode, settings: Settings, listen: tuple[str, int], *, debug_h
     )
 
 
-def _manager(mode: Mode, settings: Settings, *, debug_headers: bool) -> HttpConnectionManager:
+# The token of a session, where the picker gives one (app/scheduling/session.py).
+_SESSION = {SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%"}
+# What the picker chose, as header and as metadata, and who served: for tests and for looking.
+_DEBUG = {
+    "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
+    "x-picker-endpoint": f"%DYNAMIC_METADATA({LB_NAMESPACE}:{DESTINATION_HEADER})%",
+    "x-picker-served": "%UPSTREAM_REMOTE_ADDRESS%",
+    "x-picker-request-id": "%REQ(x-request-id)%",
+}
+
+
+def _manager(
+    mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool
+) -> HttpConnectionManager:
+    # Envoy's clock for a body runs on while the request waits in the queue.
+    waits_s = settings.fair_request_queue.queue_ttl + _BODY_S
     manager = HttpConnectionManager(
         stat_prefix=mode,
         # Whose address is internal keeps its own x-request-id, and what names a request in the shared
@@ -75,17 +120,26 @@ def _manager(mode: Mode, settings: Settings, *, debug_headers: bool) -> HttpConn
         ),
         generate_request_id=True,
         preserve_external_request_id=False,
-        # A client's own idea of its endpoint is gone before any filter could take it for the picker's.
+        # What steers is gone before any filter could take it for the gateway's word, or the picker's.
         early_header_mutation_extensions=[
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
-                EarlyHeaderMutation(mutations=[HeaderMutation(remove=DESTINATION_HEADER)]),
+                EarlyHeaderMutation(mutations=[HeaderMutation(remove=name) for name in untrusted(trusted)]),
             )
         ],
-        # How long a request may wait or stream is the picker's and the client's to say.
-        stream_idle_timeout=_NEVER,
-        request_timeout=_NEVER,
-        route_config=_routes(settings, debug_headers=debug_headers),
+        # How long a request may wait is the picker's to say, and a model may think long before its next byte.
+        stream_idle_timeout=seconds(max(_SILENT_S, waits_s)),
+        # What a client sends comes soon, and it takes what it is sent: else it would hold its place for ever.
+        request_headers_timeout=seconds(_HEADERS_S),
+        request_timeout=seconds(waits_s),
+        stream_flush_timeout=seconds(_BODY_S),
+        common_http_protocol_options=CommonHttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        # One spelling of a path for Envoy's routes, the picker and the model server. An escaped slash stays:
+        # the list of paths has it in names of models only.
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
+        route_config=_routes(mode, settings, debug_headers=debug_headers),
         http_filters=chain(mode, settings),
     )
     if mode != "standard":
@@ -96,44 +150,61 @@ def _manager(mode: Mode, settings: Settings, *, debug_headers: bool) -> HttpConn
     return manager
 
 
-def _routes(settings: Settings, *, debug_headers: bool) -> RouteConfiguration:
-    route = Route(
-        match=RouteMatch(prefix="/"),
+def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> RouteConfiguration:
+    served = [_served(rule) for rule in rules(settings.extproc.paths)]
+    host = VirtualHost(
+        name=POOL,
+        domains=["*"],
+        routes=[*served, _elsewhere()],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
-        route=RouteAction(
-            cluster=POOL,
-            timeout=_NEVER,
-            idle_timeout=_NEVER,
-            retry_policy=RouteRetryPolicy(
-                # `reset` too: an endpoint may die after it took the request and before its first byte.
-                retry_on="connect-failure,refused-stream,reset-before-request,reset",
-                num_retries=settings.scheduling.fallbacks,  # one try for each endpoint that the picker lists
-                retry_host_predicate=[
-                    RouteRetryHostPredicate(
-                        name="envoy.retry_host_predicates.previous_hosts",
-                        typed_config=packed(PreviousHostsPredicate()),
-                    )
-                ],
-                host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
-            ),
+        retry_policy=RouteRetryPolicy(
+            # `reset` too: an endpoint may die after it took the request and before its first byte.
+            retry_on="connect-failure,refused-stream,reset-before-request,reset",
+            num_retries=settings.scheduling.fallbacks,  # one try for each endpoint that the picker lists
+            retry_host_predicate=[
+                RouteRetryHostPredicate(
+                    name="envoy.retry_host_predicates.previous_hosts",
+                    typed_config=packed(PreviousHostsPredicate()),
+                )
+            ],
+            host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
         ),
     )
     return RouteConfiguration(
         name=POOL,
-        virtual_hosts=[VirtualHost(name=POOL, domains=["*"], routes=[route])],
-        response_headers_to_add=_debug_headers() if debug_headers else [],
+        virtual_hosts=[host],
+        response_headers_to_add=_added(
+            # In `standard` the picker tells it itself.
+            ({} if mode == "standard" else _SESSION) | (_DEBUG if debug_headers else {})
+        ),
     )
 
 
-def _debug_headers() -> list[HeaderValueOption]:
-    """What the picker chose, as header and as metadata, and who served: for tests and for looking."""
-    texts = {
-        "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
-        "x-picker-endpoint": f"%DYNAMIC_METADATA({LB_NAMESPACE}:{DESTINATION_HEADER})%",
-        "x-picker-served": "%UPSTREAM_REMOTE_ADDRESS%",
-        "x-picker-request-id": "%REQ(x-request-id)%",
-    }
-    return [HeaderValueOption(header=HeaderValue(key=key, value=text)) for key, text in texts.items()]
+def _served(rule: PathRule) -> Route:
+    match = RouteMatch(
+        headers=[HeaderMatcher(name=":method", string_match=StringMatcher(exact=rule.method))],
+        **({"path": rule.path} if rule.is_exact else {"safe_regex": RegexMatcher(regex=rule.regex)}),
+    )
+    return Route(match=match, route=RouteAction(cluster=POOL, timeout=_NEVER))
+
+
+def _elsewhere() -> Route:
+    """Anything else: 404 from Envoy itself, which neither reads the body nor asks a picker."""
+    return Route(
+        match=RouteMatch(prefix="/"),
+        direct_response=DirectResponseAction(status=404, body=DataSource(inline_bytes=_NOT_FOUND)),
+        response_headers_to_add=_added({"content-type": "application/json"}),
+        typed_per_filter_config={name: packed(FilterConfig(disabled=True)) for name in READERS},
+    )
+
+
+def _added(texts: Mapping[str, str]) -> list[HeaderValueOption]:
+    """Headers of answers; what the request has no value for is left out."""
+    once = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+    return [
+        HeaderValueOption(header=HeaderValue(key=key, value=text), append_action=once)
+        for key, text in texts.items()
+    ]
 
 
 def _access_log() -> AccessLog:

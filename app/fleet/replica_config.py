@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Settings, parse
+from app.fleet.options import TRUSTED_HEADERS
 
 
 def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | None) -> dict[str, Any]:
     """`settings` as a plain tree of what was set, with `redis_url` and `endpoints` (`ip:port`) in it.
 
-    `endpoints` None keeps the discovery of `settings`. Environment variables are in `settings` already, so
-    the replicas are started without them.
+    `endpoints` None keeps the discovery of `settings`. The replicas trust what this fleet's Envoy lets
+    through. Environment variables are in `settings` already, so the replicas are started without them.
 
     Raises:
         ConfigError: the result is not valid.
     """
     tree: dict[str, Any] = _plain(settings.model_dump(exclude_unset=True))
+    extproc = tree.get("extproc", {})
+    trusts = dict.fromkeys((*extproc.get("trusted_headers", ()), *TRUSTED_HEADERS))
+    tree["extproc"] = {**extproc, "trusted_headers": list(trusts)}
     tree["redis"] = {**tree.get("redis", {}), "url": redis_url}
     if endpoints is not None:
         tree["discovery"] = {"static": [{"address": address} for address in endpoints]}

@@ -16,6 +16,7 @@ from app.fleet.local_fleet import LocalFleet
 from app.fleet.modes import MODES
 from app.fleet.options import SimOptions, UpOptions
 from app.fleet.report import Report
+from app.header_trust import FAIRNESS_ID, OBJECTIVE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +106,8 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
     report.text(
         f"the fleet is ready after {loop.time() - since:.1f} s; logs in {folder}; Ctrl-C ends it\n"
         f"try:\n  curl {fleet.envoy_url}/v1/completions -H 'content-type: application/json' -d '{body}'\n"
+        f"trusted: clients may name their flow ({FAIRNESS_ID[0]}), objective ({OBJECTIVE[0]})\n"
+        f"  and workload (x-workload-context); an Envoy for others' clients trusts none with the first two\n"
         f"dashboard: {fleet.dashboard}"
     )
     await fleet.watch()

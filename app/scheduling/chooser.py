@@ -1,6 +1,7 @@
 """The choice of an endpoint, as far as a replica can make it: candidates for the script, which has the last
 word, and what is remembered of each choice."""
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -14,10 +15,13 @@ from app.scheduling.prefix import PrefixIndex
 from app.scheduling.recall import ExplanationRing
 from app.scheduling.scheduler import Scheduler
 from app.scheduling.scorers import IN_FLIGHT
+from app.scheduling.session import SessionTokens
 from app.scheduling.signals import Signals
 from app.scraping.board import Reading
+from app.signing import Keyring
 
 _MOST = 8  # candidates with scores that the script is told; more would cost it more than they gain
+_ROUTED = frozenset({"prefix-affinity", "latency"})  # scorers that need what other replicas routed
 _LIVE_WEIGHT = 1.0  # of in-flight requests where the configuration names other scorers only
 FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
 
@@ -74,6 +78,10 @@ class LeastLoaded:
     def ended(self, completion: Completion) -> None:
         """A request has ended."""
 
+    def session_token(self, endpoint: str) -> str:
+        """What the client of a request that `endpoint` serves is to bring back; '' where nobody asks."""
+        return ""
+
     def explain(self, request_id: str) -> Explanation | None:
         """Why a request of late went where it went, or nowhere; None if nothing is known of it."""
         return self._ring.find(request_id)
@@ -85,16 +93,20 @@ def weights_of(scorers: Mapping[str, float]) -> dict[str, float]:
 
 
 class Chooser(LeastLoaded):
-    """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
+    """Ranks by the scorers in force over what this replica knows of all endpoints. One event loop.
 
-    `readings` gives what was scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed`
-    is None where no scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides
-    those that readings tell of. `latency` is what the scorer of that name weighs.
+    Without a scheduler it leaves the choice to the script, as `LeastLoaded` does. `readings` gives what was
+    scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed` hears what is routed while
+    a scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides those that
+    readings tell of. `latency` is what the scorer of that name weighs. `hashes` says whether a scorer asks
+    for the hashes of prompts.
     """
+
+    hashes = False
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | None,
         endpoints: SnapshotCell,
         *,
         readings: Callable[[], Mapping[str, Reading]],
@@ -105,10 +117,12 @@ class Chooser(LeastLoaded):
         clock: Callable[[], float],
         adapters: Collection[str] = (),
         latency: LatencyWeights = SPECIFIED,
+        sessions: SessionTokens | None = None,
     ) -> None:
         super().__init__(endpoints, in_flight)
-        self._scheduler = scheduler
-        self.live_weight = scheduler.live_weight
+        self._sessions = sessions or SessionTokens(Keyring(), endpoints)
+        self._routes_asked = asyncio.Event()
+        self.weigh(scheduler)
         self._readings = readings
         self._index = index
         self._latencies = latencies
@@ -122,13 +136,30 @@ class Chooser(LeastLoaded):
         self._addresses: frozenset[str] = frozenset()
         self._known_s = -FRESH_S
 
+    def weigh(self, scheduler: Scheduler | None) -> None:
+        """Rank by `scheduler` from now on; without one the least loaded is chosen."""
+        self._scheduler = scheduler
+        weights = scheduler.weights if scheduler is not None else {}
+        self._keeps_sessions = "session-affinity" in weights
+        self.live_weight = scheduler.live_weight if scheduler is not None else 0.0
+        self.hashes = "prefix-affinity" in weights
+        self._tells = not _ROUTED.isdisjoint(weights)
+        if self._tells:
+            self._routes_asked.set()
+
+    async def routes_asked(self) -> None:
+        """Wait, without end, until a scorer needs what other replicas routed."""
+        await self._routes_asked.wait()
+
     def choose(self, request: InferenceRequest) -> Choice:
+        if self._scheduler is None:
+            return super().choose(request)
         self._look()
         ask = PickAsk(
             subset=None if request.subset is None else frozenset(request.subset),
             adapter=request.target_model if request.target_model in self._adapters else "",
             selector=request.selector,
-            session=request.session,
+            session_endpoint=self._sessions.endpoint_of(request.session) if request.session else "",
             blocks=len(request.prefix),
             matches=self._index.match(request.prefix),
             latency=self._latency,
@@ -142,11 +173,11 @@ class Chooser(LeastLoaded):
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
         super().placed(request, choice, endpoints, live)
-        if self._feed is not None and request.prefix:
+        if self._feed is not None and self._tells and request.prefix:
             self._feed.routed(endpoints[0], request.prefix)
 
     def ended(self, completion: Completion) -> None:
-        if self._feed is None or completion.outcome is not Outcome.COMPLETED:
+        if self._feed is None or not self._tells or completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:
             return  # a refusal is quick, and says nothing of how long answers take
@@ -155,9 +186,14 @@ class Chooser(LeastLoaded):
         if completion.served and seconds is not None:
             self._feed.completed(completion.served, seconds)
 
+    def session_token(self, endpoint: str) -> str:
+        return self._sessions.token_of(endpoint) if self._keeps_sessions else ""
+
     def scores(self) -> Mapping[str, Mapping[str, float]]:
         """What each scorer gives each endpoint that may be picked (`ip:port` -> scorer -> 0 to 1), for
         a request that asks for nothing in particular; `total` is the weighted whole."""
+        if self._scheduler is None:
+            return {}
         self._look()
         ranking = self._scheduler.rank(PickAsk(latency=self._latency), self._known, most=0)
         columns = {**ranking.parts, "total": ranking.totals}

@@ -7,8 +7,6 @@ and never keeps it from being picked; the one exception is `latency`, where the 
 
 from collections.abc import Callable, Mapping, Sequence
 
-from xxhash import xxh64_intdigest
-
 from app.scheduling.ask import PickAsk
 from app.scheduling.signals import Signals
 
@@ -87,22 +85,8 @@ def prefix_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
 
 
 def session_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """1 for the endpoint that served the session, else for the one its name hashes to; 0 for the others.
-
-    By rendezvous hashing: a session moves only when its endpoint goes.
-    """
-    scores = [0.0] * len(candidates)
-    served = ask.session_endpoint
-    if served:
-        for at, candidate in enumerate(candidates):
-            if candidate.address == served:
-                scores[at] = 1.0
-                return scores
-    if ask.session and candidates:
-        seed = xxh64_intdigest(ask.session.encode())
-        draws = [xxh64_intdigest(candidate.address.encode(), seed) for candidate in candidates]
-        scores[draws.index(max(draws))] = 1.0
-    return scores
+    """1 for the endpoint that served the session, 0 for the others."""
+    return [1.0 if candidate.address == ask.session_endpoint else 0.0 for candidate in candidates]
 
 
 def by_chance(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
@@ -126,6 +110,8 @@ SCORERS: Mapping[str, Scorer] = {
 }
 
 # Those that look at the candidates alone and not at the ask: for the same candidates they say the same.
+# Those that go by what model servers' metrics pages tell.
+FROM_PAGES = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
 STANDING = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
 
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from app.scraping.metrics import NONE, EndpointMetrics
 
 _GRAIN_S = 0.01
+# Without a configured age, a reading is stale once so many of its endpoint's pages are missing, and not
+# before a second: a busy machine may stand still for half of one.
+_INTERVALS = 3
+_SOONEST_STALE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,11 @@ class MetricsBoard:
     """The newest reading of each endpoint. One event loop.
 
     Ages are of this replica's own monotonic `clock` (seconds): what others send says how old it was when sent
-    (app/scraping/feed.py), and the time since it came is added here.
+    (app/scraping/feed.py), and the time since it came is added here. Readings are stale after
+    `stale_after_s`; None: after three of their endpoint's intervals.
     """
 
-    def __init__(self, stale_after_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, stale_after_s: float | None, clock: Callable[[], float]) -> None:
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._held: dict[str, EndpointMetrics] = {}
@@ -76,9 +81,14 @@ class MetricsBoard:
 
     def _reading(self, held: EndpointMetrics, now_s: float) -> Reading:
         age_s = max(0.0, now_s - held.scraped_ms / 1000)
-        if age_s <= self._stale_after_s:
+        if age_s <= self._stale_s(held):
             return Reading(held, age_s, known=held.fault is None)
         return Reading(_without_amounts(held), age_s, known=False)
+
+    def _stale_s(self, held: EndpointMetrics) -> float:
+        if self._stale_after_s is not None:
+            return self._stale_after_s
+        return max(_INTERVALS * (held.interval_ms or 0) / 1000, _SOONEST_STALE_S)
 
 
 def _without_amounts(held: EndpointMetrics) -> EndpointMetrics:

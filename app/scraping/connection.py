@@ -5,6 +5,7 @@ one question, always the same bytes, and nothing to do with the answer's headers
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -13,7 +14,7 @@ from app.errors import PickerError
 from app.state import cancelling
 from app.units import split_host_port
 
-MAX_PAGE_BYTES = 4 * 1024 * 1024
+MAX_PAGE_BYTES = 512 * 1024  # a vLLM page has 53 KB
 
 
 class FetchFault(PickerError):
@@ -29,21 +30,26 @@ class _ClosedUnused(FetchFault):
 
 
 class Connection:
-    """Fetches `path` of `address` (`ip:port`), one page after the other. One event loop.
+    """Asks `address` (`ip:port`) for its page at `path`, or for a sign of life at `probe_path`, one question
+    after the other. One event loop.
 
-    It connects when first asked, and again after whatever ended the connection. `close` is final.
+    It connects when first asked, and again after whatever ended the connection. `close` is final. `lost` is
+    set when the server has ended the connection between two questions.
     """
 
-    def __init__(self, address: str, path: str, *, max_page_bytes: int = MAX_PAGE_BYTES) -> None:
+    def __init__(
+        self, address: str, path: str, *, probe_path: str = "/health", max_page_bytes: int = MAX_PAGE_BYTES
+    ) -> None:
         self._host, self._port = split_host_port(address)
         self._max_page_bytes = max_page_bytes
         self._exchange: _Exchange | None = None
         self.unreached = 0  # attempts to connect, in a row, that have not succeeded
         self.unanswered = 0  # questions, in a row, that not one byte came back to
+        self.lost = asyncio.Event()
         # Compressing a page takes longer than sending it: none is asked for.
-        self._request = (
-            f"GET {path} HTTP/1.1\r\nHost: {address}\r\nAccept: text/plain\r\nUser-Agent: picker\r\n\r\n"
-        ).encode("ascii")
+        headers = f"Host: {address}\r\nAccept: text/plain\r\nUser-Agent: picker\r\n\r\n"
+        self._page = f"GET {path} HTTP/1.1\r\n{headers}".encode("ascii")
+        self._probe = f"GET {probe_path} HTTP/1.1\r\n{headers}".encode("ascii")
 
     async def fetch(self) -> bytes:
         """The page. Waits without end for it: the deadline is the caller's.
@@ -51,15 +57,31 @@ class Connection:
         Raises:
             FetchFault: no connection, an answer other than 200, or a page too large or cut short.
         """
+        status, page = await self._question(self._page)
+        if status != 200:
+            self.close()
+            raise FetchFault("status", f"answered {status}")
+        return page
+
+    async def probe(self) -> None:
+        """Wait, without end, for any answer: it shows that the server takes its turns.
+
+        Raises:
+            FetchFault: no connection, or an answer too large or cut short.
+        """
+        await self._question(self._probe)
+
+    async def _question(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer."""
         self.unanswered += 1
         try:
             exchange = self._exchange
             if exchange is not None and exchange.usable:
                 try:
-                    return await self._ask(exchange)
+                    return await self._ask(exchange, request)
                 except _ClosedUnused:
                     pass  # the server may close an idle connection at any time: that is no fault of its own
-            return await self._ask(await self._connect())
+            return await self._ask(await self._connect(), request)
         except BaseException as fault:
             if isinstance(fault, FetchFault) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
@@ -73,15 +95,15 @@ class Connection:
         if exchange is not None:
             exchange.abort()
 
-    async def _ask(self, exchange: "_Exchange") -> bytes:
-        page = await exchange.ask(self._request)
+    async def _ask(self, exchange: "_Exchange", request: bytes) -> tuple[int, bytes]:
+        answer = await exchange.ask(request)
         self.unanswered = 0
-        return page
+        return answer
 
     async def _connect(self) -> "_Exchange":
         self.close()
         loop = asyncio.get_running_loop()
-        made = _Exchange(loop, self._max_page_bytes)
+        made = _Exchange(loop, self._max_page_bytes, self.lost.set)
         # Known before it is connected, so that a cancellation on the way cannot leave it open.
         self._exchange = made
         self.unreached += 1
@@ -98,12 +120,15 @@ class Connection:
 class _Exchange(asyncio.Protocol):
     """The bytes of one connection: a question out, an answer in."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, max_page_bytes: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, max_page_bytes: int, on_idle_loss: Callable[[], None]
+    ) -> None:
         self._loop = loop
+        self._on_idle_loss = on_idle_loss
         self._max_page_bytes = max_page_bytes
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[bytes] | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._aborted = False
         self._used = False
         self._begin()
@@ -113,7 +138,7 @@ class _Exchange(asyncio.Protocol):
         """Whether another question may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._answer is None
 
-    async def ask(self, request: bytes) -> bytes:
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
         transport = self._transport
         if transport is None:
             raise FetchFault("connection", "the connection closed at once")
@@ -142,6 +167,8 @@ class _Exchange(asyncio.Protocol):
 
     def connection_lost(self, fault: Exception | None) -> None:
         self._transport = None
+        if self._used and self._answer is None and not self._aborted:
+            self._on_idle_loss()
         if self._until_close and self._in_body and fault is None:
             # Without a length the end of the connection is the end of the page.
             self.on_message_complete()
@@ -175,12 +202,9 @@ class _Exchange(asyncio.Protocol):
         keep = self._transport is not None and self._parser.should_keep_alive()
         self._begin()
         self._used = True
-        if status != 200:
-            self._fail(FetchFault("status", f"answered {status}"))
-            return
         answer, self._answer = self._answer, None
         if answer is not None and not answer.done():
-            answer.set_result(page)
+            answer.set_result((status, page))
         if not keep:
             self.abort()
 

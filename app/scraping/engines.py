@@ -12,7 +12,7 @@ from app.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Names of one engine's series and the path of its page."""
+    """Names of one engine's series, the path of its page, and one that costs it next to nothing to answer."""
 
     name: str
     waiting: tuple[str, ...] = ()
@@ -21,6 +21,7 @@ class Engine:
     adapters: tuple[str, ...] = ()
     part_label: str | None = None
     path: str = "/metrics"
+    probe_path: str = "/health"
 
 
 VLLM = Engine(
@@ -36,6 +37,7 @@ SGLANG = Engine(
     running=("sglang:num_running_reqs",),
     kv_utilisation=("sglang:token_usage",),
     part_label="priority",
+    probe_path="/ping",  # its /health generates a token
 )
 TENSORRT_LLM = Engine(
     "tensorrt-llm",
@@ -51,7 +53,8 @@ _NAME_MARKS = frozenset("_:")
 
 
 def engine_of(name: str, names: Mapping[str, str] | None = None) -> Engine:
-    """The engine called `name`, or one made of `names`: meaning -> series, and `path` if it is another.
+    """The engine called `name`, or one made of `names`: meaning -> series, and `path` and `probe_path` if
+    they are others.
 
     With both, `names` replaces what it names of the known engine; what it does not name stays.
 
@@ -63,18 +66,21 @@ def engine_of(name: str, names: Mapping[str, str] | None = None) -> Engine:
     if known is None and not given:
         raise ConfigError(f"engine {name!r} is not one of {', '.join(ENGINES)}, and no series are named")
     base = known or Engine(name)
-    path = given.pop("path", base.path)
-    if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
-        raise ConfigError(f"path {path[:60]!r} of engine {name!r} is no path of a URL")
+    path, probe_path = given.pop("path", base.path), given.pop("probe_path", base.probe_path)
+    for key, value in (("path", path), ("probe_path", probe_path)):
+        if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
+            raise ConfigError(f"{key} {value[:60]!r} of engine {name!r} is no path of a URL")
     for meaning, series in given.items():
         if meaning not in _MEANINGS:
-            raise ConfigError(f"{meaning!r} of engine {name!r} is not one of {', '.join(_MEANINGS)}, path")
+            raise ConfigError(
+                f"{meaning!r} of engine {name!r} is not one of {', '.join(_MEANINGS)}, path, probe_path"
+            )
         if not _is_series(series):
             raise ConfigError(f"{series[:60]!r} of engine {name!r} is no name of a Prometheus series")
     chosen = {
         meaning: (given[meaning],) if meaning in given else getattr(base, meaning) for meaning in _MEANINGS
     }
-    return Engine(name, part_label=base.part_label, path=path, **chosen)
+    return Engine(name, part_label=base.part_label, path=path, probe_path=probe_path, **chosen)
 
 
 def _is_series(name: str) -> bool:

@@ -41,8 +41,10 @@ class Feed:
         self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
         self._told_fault = False
 
-    async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
+    async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str] = ()) -> None:
         """Store and announce `batch`, in one round trip. An empty one only says that this replica lives.
+
+        The pages of `suspects` are wanted soon, whoever reads them.
 
         Raises:
             StateUnavailable: Redis did not take it in time.
@@ -51,7 +53,7 @@ class Feed:
             self._note_clock((await self._ask([("TIME",)]))[0])
         assert self._ahead_ms is not None
         encoded = {address: metrics.encode(one, self._ahead_ms) for address, one in batch.items()}
-        text = message.encode(self._replica, self._now_ms() + self._ahead_ms, encoded)
+        text = message.encode(self._replica, self._now_ms() + self._ahead_ms, encoded, suspects)
         commands: list[Command] = [("TIME",), ("PUBLISH", self._name, text)]
         if encoded:
             commands.append(("HSET", self._name, *(part for pair in encoded.items() for part in pair)))
@@ -84,13 +86,13 @@ class Feed:
 
     async def follow(
         self,
-        on_readings: Callable[[str | None, Mapping[str, EndpointMetrics]], None],
+        on_readings: Callable[[str | None, Mapping[str, EndpointMetrics], Sequence[str]], None],
         *,
         on_link: Callable[[], None],
         check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages. Of its
-        own messages it hears only that they came.
+        """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages with
+        their suspects. Of its own messages it hears only that they came.
 
         It begins anew after a fault (app/state/channel.py). `on_link` is called each time messages have begun
         to come and what is stored was read.
@@ -98,20 +100,20 @@ class Feed:
 
         async def catch_up() -> None:
             # Only now is no message missed between what is stored and what is announced.
-            on_readings(None, await self.stored())
+            on_readings(None, await self.stored(), ())
             self._told_fault = False
             on_link()
 
         def take(text: bytes) -> None:
             if text.startswith(self._own):
-                on_readings(self._replica, {})
+                on_readings(self._replica, {}, ())
                 return
             try:
                 heard = message.decode(text, self._now_ms())
             except BadReading as fault:
                 self._warn((str(fault),))
             else:
-                on_readings(heard.sender, heard.readings)
+                on_readings(heard.sender, heard.readings, heard.suspects)
                 self._warn(heard.faults)
 
         what = "metrics of other replicas"

@@ -1,12 +1,15 @@
 """A batch of readings as it goes over the channel `epp:{POOL}:metrics`: who sent it, when, and what.
 
-    {"from": "replica-1", "sent": 1700000000123, "readings": {"10.0.0.1:8000": {"at": 1700000000100, ...}}}
+    {"from": "replica-1", "sent": 1700000000123, "readings": {"10.0.0.1:8000": {"at": 1700000000100, ...}},
+     "suspects": ["10.0.0.1:8000"]}
+
+`suspects`, if there are any, are endpoints where requests in flight have given no sign of life.
 
 `sent` and `at` are the sender's idea of Redis's clock, in ms. Only their difference is used: how old a
 reading was when it was sent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -20,6 +23,7 @@ class Message:
 
     sender: str
     readings: Mapping[str, EndpointMetrics]
+    suspects: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
 
@@ -28,10 +32,13 @@ def head(sender: str) -> bytes:
     return orjson.dumps({"from": sender})[:-1] + b","
 
 
-def encode(sender: str, sent_ms: int, readings: Mapping[str, bytes]) -> bytes:
+def encode(sender: str, sent_ms: int, readings: Mapping[str, bytes], suspects: Sequence[str] = ()) -> bytes:
     """The message; `readings` are encoded ones, by address."""
     parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}
-    return orjson.dumps({"from": sender, "sent": sent_ms, "readings": parts})
+    told: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
+    if suspects:
+        told["suspects"] = list(suspects)
+    return orjson.dumps(told)
 
 
 def decode(text: bytes | str, received_ms: int) -> Message:
@@ -56,4 +63,7 @@ def decode(text: bytes | str, received_ms: int) -> Message:
             read[address] = of_object(reading, received_ms - sent_ms)
         except BadReading as fault:
             faults.append(f"{address}: {fault}")
-    return Message(sender, read, tuple(faults))
+    suspects = told.get("suspects", [])
+    if not (isinstance(suspects, list) and all(isinstance(each, str) for each in suspects)):
+        suspects, faults = [], [*faults, "suspects are no list of addresses"]
+    return Message(sender, read, tuple(suspects), tuple(faults))

@@ -27,6 +27,9 @@ class EndpointMetrics:
     None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
     failed and `failures` how many have in a row; None and 0 after one that worked. `kv_utilisation` is
     between 0 and 1. Adapters are LoRA names; `max_adapters` is how many can be active at once.
+
+    `interval_ms` is how far apart pages of the endpoint are at present, None if that is not known. `before`
+    is the moment and the load of the page before this one, None after a fault: both pages were read.
     """
 
     scraped_ms: int
@@ -38,6 +41,13 @@ class EndpointMetrics:
     waiting_adapters: frozenset[str] = NONE
     fault: str | None = None
     failures: int = 0
+    interval_ms: int | None = None
+    before: tuple[int, float] | None = None
+
+    @property
+    def load(self) -> float | None:
+        """Requests that the endpoint has, running or waiting; None if it does not tell."""
+        return None if self.waiting is None or self.running is None else self.waiting + self.running
 
 
 def encode(metrics: EndpointMetrics, shift_ms: int) -> bytes:
@@ -57,6 +67,10 @@ def encode(metrics: EndpointMetrics, shift_ms: int) -> bytes:
         told["waiting_adapters"] = sorted(metrics.waiting_adapters)
     if metrics.fault is not None:
         told["fault"], told["failures"] = metrics.fault, metrics.failures
+    if metrics.interval_ms is not None:
+        told["every"] = metrics.interval_ms
+    if metrics.before is not None:
+        told["before"], told["before_load"] = metrics.before[0] + shift_ms, metrics.before[1]
     return orjson.dumps(told)
 
 
@@ -91,7 +105,14 @@ def of_object(told: object, shift_ms: int) -> EndpointMetrics:
         waiting_adapters=_names(told, "waiting_adapters"),
         fault=_fault(told),
         failures=_whole(told, "failures") if "failures" in told else 0,
+        interval_ms=_whole(told, "every") if "every" in told else None,
+        before=_before(told, shift_ms),
     )
+
+
+def _before(told: dict[str, Any], shift_ms: int) -> tuple[int, float] | None:
+    load = _amount(told, "before_load", math.inf)
+    return None if load is None else (_whole(told, "before") + shift_ms, load)
 
 
 def _whole(told: dict[str, Any], key: str) -> int:

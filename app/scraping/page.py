@@ -27,6 +27,7 @@ _ESCAPED = {"\\": "\\", "n": "\n", '"': '"'}
 _NAME_GOES_ON = frozenset(bytes((mark,)) for mark in (string.ascii_letters + string.digits + "_:").encode())
 _BLANK = b" \t"
 _MOST_SERIES = 1000  # of one name
+_MOST_MENTIONS = 4000  # of one name, where it begins no line or a longer name
 _MOST_LINE_BYTES = 64 * 1024
 _MOST_DIGITS = 9
 _OVERSHOOT = 1.05  # a share may pass 1 by rounding; what is far above is something else
@@ -92,10 +93,13 @@ def samples(page: bytes, name: bytes) -> Iterator[Sample]:
     """Every sample of the series `name`, in the page's order.
 
     Raises:
-        BadPage: a line that begins with `name` is no sample.
+        BadPage: a line that begins with `name` is no sample, or the page names it without end.
     """
-    after = 0
+    after = mentions = 0
     while (start := page.find(name, after)) >= 0:
+        mentions += 1
+        if mentions > _MOST_MENTIONS:
+            raise BadPage(f"{name.decode()} is mentioned more than {_MOST_MENTIONS} times")
         after = start + len(name)
         line_start = page.rfind(b"\n", 0, start) + 1
         line_end = page.find(b"\n", after)

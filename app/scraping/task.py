@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from app.endpoints.snapshot import SnapshotCell
@@ -12,6 +13,7 @@ from app.scraping.engines import Engine
 from app.scraping.feed import Feed
 from app.scraping.metrics import EndpointMetrics
 from app.scraping.ownership import owned
+from app.scraping.pacing import PROBE_S, Pacing
 from app.scraping.presence import Presence
 from app.scraping.scraper import Meter, Scraper
 from app.sections import Scraping
@@ -28,8 +30,9 @@ class ScrapingTask:
     what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
     within one. While Redis is away everyone goes on with what is its own, for its own board.
 
-    Unless requests are `picked_by` readings, the fleet is told of them no more often than it takes to look at
-    them: each telling wakes every replica.
+    `picked_by` says whether requests are placed by what pages tell, `busy` whether any are in flight. Unless
+    they are placed by it, the fleet is told no more often than it takes to look at it: each telling wakes
+    every replica.
     """
 
     def __init__(
@@ -41,7 +44,8 @@ class ScrapingTask:
         scraping: Scraping,
         engine: Engine,
         heartbeat_s: float,
-        picked_by: bool,
+        picked_by: Callable[[], bool],
+        busy: Callable[[], bool],
         live: Callable[[], Sequence[str]],
         endpoints: SnapshotCell,
         meter: Meter,
@@ -50,12 +54,14 @@ class ScrapingTask:
         self.board = MetricsBoard(scraping.stale_after, self._clock)
         self._feed = Feed(url, pool, replica, now_ms=self.board.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        shown_s = min(self._look_s, scraping.stale_after / 2)
+        self._suspects: Sequence[str] = ()  # of which the others are to be told
+        soonest_s = scraping.interval or PROBE_S / 2
+        shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
             engine,
-            interval_s=scraping.interval,
+            pacing=Pacing(scraping.interval, lambda: picked_by() and busy()),
             publish=self._publish,
-            publish_s=scraping.interval if picked_by else max(scraping.interval, shown_s),
+            publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
             speak_s=self._look_s,
             meter=meter,
         )
@@ -66,6 +72,11 @@ class ScrapingTask:
         self._endpoints = endpoints
         self._meter = meter
         self._shared: tuple[str, tuple[str, ...]] = ("", ())
+
+    def suspect(self, addresses: Sequence[str]) -> None:
+        """Have the pages of `addresses` read soon, by whoever reads them: requests there may be gone."""
+        self._scraper.suspect(addresses)
+        self._suspects = tuple(addresses)
 
     async def run(self) -> None:
         """Scrape, tell and listen until cancelled. Faults of Redis are waited out, never raised."""
@@ -81,15 +92,20 @@ class ScrapingTask:
     async def _follow(self) -> None:
         await self._feed.follow(self._hear, on_link=lambda: self._presence.link(self._clock()))
 
-    def _hear(self, sender: str | None, readings: Mapping[str, EndpointMetrics]) -> None:
+    def _hear(
+        self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
+    ) -> None:
         if sender is not None:
             self._presence.heard(sender, self._clock())
         if readings:
             self.board.take(readings)
+        if suspects:
+            self._scraper.suspect(suspects)
 
     async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
         self.board.take(batch)
-        await self._feed.publish(batch)
+        suspects, self._suspects = self._suspects, ()
+        await self._feed.publish(batch, suspects)
 
     async def _look_forever(self) -> None:
         while True:

@@ -9,7 +9,8 @@ from redis import exceptions as redis_errors
 
 from app.errors import StateUnavailable
 from app.state import cancelling
-from app.state.primary import NOT_PRIMARY, connections
+from app.state.error_replies import Meaning, meaning_of
+from app.state.primary import connections
 from app.state.wire import DOWN, Wire
 
 Command = tuple[Any, ...]
@@ -69,7 +70,7 @@ class Asker:
             self._answer = None
         for reply in self._replies:
             if isinstance(reply, hiredis.ReplyError):
-                if str(reply).startswith(NOT_PRIMARY):
+                if meaning_of(str(reply)) is Meaning.ELSEWHERE:
                     await self.close()
                 raise redis_errors.ResponseError(str(reply))
         return self._replies

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.errors import StateUnavailable
+from app.errors import StateFault
 
 Reply = Any
 Argument = str | int | float | bytes
@@ -17,7 +17,7 @@ class CallMetrics(Protocol):
 
     def redis_call(self, script: str, seconds: float, items: int) -> None: ...
 
-    def redis_error(self, script: str) -> None: ...
+    def redis_error(self, script: str, kind: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class Call:
     items: list[Item]
     batched: bool = False
     head: int = 0  # how many words of `command` come before the items' own
+    denied: bool = False  # once before: app/state/error_replies.py
 
     @property
     def answered(self) -> bool:
@@ -59,16 +60,16 @@ class Call:
         """A call for each item that has no answer yet."""
         head = self.command[: self.head]
         return [
-            Call(self.name, (*head, *item.args), [item], self.batched, self.head)
+            Call(self.name, (*head, *item.args), [item], self.batched, self.head, self.denied)
             for item in self.items
             if not item.answer.done()
         ]
 
-    def fail(self, why: str) -> None:
-        """StateUnavailable to every item that has no answer yet."""
+    def fail(self, fault: type[StateFault], why: str) -> None:
+        """`fault` to every item that has no answer yet."""
         for item in self.items:
             if not item.answer.done():
-                item.answer.set_exception(StateUnavailable(why, retry_after_s=1))
+                item.answer.set_exception(fault(why, retry_after_s=1))
                 item.answer.exception()  # a caller that has gone must not raise a warning
 
 

@@ -3,6 +3,12 @@ and who removes what; docs/redis-schema.md is the same list for operators."""
 
 from dataclasses import dataclass
 
+BETWEEN = "\x1f"  # joins two names in a key, a field or a row: no name can hold it (app/units.py)
+
+
+def joined(name: str, other: str) -> str:
+    return f"{name}{BETWEEN}{other}"
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:

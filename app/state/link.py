@@ -11,8 +11,8 @@ cancelled.
 A message has a deadline. If its connection breaks before, or the server is not the primary any more, it is
 sent once more on a new one (scripts are idempotent by request id). Then its items fail with
 StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them; also where it
-answers that it cannot take any for now (out of memory, busy, rights changed). A call therefore takes at most
-two deadlines, one for each time it is sent. Errors that scripts come upon: app/state/refusals.py.
+answers that it takes no writes for now. A call therefore takes at most two deadlines, one for each time it is
+sent. Errors that Redis answers: app/state/error_replies.py, app/state/refusals.py.
 """
 
 import asyncio
@@ -24,9 +24,10 @@ import hiredis
 from app.errors import StateUnavailable
 from app.state import cancelling
 from app.state.calls import Argument, Call, CallMetrics, Item, Reply
+from app.state.error_replies import NO_ANSWER, Meaning, meaning_of
 from app.state.message import Message
 from app.state.pending import Pending
-from app.state.primary import NOT_PRIMARY, connections
+from app.state.primary import connections
 from app.state.refusals import Refusals
 from app.state.scripts import NAMES, load_library
 from app.state.underway import UnderWay
@@ -71,7 +72,7 @@ class Link:
         self._library = load_library()
         self._functions = {name: self._library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
-        self._refusals = Refusals(self._ask_again)
+        self._refusals = Refusals(self._ask_again, self._ask_once_more)
         self._loop = asyncio.get_running_loop()
         self._wire: Wire | None = None
         self._open = False  # the wire may be written to
@@ -80,7 +81,7 @@ class Link:
         self._lost.set()
         self._due: asyncio.TimerHandle | None = None
         self._under_way = UnderWay(call_timeout_s, self._note_overdue)
-        self._astray = ""  # what a server said that is not the primary
+        self._astray = ""  # what a server said that is not, or not now, the one to ask
         self.lives = 0  # connections made so far
 
     @property
@@ -99,6 +100,8 @@ class Link:
 
         Raises (in the future):
             StateUnavailable: no answer in time (see the module); whether it took effect is unknown.
+            WritesRefused: Redis takes no writes for now.
+            ScriptFailed: Redis answered this item with an error.
         """
         answer: asyncio.Future[Reply] = self._loop.create_future()
         if lasting and self._pending.waiting(name) >= MAX_LASTING:
@@ -132,7 +135,7 @@ class Link:
         finally:
             self._pending.set_aside(self._under_way.drop(), "the replica has stopped", keep=False)
             for call in (*self._pending.take(), *self._refusals.take()):
-                call.fail("the replica has stopped")
+                call.fail(StateUnavailable, "the replica has stopped")
             await self._disconnect()
 
     async def _reconnect(self) -> None:
@@ -211,24 +214,40 @@ class Link:
         call = message.flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
             call.answer(reply, self._on_batch)
-        elif str(reply).startswith(_NOT_LOADED) and message.loads < _LOADS:
-            message.anew.append(call)
-            message.forgotten = True
-        elif str(reply).startswith(NOT_PRIMARY):
-            self._astray = str(reply)
         else:
-            self._metrics.redis_error(call.name)
-            self._refusals.met(message, call, str(reply))
+            self._take_error(message, call, str(reply))
         if not message.flying:
             self._finish(message)
+
+    def _take_error(self, message: Message, call: Call, error: str) -> None:
+        if call.name == "load":
+            message.load_fault = error
+        if error.startswith(_NOT_LOADED):
+            if message.loads < _LOADS and not message.load_fault:
+                message.anew.append(call)
+                message.forgotten = True
+                return
+            error = message.load_fault or error
+        meaning = meaning_of(error)
+        self._metrics.redis_error(call.name, meaning.value)
+        if meaning is Meaning.ELSEWHERE:
+            self._astray = error
+        else:
+            self._refusals.met(message, call, error, meaning)
 
     def _ask_again(self, calls: list[Call]) -> None:
         self._pending.set_aside(calls, "the shared state refuses for now", keep=True)
         self._schedule(now=False)
 
+    def _ask_once_more(self, calls: list[Call]) -> None:
+        if self._open:
+            self._send(calls, whole=False)
+        else:
+            self._pending.set_aside(calls, self._fault, keep=True)
+
     def _finish(self, message: Message) -> None:
         if self._astray:
-            self._note_lost(self._astray)
+            self._lose(self._astray)
             return
         self._under_way.popleft()
         if message.anew:
@@ -255,8 +274,11 @@ class Link:
 
     def _note_lost(self, why: str) -> None:
         """The connection broke: what was under way is worth one more try on a new one."""
-        self._fault = why
         self._count_errors()
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        self._fault = why
         self._under_way.rest()
         self._open = False
         self._lost.set()
@@ -272,12 +294,12 @@ class Link:
     def _count_errors(self) -> None:
         for message in self._under_way:
             for call in message.calls:
-                self._metrics.redis_error(call.name)
+                self._metrics.redis_error(call.name, NO_ANSWER)
 
     def _give_up(self) -> None:
         """Fail what is pending, and what was on its way, but for what lasts."""
         self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
         calls = self._pending.take()
         for call in calls:
-            self._metrics.redis_error(call.name)
+            self._metrics.redis_error(call.name, NO_ANSWER)
         self._pending.set_aside(calls, self._fault, keep=True)

@@ -22,6 +22,7 @@ class Message:
     anew: list[Call] = field(default_factory=list)  # what of it is to be asked once more, in order
     forgotten: bool = False  # some of it met a Redis that lacks the library
     loads: int = 0  # of the library, on its behalf
+    load_fault: str = ""  # why it could not be loaded
 
     def __post_init__(self) -> None:
         self.flying = deque(self.calls)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Container, Mapping
 
+from app.errors import StateUnavailable
 from app.state.calls import Argument, Call, Item
 from app.state.scripts import ENDS, NAMES
 
@@ -65,4 +66,4 @@ class Pending:
             if kept:
                 self.batched.setdefault(call.name, deque()).extendleft(reversed(kept))
             call.items = [item for item in call.items if item not in kept]
-            call.fail(f"the shared state cannot be reached: {why}")
+            call.fail(StateUnavailable, f"the shared state cannot be reached: {why}")

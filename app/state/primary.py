@@ -31,12 +31,6 @@ from app.state.address import Address
 
 Node = tuple[str, int]
 
-# What a server says that is not, not yet, or no longer the one to ask. NOREPLICAS is what a primary says that
-# has lost its replicas (`min-replicas-to-write`): another may have been chosen.
-NOT_PRIMARY = (
-    "MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ", "READONLY ", "LOADING ", "MASTERDOWN ", "NOREPLICAS ",
-    "UNBLOCKED ",
-)  # fmt: skip
 _ASK_S = 0.3  # until most agree, or for those that have answered by then
 _ASKED = 5  # nodes of a Cluster, at most
 _CONNECT_S = 1.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.state import rows
+from app.state.keys import BETWEEN
 from app.state.link import Link
 from app.state.rows import Entry, Lane, WorkloadRow
 
@@ -61,7 +62,7 @@ class ReplicaRow:
 
 
 class Reads:
-    """Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py)."""
+    """Every method raises StateFault where Redis does not answer it in time (app/state/link.py)."""
 
     def __init__(self, link: Link, log: str) -> None:
         self._link = link
@@ -120,7 +121,7 @@ class Reads:
             now, total, *page = await self._link.call("view_inflight", *(behind or ("", "")), wanted)
             now_us = float(now)
             for row, lease_ms in zip(page[::2], page[1::2], strict=True):
-                request_id, _, known = row.partition(rows.BETWEEN)
+                request_id, _, known = row.partition(BETWEEN)
                 behind = (lease_ms, request_id)
                 if known:
                     left_s = float(lease_ms) / 1e3 - now_us / 1e6

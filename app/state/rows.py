@@ -6,8 +6,9 @@ thousand are made at a time, in the event loop that decides: a frozen dataclass 
 
 from typing import NamedTuple
 
+from app.state.keys import BETWEEN
+
 PARKED = 3  # groups from here on hold parked lanes: band + 3
-BETWEEN = "\x1f"
 
 
 class Lane(NamedTuple):

@@ -25,9 +25,11 @@ NAMES = (
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
 ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
-_REGISTER = "redis.register_function('%s', function(keys, args) begin(keys[1]) return finish(%s(args)) end)"
-_REGISTER_READING = (  # these run on a Redis that takes no writes, too
-    "redis.register_function{function_name='%s', flags={'no-writes'},\n"
+_READING = ("state", "view_")  # what they begin with: these run on a Redis that takes no writes, too
+# What adds to what Redis holds is refused while that is out of memory. All else goes on: the fleet empties.
+_ADDING = ("admit", "publish", "survey")
+_REGISTER = (
+    "redis.register_function{function_name='%s', flags={%s},\n"
     "  callback=function(keys, args) begin(keys[1]) return finish(%s(args)) end}"
 )
 
@@ -53,13 +55,18 @@ def load_library(clock: str | None = None) -> Library:
     for name in NAMES:
         text = (_SOURCES / f"{name}.lua").read_text(encoding="utf-8")
         _include(text, pieces, seen, clock)
-        reads = name == "state" or name.startswith("view_")
-        register = (_REGISTER_READING if reads else _REGISTER) % (f"{name}_VERSION", name)
+        register = _REGISTER % (f"{name}_VERSION", _flags(name), name)
         pieces.append(f"do\n{text}{register}\nend")
     body = "\n".join(pieces)
     version = hashlib.sha1(body.encode()).hexdigest()[:8]
     body = body.replace("_VERSION'", f"_{version}'")
     return Library(f"#!lua name=picker_{version}\n{body}\n", version)
+
+
+def _flags(name: str) -> str:
+    if name.startswith(_READING):
+        return "'no-writes'"
+    return "" if name in _ADDING else "'allow-oom'"
 
 
 def _include(text: str, pieces: list[str], seen: set[str], clock: str | None) -> None:

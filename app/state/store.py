@@ -11,9 +11,10 @@ from typing import Any
 
 from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
+from app.signing import Keyring
 from app.state.arrival import arrival
 from app.state.calls import CallMetrics
-from app.state.keys import Keys
+from app.state.keys import Keys, joined
 from app.state.link import Link
 from app.state.reads import Reads
 from app.state.survey import Survey
@@ -61,6 +62,8 @@ class Sweep:
     expired: int
     reclaimed: int
     more: bool
+    ghosts: int = 0  # requests given up before their lease ended
+    suspects: tuple[str, ...] = ()  # endpoints whose pages may show more of them
 
 
 class Store:
@@ -69,8 +72,10 @@ class Store:
     `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
     was already known; `on_asking(asking)` when decisions begin to wait for answers, and when none does.
-    `reads` is what an operator sees, `survey` what of it is read once for all replicas.
-    Every method raises StateUnavailable when Redis does not answer in time (app/state/link.py).
+    `reads` is what an operator sees, `survey` what of it is read once for all replicas. Heartbeats keep
+    `signing` in step with the fleet's keys.
+    Every method raises StateFault where Redis does not do it: StateUnavailable if it does not answer in time,
+    the others if it answers with an error (app/state/link.py).
     """
 
     def __init__(
@@ -86,8 +91,10 @@ class Store:
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
         on_asking: Callable[[bool], object],
+        signing: Keyring | None = None,
     ) -> None:
         self.keys = Keys.of(pool)
+        self._signing = signing or Keyring()
         self.born = "0"
         self._asked: dict[int, float] = {}  # since when each decision waits for its answer, oldest first
         self._decisions = itertools.count()
@@ -201,9 +208,17 @@ class Store:
         return self._link.submit("renew", (request_id, mine, served, ticket))
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
-        reply = await self._link.call("heartbeat", self._replica, about, int(silence_s * 1000))
+        signing = self._signing
+        reply = await self._link.call(
+            "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer()
+        )
         self._take_head(reply)
-        known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused = reply[4:]
+        (
+            known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
+            signing_keys, older,
+        ) = reply[4:]  # fmt: skip
+        signing.take(signing_keys)
+        signing.accepts_unsigned = older == 1
         return Pulse(
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
@@ -262,12 +277,12 @@ class Store:
         self._take_head(reply)
         return str(reply[4])
 
-    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:
-        times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s))
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> Sweep:
+        times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s, unseen_s))
         reply = await self._link.call("sweep", self._replica, *times)
         self._take_head(reply)
-        ran, expired, reclaimed, more = reply[4:]
-        return Sweep(ran == 1, expired, reclaimed, more == 1)
+        ran, expired, reclaimed, more, ghosts, suspects = reply[4:]
+        return Sweep(ran == 1, expired, reclaimed, more == 1, ghosts, tuple(suspects))
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
@@ -276,7 +291,7 @@ class Store:
         found = []
         for address, text in sorted(zip(told[::2], told[1::2], strict=True)):
             about = json.loads(text)
-            drained, down = (f"{what}\x1f{address}" in marks for what in ("drained", "down"))
+            drained, down = (joined(what, address) in marks for what in ("drained", "down"))
             labels, draining = about["labels"] or {}, about["draining"]
             found.append(Endpoint(address, labels, draining, drained=drained, down=down))
         return tuple(found)

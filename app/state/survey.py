@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from app.errors import StateUnavailable
+from app.errors import StateFault
 from app.state.link import Link
 from app.state.reads import CHUNK, Lanes, Reads
 from app.state.rows import Lane
@@ -49,7 +49,7 @@ class Survey:
         """At most `limit` lanes in their order; decisions have their turn in the pauses.
 
         Raises:
-            StateUnavailable: as Reads does.
+            StateFault: as Reads does.
         """
         found = await (self._read(limit, pause_s) if self._few else self._shared(limit, pause_s))
         self._few = len(found.lanes.lanes) <= CHUNK
@@ -59,7 +59,7 @@ class Survey:
         while True:
             try:
                 text, left_ms = await self._link.call("survey", CLAIM_MS)
-            except StateUnavailable:
+            except StateFault:
                 if self._link.fault is not None:
                     raise
                 return await self._read(limit, pause_s)  # what takes no writes can be read still

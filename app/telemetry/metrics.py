@@ -9,12 +9,14 @@ is not known.
 Every method returns at once and belongs to the event loop; `page` may be called from a thread.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
 from app.request import Band, Completion
+from app.state.error_replies import NO_ANSWER, Meaning
 from app.telemetry.pool import PoolMetrics
 from app.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, PairCap
 
@@ -29,6 +31,7 @@ _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _MODEL = ("model", "target_model")
 _SCRIPTS = ("bury", "renew", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
+_ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
@@ -86,11 +89,18 @@ class Metrics:
         )
 
         self._entries = counters("access_log_entries", "Entries Envoy sent, by what they told.", ("kind",))
+        self._rejected = counters(
+            "access_log_rejected", "Entries without a ticket of the fleet, by what is wrong.", ("reason",)
+        )
         self._calls = histograms("redis_call_seconds", "One batched script call.", _REDIS, ("script",))
         self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
-        self._errors = counters("redis_errors", "Script calls that failed or timed out.", ("script",))
+        self._errors = counters(
+            "redis_errors", "Script calls that failed, by what Redis answered.", ("script", "kind")
+        )
 
+        self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters("scrapes", "Metrics pages read, by how it went.", ("endpoint", "result"))
+        self._probes = counters("probes", "Signs of life of model servers, between two pages.", ("endpoint",))
         self._scrape_s = histograms("scrape_seconds", "One page, read or failed.", _REDIS, ("result",))
         self._readings = counters("scrape_readings", "Readings told to the fleet, or not.", ("result",))
         self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
@@ -101,8 +111,8 @@ class Metrics:
         # What has never happened is a rate of 0 and not a series that is missing.
         for band in Band:
             self._preemptions.add((band.label,), 0)
-        for script in _SCRIPTS:
-            self._errors.add((script,), 0)
+        for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
+            self._errors.add((script, kind), 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """One decision was sent: `code` is `ok` or the RequestError's code."""
@@ -130,6 +140,10 @@ class Metrics:
     def access_log(self, kind: str, n: int) -> None:
         """`n` access-log entries came: `kind` is `ended`, `alive` or `ignored`."""
         self._entries.add((kind,), n)
+
+    def access_log_rejected(self, reason: str) -> None:
+        """An entry was ignored for its ticket; `reason` is one of `app.signing.FAULTS`."""
+        self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         """A request left the queue; `success` says that it was dispatched."""
@@ -167,18 +181,25 @@ class Metrics:
     def reclaimed(self, n: int = 1) -> None:
         self._reclaimed.add(amount=n)
 
+    def ghosts(self, n: int) -> None:
+        self._ghosts.add(amount=n)
+
     def redis_call(self, script: str, seconds: float, items: int) -> None:
         """One answered call of `script` that carried `items` items."""
         label = (script,)
         self._calls.observe(seconds, label)
         self._items.observe(items, label)
 
-    def redis_error(self, script: str) -> None:
-        self._errors.add((script,))
+    def redis_error(self, script: str, kind: str) -> None:
+        """`kind`: no-answer, or what the error that was answered means (app/state/error_replies.py)."""
+        self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float) -> None:
         self._scrapes.add((self._endpoint(address), "ok"))
         self._scrape_s.observe(seconds, ("ok",))
+
+    def probed(self, address: str) -> None:
+        self._probes.add((self._endpoint(address),))
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         """`kind`: timeout, silent, connection, status or page."""

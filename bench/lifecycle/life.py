@@ -89,7 +89,7 @@ class Lives:
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
             self._swept += 1  # no two calls alike: the slow log is searched by what was called
-            more = bool(self._call("sweep", _OWNER, 0, _GRACE_MS, _NEVER_MS + self._swept)[7])
+            more = bool(self._call("sweep", _OWNER, 0, _GRACE_MS, _NEVER_MS + self._swept, _NEVER_MS)[7])
 
     def tune(self, **settings: Any) -> None:
         self._call("tune", _OWNER, json.dumps(settings), "{}")

@@ -4,6 +4,9 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
+import orjson
+
+from app.body import Body
 from app.scheduling.ask import PickAsk
 from app.scheduling.blocks import block_hashes, prompt_bytes
 from app.scheduling.latency import LatencyStats
@@ -52,24 +55,30 @@ def picking(weights: dict[str, float], count: int, seed: int, *, anew: bool = Fa
 
     def step() -> object:
         matches, blocks = index.match(hashes), len(hashes)
-        ask = PickAsk(adapter="adapter-3", session="a-session", blocks=blocks, matches=matches, chance=chance)
+        ask = PickAsk(
+            adapter="adapter-3",
+            session_endpoint="10.0.0.3:8000",
+            blocks=blocks,
+            matches=matches,
+            chance=chance,
+        )
         return scheduler.rank(ask, next(pools))
 
     return step
 
 
-def prompt(kilobytes: int, seed: int) -> dict[str, object]:
+def prompt(kilobytes: int, seed: int) -> Body:
     """A chat of that many kilobytes in messages of one."""
     chance = random.Random(seed)
     words = [f"word{n:x}" for n in range(256)]
     said = [" ".join(chance.choices(words, k=_WORDS_A_KILOBYTE))[:990] for _ in range(kilobytes)]
-    return {"messages": [{"role": "user", "content": text} for text in said]}
+    return Body(orjson.dumps({"messages": [{"role": "user", "content": text} for text in said]}))
 
 
 def hashing(kilobytes: int, seed: int) -> Step:
-    """A chat's block hashes, from its parsed body."""
-    document = prompt(kilobytes, seed)
-    return lambda: block_hashes("a-model", prompt_bytes(document))
+    """A chat's block hashes, from its body."""
+    body = prompt(kilobytes, seed)
+    return lambda: block_hashes("a-model", prompt_bytes(body))
 
 
 def matching(count: int, seed: int) -> Step:

@@ -20,6 +20,8 @@ HEARTBEAT_S = 1.0
 class Unmetered:
     def scraped(self, address: str, seconds: float) -> None: ...
 
+    def probed(self, address: str) -> None: ...
+
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None: ...
 
     def scrape_published(self, readings: int, seconds: float) -> None: ...
@@ -39,7 +41,8 @@ async def scrape(url: str, name: str, live: list[str], interval_s: float, addres
         scraping=Scraping(interval=interval_s),
         engine=VLLM,
         heartbeat_s=HEARTBEAT_S,
-        picked_by=True,
+        picked_by=lambda: True,
+        busy=lambda: True,
         live=lambda: live,
         endpoints=cell,
         meter=Unmetered(),

@@ -46,6 +46,11 @@ local function load_of(address)
   end
   return loads[address]
 end
+-- Requests in flight there, whether it takes new ones or not.
+function endpoints.booked(address)
+  local load = load_of(address)
+  return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
+end
 local function set_load(address, load)
   loads[address], changed_loads[address] = load, true
 end
@@ -62,8 +67,7 @@ function endpoints.release(address)
 end
 -- An endpoint that is published; what it has in flight stays counted.
 function endpoints.list(address, draining)
-  local load = load_of(address)
-  local count = load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
+  local load, count = load_of(address), endpoints.booked(address)
   local listed_load = draining and count + UNPICKABLE or count
   if listed_load ~= load then
     set_load(address, listed_load)
@@ -124,7 +128,7 @@ local function below_limit(r, among)
   for _, address in ipairs(among) do
     if is_pickable(load_of(address)) then
       able[#able + 1] = address
-      fields[#fields + 1] = r.flow .. '\31' .. address
+      fields[#fields + 1] = joined(r.flow, address)
     end
   end
   if #able == 0 then return free, false end
@@ -215,10 +219,9 @@ function endpoints.pick(r, candidates, turn, picks)
 end
 -- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
 local MARKS = {'drained', 'down'}
-local function mark_of(what, address) return what .. '\31' .. address end
 function endpoints.is_marked(address)
   for _, what in ipairs(MARKS) do
-    if redis.call('HEXISTS', key.marks, mark_of(what, address)) == 1 then return true end
+    if redis.call('HEXISTS', key.marks, joined(what, address)) == 1 then return true end
   end
   return false
 end
@@ -228,9 +231,9 @@ function endpoints.mark(what, on, address)
   if not about then return false end
   local before = endpoints.is_marked(address)
   if on then
-    redis.call('HSET', key.marks, mark_of(what, address), now_ms)
+    redis.call('HSET', key.marks, joined(what, address), now_ms)
   else
-    redis.call('HDEL', key.marks, mark_of(what, address))
+    redis.call('HDEL', key.marks, joined(what, address))
   end
   local after = endpoints.is_marked(address)
   if before == after then return true end
@@ -250,7 +253,7 @@ function endpoints.marked()
   return found
 end
 function endpoints.forget_marks(address)
-  for _, what in ipairs(MARKS) do redis.call('HDEL', key.marks, mark_of(what, address)) end
+  for _, what in ipairs(MARKS) do redis.call('HDEL', key.marks, joined(what, address)) end
 end
 -- A mark `down` that nobody has confirmed for so long lapses: the next request tries the endpoint.
 function endpoints.lapse(down_ms)
@@ -267,7 +270,7 @@ function endpoints.flow_full(r)
 end
 function endpoints.count_flow(r, endpoint, change)
   if r.limit == 0 then return end
-  local field = endpoint and r.flow .. '\31' .. endpoint or r.flow
+  local field = endpoint and joined(r.flow, endpoint) or r.flow
   if redis.call('HINCRBY', key.limits, field, change) <= 0 then redis.call('HDEL', key.limits, field) end
 end
 local scored_addresses = {} -- load, address, and so on: filled again by each call

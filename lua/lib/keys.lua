@@ -1,7 +1,9 @@
 -- include: builtins
 -- Every key of the pool, derived from the one declared: keys[1] = epp:{POOL}:pool. All carry the hash
 -- tag {POOL}, so a Cluster keeps them in one slot and each call is legal there. B is a band (0 to 2), L a
--- lane: what a band orders, the flow's name or, under `fairness: none`, '' for the whole band.
+-- lane: what a band orders, the flow's name or, under `fairness: none`, '' for the whole band. Two names in one
+-- key or field are joined by byte 31, which no name can hold (app/units.py): by any other, two pairs of names
+-- could spell the same key.
 --
 -- key          type    what it holds                                             removed by
 -- pool         hash    counters (packed, lib/pool.lua), settings, versions       nobody (FLUSHALL)
@@ -10,7 +12,7 @@
 -- timers       zset    queued or held id -> when its next thing is due, ms       dispatch, the request's end
 -- overdue      zset    queued id -> when it became overdue, us                   dispatch, the request's end
 -- queue:B:L    zset    queued ids of a lane -> arrival, us; under edf, deadline  Redis, when empty
--- line:B:L:W   zset    the ids of workload W there -> arrival (workload-aware)   Redis, when empty
+-- line:B:L<31>W zset the ids of workload W there -> arrival (workload-aware)   Redis, when empty
 -- growing:B:L  zset    heads of lines whose score grows (lib/order.lua)          Redis, when empty
 -- static:B:L   zset    heads of lines whose score does not                       Redis, when empty
 -- flows:B      zset    backlogged lane -> its start tag                          Redis, when empty
@@ -54,13 +56,14 @@ local function names_under(prefix)
   end
   return setmetatable({}, {__index = make})
 end
+local function joined(name, other) return name .. '\31' .. other end
 local function use_keys(pool_key)
   key = keyrings[pool_key]
   if key then return end
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
   for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-    'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'lanes', 'log'}) do
+    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'lanes', 'log'}) do
     key[name] = base .. name
   end
   for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do
@@ -71,7 +74,9 @@ local function use_keys(pool_key)
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = names_under(base .. kind .. ':' .. band .. ':') end
   end
-  function key.line(band, lane, workload) return base .. 'line:' .. band .. ':' .. lane .. ':' .. workload end
+  function key.line(band, lane, workload) return base .. 'line:' .. band .. ':' .. joined(lane, workload) end
+  -- As the version before spelled it. What it has queued stands there until it is served.
+  function key.former_line(band, lane, workload) return base .. 'line:' .. band .. ':' .. lane .. ':' .. workload end
   key.inbox = names_under(base .. 'inbox:')
   function key.wake(replica) return base .. 'wake:' .. replica end
   keyrings[pool_key] = key

@@ -32,13 +32,18 @@ local function file(r, lane)
     redis.call('ZADD', growing, r.arrived - cap_us() / settings.wait_weight * g, r.id)
   end
 end
-local function unfile(r, lane)
-  local growing, static = key.growing[r.band][lane], key.static[r.band][lane]
-  return redis.call('ZREM', growing, r.id) + redis.call('ZREM', static, r.id) > 0
+local function unfile(band, lane, id)
+  return redis.call('ZREM', key.growing[band][lane], id) + redis.call('ZREM', key.static[band][lane], id) > 0
 end
-local function head_of_line(r, lane)
-  local id = redis.call('ZRANGE', key.line(r.band, lane, r.workload), 0, 0)[1]
-  return id and record.read(id)
+-- The oldest of a line that waits. An id without a waiting request is dropped: the version before has served it.
+local STRAYS = 16
+local function head_of(line)
+  for _ = 1, STRAYS do
+    local id = redis.call('ZRANGE', line, 0, 0)[1]
+    local r = id and record.read(id)
+    if not id or (r and r.state == 'queued') then return r end
+    redis.call('ZREM', line, id)
+  end
 end
 -- Where r stands in its lane's own set.
 function order.score(r)
@@ -51,16 +56,21 @@ function order.insert(r, lane)
   local line = key.line(r.band, lane, r.workload)
   redis.call('ZADD', line, r.arrived, r.id)
   local first = redis.call('ZRANGE', line, 0, 1)
-  if first[1] == r.id and first[2] then unfile(record.read(first[2]), lane) end
-  file(record.read(first[1]), lane) -- an arrival changes the rate of the head's workload
+  local head = first[1] == r.id and r or head_of(line)
+  if head == r and first[2] then unfile(r.band, lane, first[2]) end
+  if head then file(head, lane) end -- an arrival changes the rate of the head's workload
 end
 function order.remove(r, lane)
-  local was_head = unfile(r, lane)
-  if r.workload ~= '' then
-    redis.call('ZREM', key.line(r.band, lane, r.workload), r.id)
-    local next_one = was_head and head_of_line(r, lane)
-    if next_one then file(next_one, lane) end
+  local was_head = unfile(r.band, lane, r.id)
+  if r.workload == '' then return end
+  local line = key.line(r.band, lane, r.workload)
+  if redis.call('ZREM', line, r.id) == 0 then
+    line = key.former_line(r.band, lane, r.workload)
+    redis.call('ZREM', line, r.id)
   end
+  local head = was_head and head_of(line)
+  -- In a former line, others may stand that only spell its key alike.
+  if head and head.workload == r.workload and (lane == '' or head.flow == lane) then file(head, lane) end
 end
 -- The id that the lane serves next; nil while a change of order has not reached it yet.
 function order.head(band, lane)
@@ -82,6 +92,6 @@ end
 -- The sweep's walk has come by: rates slide without arrivals too.
 function order.refresh(r, lane)
   if settings.ordering ~= 'workload-aware' or r.workload == '' then return end
-  local head = head_of_line(r, lane)
+  local head = head_of(key.line(r.band, lane, r.workload))
   if head and head.id == r.id then file(r, lane) end
 end

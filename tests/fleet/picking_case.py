@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 PROMPT = {"model": "llama", "prompt": "Say something.", "max_tokens": 4}
+GIVEN = "<as the last answer told it>"  # a session's token
 NOWHERE = "192.0.2.1:8000"  # an address that is no endpoint's
 
 

@@ -16,6 +16,7 @@ from picking_case import Ask, Case, Server
 from picking_talk import PATIENT_S, Names, Played, Talk
 
 from app.config import parse
+from app.header_trust import STEERING
 from app.replica import Bound, new_incarnation, serve
 from app.scheduling.chooser import FRESH_S
 
@@ -186,7 +187,10 @@ async def staged(redis_url: str, config: Mapping[str, Any], folder: Path, pool: 
         {
             "pool": pool,
             "redis": {"url": redis_url, "call_timeout": "5s", "decision_budget": "2s"},
-            "extproc": {"listen": "127.0.0.1:0"},
+            "extproc": {
+                "listen": "127.0.0.1:0",
+                "trusted_headers": [pair[0] for pair in STEERING],  # the cases are a gateway that says them
+            },
             "admin": {"listen": "127.0.0.1:0"},
             "discovery": {"file": str(file)},
             **config,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from picking_case import NOWHERE, PROMPT, Ask, Case, Server, Want, ask, own, sglang, tensorrt, vllm
+from picking_case import GIVEN, NOWHERE, PROMPT, Ask, Case, Server, Want, ask, own, sglang, tensorrt, vllm
 
 _SCORERS = {"queue-depth": 2, "kv-cache": 2, "lora-affinity": 3, "session-affinity": 4, "prefix-affinity": 6}
 _COMMON: dict[str, Any] = {
@@ -357,16 +357,16 @@ _AFFINITY = (
     Case(
         "a session stays",
         (vllm(), vllm(), vllm(), vllm()),
-        ask(headers={"x-session-token": "alice"}),
+        ask(headers={"x-session-token": GIVEN}),
         Want("ABCD", same=True),
-        before=(ask(headers={"x-session-token": "alice"}),) * 5,
+        before=(ask(headers={"x-session-token": GIVEN}),) * 5,
     ),
     Case(
         "a session whose endpoint is out of the subset goes elsewhere",
         _TWO,
-        ask(headers={"x-session-token": "bob"}, subset=["A"]),
+        ask(headers={"x-session-token": GIVEN}, subset=["A"]),
         Want("A"),
-        before=(ask(headers={"x-session-token": "bob"}, subset=["B"]),),
+        before=(ask(headers={"x-session-token": GIVEN}, subset=["B"]),),
     ),
     Case(
         "a prompt goes where its beginning went, longer queue or not",

@@ -15,13 +15,15 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 from extproc_client import body, headers, response_body, response_headers, set_headers
-from picking_case import Ask
+from picking_case import GIVEN, Ask
 
 from app.extproc import accesslog
 from app.extproc.service import SERVICE
 
 PATIENT_S = 30.0
-_TICKET = ("flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit")
+_TICKET = (
+    "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit", "signature",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -50,10 +52,11 @@ class Played:
 
 
 class Names:
-    """The letters of a case's model servers."""
+    """The letters of a case's model servers, and the token of its session."""
 
     def __init__(self, addresses: Sequence[str] = ()) -> None:
         self.addresses = addresses
+        self.session = ""  # as the last answer told it
 
     def in_hint(self, hint: object) -> object:
         """`hint` with addresses in place of letters."""
@@ -94,6 +97,8 @@ class Talk:
         if ask.metadata is not None:
             metadata["picker.request"] = ask.metadata
         fields = {"x-request-id": f"request-{self._number}", **ask.headers}
+        if fields.get("x-session-token") == GIVEN:
+            fields["x-session-token"] = self._names.session
         await self._call.write(headers(ask.mode, fields, ended=ask.get, metadata=metadata))
         if ask.get or ask.mode == "headers":
             return
@@ -157,6 +162,7 @@ class Talk:
         played.picked = "".join(map(self._names.letter_of, named))
         if "picker" in spaces:
             played.id, played.raw_ticket = spaces["picker"]["id"], spaces["picker"]["ticket"]
+            self._names.session = spaces["picker"].get("session", "")
             played.ticket = dict(zip(_TICKET, played.raw_ticket.split("\t"), strict=True))
         return played
 

@@ -104,9 +104,8 @@ async def test_bad_headers_are_named(small: Any, header: str, value: bytes) -> N
         assert header in answer.json()["error"]["message"]
 
 
-async def test_unknown_paths_reach_the_model_server(small: Any) -> None:
-    # The picker does not know the API's paths; what is behind it answers
+async def test_unknown_paths_do_not_reach_the_model_server(small: Any) -> None:
     async with small.client() as client:
-        assert (await client.get("/no/such/path")).status_code == 404
-        assert (await client.post("/no/such/path", json=GOOD)).status_code == 404
+        for answer in (await client.get("/no/such/path"), await client.post("/no/such/path", json=GOOD)):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
     await at_rest(small)

@@ -14,6 +14,7 @@ CONFIG = {
             {"name": "kv-cache", "weight": 1},
             {"name": "prefix-affinity", "weight": 6},
             {"name": "latency", "weight": 0.1},
+            {"name": "session-affinity", "weight": 12},
         ]
     }
 }
@@ -71,6 +72,24 @@ async def test_a_prompt_goes_where_its_beginning_went_whichever_replica_is_asked
     await at_rest(scored)
 
 
+async def test_a_session_stays_by_the_token_that_its_last_answer_had(scored: Any) -> None:
+    ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
+    async with scored.client(**PATIENT) as client:
+        # Given a client's first request, whatever it says of its session
+        first = await client.post("/v1/completions", json=ask, headers={"x-session-token": "alice"})
+        token = first.headers["x-session-token"]
+        # When it brings the token back with prompts that nobody has served
+        said = {"x-session-token": token}
+        turns = [
+            await client.post("/v1/completions", json={**ask, "prompt": f"Turn {turn}."}, headers=said)
+            for turn in range(12)
+        ]
+    # Then the same endpoint serves it each time, and the token stays
+    assert {turn.headers["x-served-by"] for turn in turns} == {first.headers["x-served-by"]}
+    assert {turn.headers["x-session-token"] for turn in turns} == {token}
+    await at_rest(scored)
+
+
 async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) -> None:
     # Given a request that has been served while nothing else was
     await at_rest(scored)
@@ -83,7 +102,7 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
     (told,) = [explanation for explanation in known if explanation is not None]
     assert told["chosen"][0] == answer.endpoint
     assert set(told["candidates"][0]["parts"]) == {
-        "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency"
+        "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency", "session-affinity"
     }  # fmt: skip
     assert len(told["candidates"]) == 4
     # And the load that the script found decided among them: the chosen has the highest score with it

@@ -131,7 +131,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.news = told + reply.news
         reply.answers += [self.stock, self.lanes.queued, self.upper, self.lower, self.endpoints.ready]
-        reply.answers.append(self.moment.settings["paused"])
+        reply.answers += [self.moment.settings["paused"], "", 0]  # no keys, since none are offered
         return reply
 
     def publish(
@@ -159,12 +159,12 @@ class QueueModel(PoolModel):
         self._put_settings()
         return self._conclude([self.tuned])
 
-    def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int) -> Reply:
-        """Answers: ran, expired, reclaimed, more."""
+    def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
+        """Answers: ran, expired, reclaimed, more, and of ghosts none."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not self._more:
-            return Reply(answers=[0, 0, 0, 0])
+            return Reply(answers=[0, 0, 0, 0, 0, []])
         ran, expired = self._run_timers(CHUNK)
         reclaimed = self._reclaim(CHUNK - ran)
         self._more = ran + reclaimed == CHUNK
@@ -178,7 +178,7 @@ class QueueModel(PoolModel):
             self._measure_rate()
         self.workloads.forget_idle(idle_ms)
         self.means = {f: it for f, it in self.means.items() if self.moment.now_ms - it[1] <= idle_ms}
-        return self._conclude([1, expired, reclaimed, int(self._more)])
+        return self._conclude([1, expired, reclaimed, int(self._more), 0, []])
 
     def _admit(self, item: Arrival) -> str:
         known = self.requests.get(item.id)
@@ -231,7 +231,7 @@ class QueueModel(PoolModel):
         if self.lanes.queued >= s["total_capacity"]:
             victim = self.lanes.victim(r, self._next_arrival) if s["overload"] == "preempt" else None
             if victim is None:
-                return self._refuse(r, "too-many-flows")
+                return self._refuse(r, "total-capacity")
             self._turn_away(victim, "preempted")
         return None
 

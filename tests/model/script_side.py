@@ -96,6 +96,8 @@ def lane_of(entry: dict[str, str]) -> str:
 
 def plain(value: Any) -> Any:
     """A number where it is one, so that texts and integers of the same worth are equal."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
     try:
         return float(value)
     except ValueError:

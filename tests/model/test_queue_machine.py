@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from lane_order import Request
+from names import distinct
 from pool_model import Reply
 from queue_model import Arrival
 from script_side import SILENCE_MS, ScriptSide
@@ -27,7 +28,10 @@ CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 LIMITS = {"four": 1, "half": 1}
+WORKLOADS = ("w1", "w2", "w3")
+SPELLED = (*WEIGHTS, *WORKLOADS)  # what they are called in a run is drawn
 GRACE_MS, IDLE_MS = 2000, 20_000
+UNSEEN_MS = 10**9  # no pages of endpoints are read here, by which ghosts are found
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = {"valkey": 400, "fakeredis": 120}
 STEPS = 50
@@ -110,7 +114,7 @@ arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
     cost=st.sampled_from([1.0, 1.0, 2.5, 0.7]),
     ttl_ms=st.sampled_from([9000, 30_000, 4000, 800]),
     age_ms=st.sampled_from([0, 0, 0, 1, 1200, 6000]),
-    workload=st.sampled_from(["", "w1", "w2", "w3"]),
+    workload=st.sampled_from(["", *WORKLOADS]),
     criticality=st.integers(1, 5),
     candidates=places,
     learn=seldom,
@@ -162,8 +166,16 @@ class QueueMachine(RuleBasedStateMachine):
         draining = {e: way == "drains" for e, way in zip(ENDPOINTS, ways, strict=True) if way != "away"}
         self.call("publish", "a", ("1", "2"), self.base, draining)
 
-    @initialize(policy=every_of(POLICY | BANDS), roomy=st.sampled_from([False, False, True]), batch=batches)
-    def begin(self, policy: dict[str, Any], roomy: bool, batch: list[dict[str, Any]]) -> None:
+    @initialize(
+        policy=every_of(POLICY | BANDS),
+        roomy=st.sampled_from([False, False, True]),
+        batch=batches,
+        names=distinct(len(SPELLED)),
+    )
+    def begin(
+        self, policy: dict[str, Any], roomy: bool, batch: list[dict[str, Any]], names: list[str]
+    ) -> None:
+        self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
         self.base = BASE | policy | (ROOMY if roomy else {})
         self.call("admit", "a", [Arrival("early")])  # the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
@@ -176,7 +188,10 @@ class QueueMachine(RuleBasedStateMachine):
         items = []
         for it in batch:
             flow = it["flow"]
-            items.append(Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **it))
+            called = {"flow": self.named[flow], "workload": self.named[it["workload"]]}
+            items.append(
+                Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **(it | called))
+            )
         self.repeatable("admit", caller, items)
 
     @precondition(with_some("placed", "granted"))
@@ -236,9 +251,9 @@ class QueueMachine(RuleBasedStateMachine):
     def renew(self, caller: str, numbers: list[int], served: str, lost: bool, it: dict[str, Any]) -> None:
         items: list[Any] = [(r.id, r.attempt, served, None) for r in self.those(numbers)]
         if lost:
-            flow, id = it["flow"], self.new_id()
+            flow, workload, id = it["flow"], self.named[it["workload"]], self.new_id()
             ticket = Request(
-                id, caller, "1", flow, it["band"], WEIGHTS[flow], it["cost"], it["workload"],
+                id, caller, "1", self.named[flow], it["band"], WEIGHTS[flow], it["cost"], workload,
                 it["criticality"], "m", LIMITS.get(flow, 0), endpoints="e1",
             )  # fmt: skip
             items.append((id, "1", served, ticket))
@@ -254,7 +269,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(caller=callers, interval_ms=st.sampled_from([0, 1000]))
     def sweep(self, caller: str, interval_ms: int) -> None:
-        self.call("sweep", caller, interval_ms, GRACE_MS, IDLE_MS)
+        self.call("sweep", caller, interval_ms, GRACE_MS, IDLE_MS, UNSEEN_MS)
 
     @rule(caller=callers, number=number)
     def evict(self, caller: str, number: int) -> None:
@@ -263,6 +278,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(caller=callers, overrides=some_of(LIVE | BANDS))
     def tune(self, caller: str, overrides: dict[str, Any]) -> None:
+        weights = overrides.get("weights")
+        if weights:
+            overrides = {**overrides, "weights": {self.named[flow]: each for flow, each in weights.items()}}
         self.call("tune", caller, overrides)
 
     @rule(caller=callers, overrides=some_of(POLICY))
@@ -285,7 +303,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.call(*self.made[-1 - number % len(self.made)])
 
     def sweep_out(self) -> None:
-        while self.call("sweep", "a", 0, GRACE_MS, IDLE_MS).answers[3]:
+        while self.call("sweep", "a", 0, GRACE_MS, IDLE_MS, UNSEEN_MS).answers[3]:
             pass
 
     def teardown(self) -> None:

@@ -144,7 +144,7 @@ def test_preemption_takes_the_newest_of_each_lower_lane_in_turn() -> None:
     assert reply.news == ["evicted p2", "evicted q2", "evicted p1", "evicted q1", "evicted d1"]
     # And nobody for one of their own band
     assert reply.answers[:5] == ["queued 10000"] * 5
-    assert reply.answers[5] == "refused too-many-flows 1"
+    assert reply.answers[5] == "refused total-capacity 1"
 
 
 def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends() -> None:

@@ -26,7 +26,7 @@ def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: i
     # When a has been silent, to the millisecond
     beat = side.call(now_us, "heartbeat", ["b", "{}", SILENCE_MS])
     settled = side.call(now_us, "settle", ["b", "runs", "completed", "", ""])
-    swept = side.call(now_us, "sweep", ["b", 0, 1000, 60_000])
+    swept = side.call(now_us, "sweep", ["b", 0, 1000, 60_000, 10**9])
     # Then it is live for all or for none: it counts, it is shown, it is granted, it is kept
     assert beat.reply.answers[2] == (2 if live else 1)
     assert beat.numbers["replicas"] == (["a", "b"] if live else ["b"])

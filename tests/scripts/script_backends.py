@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hiredis
 import redis
 from fake_struct import with_struct
 from fakeredis import TcpFakeServer
@@ -86,11 +88,13 @@ class Wire:
 
     muted: takes connections and requests, and passes nothing on.
     `lose_reply()`: the next reply is swallowed and its connection cut, after the server has acted.
+    `refuse(error, times)`: that many commands (all, if None) are answered with `error` and not passed on.
     """
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._lose = False
+        self._error, self._errors_left = "", 0
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,6 +102,9 @@ class Wire:
 
     def lose_reply(self) -> None:
         self._lose = True
+
+    def refuse(self, error: str, times: int | None = None) -> None:
+        self._error, self._errors_left = error, sys.maxsize if times is None else times
 
     @property
     def lost(self) -> bool:
@@ -124,7 +131,7 @@ class Wire:
     async def _between(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection(LOOPBACK, self._port)
         async with asyncio.TaskGroup() as tasks:
-            requests = tasks.create_task(self._requests(reader, inner_writer))
+            requests = tasks.create_task(self._requests(reader, inner_writer, writer))
             with contextlib.suppress(OSError):
                 await self._replies(inner_reader, writer)
             requests.cancel()
@@ -137,10 +144,18 @@ class Wire:
                 return
             writer.write(data)
 
-    async def _requests(self, reader: asyncio.StreamReader, inner: asyncio.StreamWriter) -> None:
+    async def _requests(
+        self, reader: asyncio.StreamReader, inner: asyncio.StreamWriter, client: asyncio.StreamWriter
+    ) -> None:
+        commands = hiredis.Reader()
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                if self._open.is_set():
+                if self._errors_left > 0:
+                    commands.feed(data)  # hiredis reads them as it does replies
+                    while commands.gets() is not False:
+                        self._errors_left -= 1
+                        client.write(f"-{self._error}\r\n".encode())
+                elif self._open.is_set():
                     inner.write(data)
         inner.close()
 

@@ -147,9 +147,9 @@ class Replica:
     async def settle(self, *request_ids: str) -> list[str]:
         return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))
 
-    async def sweep(self, *, grace_s: float = 60.0, idle_s: float = 300.0) -> Sweep:
+    async def sweep(self, *, grace_s: float = 60.0, idle_s: float = 300.0, unseen_s: float = 1e6) -> Sweep:
         """Sweep now, whenever the last one was."""
-        return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s)
+        return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s, unseen_s=unseen_s)
 
 
 class Fleet:

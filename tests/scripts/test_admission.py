@@ -7,7 +7,7 @@ from decision_ledger import order_of
 from script_fleet import OpenFleet, ask
 
 from app.endpoints.snapshot import Endpoint
-from app.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows
+from app.errors import InsufficientFlowCapacity, NoEndpoints, TotalCapacity
 from app.state.store import Verdict
 
 
@@ -111,7 +111,9 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
         assert await a.admit("x2", flow="x") == Verdict("refused", "insufficient-flow-capacity 1")
         # When y takes the last place, then z finds none
         assert (await a.admit("y0", flow="y")).what == "queued"
-        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows 1")
+        assert await a.admit("z0", flow="z") == Verdict("refused", "total-capacity 1")
+        # And y neither, which has one of its own two places: the queue's bound holds for all
+        assert await a.admit("y1", flow="y") == Verdict("refused", "total-capacity 1")
         # When one leaves, then there is a place again
         await a.store.cancel("x0", 1, "cancelled")
         assert (await a.admit("z1", flow="z")).what == "queued"
@@ -128,7 +130,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
         with pytest.raises(InsufficientFlowCapacity):
             await a.gate.admit(ask("x1", flow="x"), held=False)
         await a.admit("y0", flow="y")
-        with pytest.raises(TooManyFlows):
+        with pytest.raises(TotalCapacity):
             await a.gate.admit(ask("z0", flow="z"), held=False)
         await a.publish()
         with pytest.raises(NoEndpoints):

@@ -9,6 +9,7 @@ from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 
 from app.admission import ticket
 from app.request import Alive, Outcome
+from app.signing import Keyring
 from app.state.store import Verdict
 
 E1, E2 = addresses(2)
@@ -54,7 +55,7 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
         # When two replicas sweep at most once a minute, then the first takes 32 and says more
-        times = {"interval_s": 60, "grace_s": 60, "idle_s": 60}
+        times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
         # And the other may go on at once; after that it is too early
@@ -267,6 +268,39 @@ async def test_a_damaged_ticket_restores_nothing(fleet: OpenFleet, damaged: str)
         assert await it.counts() == (1, 0, [1])
         await a.settle("r")
         assert await it.at_rest()
+
+
+async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+
+        async def keys() -> list[str]:
+            return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
+
+        # Given two replicas that have beaten: the key is the one that the first of them offered
+        since_ms, *first = await keys()
+        assert len(first) == 1
+        text = a.store._signing.sign("p", "text")
+        assert b.store._signing.fault("p", "text", text) == ""
+        # When a day is over, then another key comes; it signs when it, too, has been known for a day
+        await it.redis.hset(it.keys.pool, "signing_keys", f"{float(since_ms) - 86_400_000:.0f} {first[0]}")
+        await b.beat()
+        _, *second = await keys()
+        assert second[1:] == first
+        assert b.store._signing.sign("p", "text") == text
+        # When all is lost, and a stranger beats first, then what the others hold is good again
+        await it.redis.flushall()
+        stranger = Keyring()
+        await a.store._link.call("heartbeat", "c", "{}", 60_000, stranger.offer())
+        await b.beat()
+        assert set(second) < set((await keys())[1:])
+        await a.beat()
+        assert a.store._signing.fault("p", "text", text) == ""
+        # And never are more than eight kept
+        for _ in range(12):
+            await it.redis.hset(it.keys.pool, "signing_keys", " ".join(["1", *(await keys())[1:]]))
+            await a.beat()
+        assert len(await keys()) == 9
 
 
 async def test_an_endpoint_that_is_none_moves_nothing(fleet: OpenFleet) -> None:

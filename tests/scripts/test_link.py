@@ -1,6 +1,7 @@
 """The link to Redis: batches, a forgotten script cache, a server that is away or says nothing."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from script_backends import url_of, valkey, wire
 from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
 
 from app.admission import ticket
-from app.errors import StateUnavailable
+from app.errors import ScriptFailed, StateUnavailable, WritesRefused
 from app.fleet.ports import free_port
 from app.request import Outcome
 from app.state.scripts import load_library
@@ -97,9 +98,10 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
     async with valkey_fleet("a") as it:
         (a,) = it.replicas
         await it.redis.function_flush()
-        lines = load_library().source.splitlines()
-        registered = f"redis.register_function('{forgotten}_"
-        await it.redis.function_load("\n".join(line for line in lines if not line.startswith(registered)))
+        registered = rf"redis\.register_function\{{function_name='{forgotten}_.*\n.*\}}\n"
+        without, removed = re.subn(registered, "", load_library().source)
+        assert removed == 1
+        await it.redis.function_load(without)
         # When a renewal or an admission and the same request's end are sent together
         if forgotten == "renew":
             note = ticket.write(ask("r"), E1)
@@ -121,7 +123,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
         # When a script fails on it, then the caller has the fault in words
-        with pytest.raises(StateUnavailable, match="refused admit"):
+        with pytest.raises(ScriptFailed, match="refused admit"):
             await a.admit("r")
         # And the connection goes on
         await it.redis.restore(it.keys.pool, 0, kept, replace=True)
@@ -204,21 +206,22 @@ async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
             await settled
 
 
-async def test_an_end_that_a_full_server_refuses_is_told_when_it_has_room(valkey_fleet: OpenFleet) -> None:
-    # Given one in flight on a server that is out of memory
-    async with valkey_fleet("a", upper_per=1) as it:
+async def test_an_end_that_redis_takes_no_writes_for_is_told_when_it_does(
+    valkey_url: str, valkey_fleet: OpenFleet
+) -> None:
+    # Given one in flight on a server that cannot write its file
+    async with wire(valkey_url) as between, valkey_fleet("a", upper_per=1, through={"a": between.url}) as it:
         (a,) = it.replicas
         await a.admit("r")
-        await it.redis.config_set("maxmemory", 1)
-        try:
-            # When it ends, then that waits
-            settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
-            with pytest.raises(StateUnavailable, match="OOM"):
-                await a.admit("new")
-            assert not settling.done()
-        finally:
-            await it.redis.config_set("maxmemory", 0)
-        # And is taken when there is room
+        between.refuse("MISCONF Errors writing to the AOF file")
+        # When it ends, then that waits
+        settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
+        await asyncio.sleep(0)
+        with pytest.raises(WritesRefused, match="MISCONF"):
+            await a.admit("new")
+        assert not settling.done()
+        between.refuse("", times=0)
+        # And is taken when it can
         assert await settling == "settled llama"
         assert await it.at_rest()
 

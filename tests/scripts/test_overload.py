@@ -81,9 +81,9 @@ async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) ->
         await a.admit("runs")
         await a.admit("c1", band=Band.CRITICAL)
         await a.admit("d1", band=Band.DEFAULT, flow="d")
-        assert (await a.admit("d2", band=Band.DEFAULT, flow="e")).detail == "too-many-flows 1"
+        assert (await a.admit("d2", band=Band.DEFAULT, flow="e")).detail == "total-capacity 1"
         assert (await a.admit("c2", band=Band.CRITICAL)).what == "queued"
-        assert (await a.admit("c3", band=Band.CRITICAL)).detail == "too-many-flows 1"
+        assert (await a.admit("c3", band=Band.CRITICAL)).detail == "total-capacity 1"
         assert events_of(await it.log(), "d1") == ["queued", "preempted"]
 
 
@@ -103,7 +103,7 @@ async def test_a_critical_flow_gets_its_places_however_full_the_queue_is(fleet: 
         log = await it.log()
         assert [entry.request for entry in log if entry.event == "preempted"] == ["d2", "d1", "d0"]
         # And what the queue cannot hold is refused, critical as it is: nothing critical makes way
-        assert (await a.admit("f0", flow="f", band=Band.CRITICAL)).detail.startswith("too-many-flows")
+        assert (await a.admit("f0", flow="f", band=Band.CRITICAL)).detail.startswith("total-capacity")
         await it.ledger()
 
 
@@ -113,7 +113,7 @@ async def test_where_only_critical_requests_queue_others_are_refused(fleet: Open
         await a.admit("runs")
         assert (await a.admit("d", band=Band.DEFAULT)) == Verdict("refused", "saturated 1")
         assert (await a.admit("c", band=Band.CRITICAL)).what == "queued"
-        assert (await a.admit("c2", band=Band.CRITICAL)) == Verdict("refused", "too-many-flows 1")
+        assert (await a.admit("c2", band=Band.CRITICAL)) == Verdict("refused", "total-capacity 1")
 
 
 async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet) -> None:
@@ -133,7 +133,7 @@ async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet
         for i in range(4, 10):
             await a.admit(f"q{i}")
         refused = await a.admit("late")
-        assert refused == Verdict("refused", f"too-many-flows {-int(-9 // rate)}")
+        assert refused == Verdict("refused", f"total-capacity {-int(-9 // rate)}")
 
 
 async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> None:

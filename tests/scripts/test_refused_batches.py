@@ -8,7 +8,7 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica
 
-from app.errors import StateUnavailable
+from app.errors import ScriptFailed
 from app.request import Outcome
 
 BAD = "queue:1:bad"  # the queue of flow `bad` in the band of all requests here
@@ -61,9 +61,9 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
             a.admit("b2", flow="bad"),
         )
         # Then its own fail in words, and the others wait, each once
-        assert isinstance(refused, StateUnavailable)
+        assert isinstance(refused, ScriptFailed)
         assert "refused admit" in str(refused)
-        assert isinstance(others.pop(1), StateUnavailable)
+        assert isinstance(others.pop(1), ScriptFailed)
         assert [verdict.what for verdict in others] == ["queued"] * 3
         assert await it.counts() == (1, 3, [1])
         # And are served in their order
@@ -113,7 +113,7 @@ async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_
         _, left, refused = await in_one_message(a.beat(), *leaving)
         # Then only that of the broken flow fails
         assert left == ("ended" if how == "cancel" else "left llama")
-        assert isinstance(refused, StateUnavailable)
+        assert isinstance(refused, ScriptFailed)
         await mended(it, BAD, kept)
         assert await it.counts() == (1, 2, [1])
         # And who stays is served
@@ -151,7 +151,7 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
         # When every item of a batch is of it
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
         # Then all fail, after one call together and one each
-        assert all(isinstance(answer, StateUnavailable) for answer in answers)
+        assert all(isinstance(answer, ScriptFailed) for answer in answers)
         calls = (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"]
         assert calls == 1 + 16 + 1
         # And the connection goes on

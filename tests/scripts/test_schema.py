@@ -13,7 +13,7 @@ from app.state.keys import Keys
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 TABLE = ROOT / "lua" / "lib" / "keys.lua"
-PLACES = {"BAND": "[012]", "LANE": ".*", "WORKLOAD": "[^:]+", "REPLICA": "[^:]+"}
+PLACES = {"BAND": "[012]", "LANE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+"}
 SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA"}
 
 
@@ -27,7 +27,12 @@ def in_scripts() -> dict[str, str]:
     """The same of the scripts' table."""
     kinds = "hash|zset|stream|string|channel"
     rows = re.findall(rf"^-- (\S+) +({kinds}) ", TABLE.read_text(encoding="utf-8"), re.M)
-    return {":".join(SHORT.get(part, part) for part in name.split(":")): kind for name, kind in rows}
+    return {"".join(SHORT.get(part, part) for part in parts(name)): kind for name, kind in rows}
+
+
+def parts(name: str) -> list[str]:
+    """Of a key's pattern, with what stands between them."""
+    return re.split("(:|<31>)", name)
 
 
 def documented_fields() -> set[str]:
@@ -43,7 +48,8 @@ def matching(name: str) -> list[str]:
     """The documented patterns that a live key's name matches."""
 
     def expression(pattern: str) -> str:
-        return ":".join(PLACES.get(part, re.escape(part)) for part in pattern.split(":"))
+        spelled = {**PLACES, "<31>": "\x1f"}
+        return "".join(spelled.get(part, re.escape(part)) for part in parts(pattern))
 
     return [pattern for pattern in documented() if re.fullmatch(expression(pattern), name)]
 

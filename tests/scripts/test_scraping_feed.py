@@ -1,7 +1,7 @@
 """Readings through Redis: told to who listens, kept for who comes later, aged without comparing clocks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -30,10 +30,14 @@ class Heard:
     def __init__(self) -> None:
         self.readings: dict[str, EndpointMetrics] = {}
         self.told: list[tuple[str | None, Mapping[str, EndpointMetrics]]] = []
+        self.suspects: list[str] = []
         self.links = 0
         self._news = asyncio.Event()
 
-    def take(self, sender: str | None, readings: Mapping[str, EndpointMetrics]) -> None:
+    def take(
+        self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
+    ) -> None:
+        self.suspects += suspects
         self.told.append((sender, readings))
         self.readings.update(readings)
         self._news.set()
@@ -83,7 +87,13 @@ async def pair(redis_url: str, pool: str) -> AsyncIterator[tuple[Feed, Feed]]:
 
 def reading(scraped_ms: int) -> EndpointMetrics:
     return EndpointMetrics(
-        scraped_ms, waiting=3.0, kv_utilisation=0.25, max_adapters=2, active_adapters=frozenset({"a"})
+        scraped_ms,
+        waiting=3.0,
+        interval_ms=100,
+        before=(scraped_ms - 100, 2.0),
+        kv_utilisation=0.25,
+        max_adapters=2,
+        active_adapters=frozenset({"a"}),
     )
 
 
@@ -92,11 +102,13 @@ async def test_a_follower_hears_what_is_published_on_its_own_clock(pair: tuple[F
     one, two = pair
     async with following(two) as heard:
         # When a reading is published that is 300 ms old, by a clock at 1000 s
-        await one.publish({"a:1": reading(999_700)})
+        await one.publish({"a:1": reading(999_700)}, ["b:1"])
         await heard.until(lambda: "a:1" in heard.readings)
     # Then it is 300 ms old by the follower's clock as well
     assert heard.readings["a:1"] == reading(49_700)
     assert heard.told[-1][0] == "one"
+    assert heard.suspects == ["b:1"]
+    assert heard.suspects == ["b:1"]
 
 
 async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[Feed, Feed]) -> None:
@@ -113,7 +125,7 @@ async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[F
     assert heard.readings["a:1"].scraped_ms <= 49_000
     assert heard.readings["b:1"].scraped_ms <= 49_400
     assert (heard.readings["b:1"].fault, heard.readings["b:1"].failures) == ("no page", 3)
-    assert replace(heard.readings["a:1"], scraped_ms=0) == reading(0)
+    assert replace(heard.readings["a:1"], scraped_ms=0, before=None) == replace(reading(0), before=None)
 
 
 async def test_of_its_own_messages_it_hears_that_they_came(pair: tuple[Feed, Feed]) -> None:
@@ -198,7 +210,9 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
         # When it answers again / Then it is told, and replies are not mixed up
         await redis.execute_command("CLIENT", "UNPAUSE")
         await told(feed)
-        assert replace((await stored(feed))["c:1"], scraped_ms=0) == reading(0)
+        assert replace((await stored(feed))["c:1"], scraped_ms=0, before=None) == replace(
+            reading(0), before=None
+        )
     await feed.close()
 
 

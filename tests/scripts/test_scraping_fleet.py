@@ -37,6 +37,9 @@ class Meter:
     def scraped(self, address: str, seconds: float) -> None:
         self.scrapes[address] += 1
 
+    def probed(self, address: str) -> None:
+        pass
+
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.faults[kind] += 1
 
@@ -63,7 +66,8 @@ class Replica:
             scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
             engine=VLLM,
             heartbeat_s=HEARTBEAT_S,
-            picked_by=True,
+            picked_by=lambda: True,
+            busy=lambda: True,
             live=lambda: live,
             endpoints=endpoints,
             meter=self.meter,

@@ -39,6 +39,7 @@ class ScriptedGate:
         self.ages_s: list[float] = []  # of what was admitted, in the same order
         self.confirmed: list[tuple[str, float]] = []
         self.keeping = True  # placements are still their requests' own
+        self.session = ""  # what clients are told
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
 
@@ -53,7 +54,7 @@ class ScriptedGate:
             raise
         if self.error is not None:
             raise self.error
-        return PLACEMENT
+        return PLACEMENT._replace(session=self.session) if self.session else PLACEMENT
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         self.routed.append(subset)

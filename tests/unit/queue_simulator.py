@@ -62,7 +62,7 @@ class QueueSimulator:
         elif self.queued < self.settings["total_capacity"] or self.preempt(r):
             self.write("queued", r, tag=self.enter(r))
         else:
-            self.write("refused", r, note="too-many-flows")
+            self.write("refused", r, note="total-capacity")
         self.dispatch()
 
     def place_granted(self) -> None:

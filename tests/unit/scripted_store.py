@@ -123,7 +123,7 @@ class ScriptedStore:
         known |= {"replicas": ["r"], "in_flight": {}}
         return {**known, **self.shown}
 
-    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float) -> Sweep:
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> Sweep:
         return Sweep(False, 0, 0, False)
 
     def lose(self) -> None:

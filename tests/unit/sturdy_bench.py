@@ -76,33 +76,44 @@ class NoPeers:
         pass
 
 
+def gate_over(
+    store: Store,
+    shared: SharedGate,
+    metrics: Metrics,
+    cell: SnapshotCell,
+    budget_s: float,
+    poke: Callable[[], None] = lambda: None,
+) -> SturdyGate:
+    """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
+    return SturdyGate(
+        store,
+        shared,
+        replica="a",
+        metrics=metrics,
+        endpoints=cell,
+        chooser=LeastLoaded(cell),
+        budget_s=budget_s,
+        report_s=0.0,
+        effective=lambda: Effective(parse({}), {}),
+        load=lambda: {E1: 3, E2: 1},
+        poke=poke,
+        glance=lambda: None,
+        via=NoPeers(),
+    )
+
+
 class Bench:
     """A gate that has beaten once, beside one other replica."""
 
     def __init__(self, pulse: Pulse | None = PULSE) -> None:
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
-        chooser = LeastLoaded(self.cell)
         store = cast(Store, self.store)
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None
         )
         self.pokes = 0
-        self.gate = SturdyGate(
-            store,
-            self.shared,
-            replica="a",
-            metrics=self.metrics,
-            endpoints=self.cell,
-            chooser=chooser,
-            budget_s=BUDGET_S,
-            report_s=0.0,
-            effective=lambda: Effective(parse({}), {}),
-            load=lambda: {E1: 3, E2: 1},
-            poke=self._poked,
-            glance=lambda: None,
-            via=NoPeers(),
-        )
+        self.gate = gate_over(store, self.shared, self.metrics, self.cell, BUDGET_S, self._poked)
         self.store.on_asking = self.gate.asking
         self.gate.newcomer_s = 0.0
         if pulse is not None:

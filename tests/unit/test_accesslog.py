@@ -8,12 +8,21 @@ import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 
+from app.admission import ticket
 from app.extproc import accesslog
 from app.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from app.signing import Keyring
 from app.telemetry.metrics import Metrics
 
 Entry = accesslog_pb2.HTTPAccessLogEntry
 METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"
+KEYS = Keyring()
+NOTE = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
+
+
+def signed(request_id: str) -> str:
+    """The ticket of `request_id`."""
+    return ticket.signed(NOTE, request_id, KEYS)
 
 
 class Book:
@@ -41,7 +50,8 @@ class Book:
         raise AssertionError("the access log routes nothing")
 
 
-def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
+def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
+    """An entry as Envoy sends it of a request that was not placed."""
     message = Entry()
     message.request.request_id = request_id
     message.response.response_code.value = status
@@ -49,16 +59,17 @@ def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 
     return message
 
 
-def placed(message: Entry) -> Entry:
-    """`message` as Envoy sends it once the picker has placed its request."""
-    message.common_properties.metadata.filter_metadata["picker"].update({"ticket": "t-1"})
+def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
+    """The same of one that the picker has placed."""
+    message = bare(kind, request_id, status)
+    message.common_properties.metadata.filter_metadata["picker"].update({"ticket": signed(request_id)})
     return message
 
 
 def full() -> Entry:
-    message = entry(request_id="from-envoy")
+    message = bare(request_id="from-envoy")
     common = message.common_properties
-    common.metadata.filter_metadata["picker"].update({"id": "from-picker", "ticket": "t-1"})
+    common.metadata.filter_metadata["picker"].update({"id": "from-picker", "ticket": signed("from-picker")})
     common.metadata.filter_metadata["picker.usage"].update({"prompt_tokens": 7, "completion_tokens": 100})
     common.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: "10.0.0.1:8000"})
     common.upstream_remote_address.socket_address.address = "10.9.9.9"
@@ -77,7 +88,7 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 @asynccontextmanager
 async def serving(gate: Book, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((accesslog.handler(gate, metrics),))
+    server.add_generic_rpc_handlers((accesslog.handler(gate, metrics, KEYS),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -116,34 +127,34 @@ async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_
             completion_tokens=100,
             duration_s=3.5,
             first_byte_s=0.25,
-            ticket="t-1",
+            ticket=signed("from-picker"),
         )
     ]
 
 
-async def test_given_a_bare_entry_when_it_comes_then_envoys_request_id_is_the_id() -> None:
+async def test_given_no_id_of_the_picker_when_an_entry_comes_then_envoys_request_id_is_the_id() -> None:
     assert await told(batch(entry())) == [
-        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None)
+        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None, ticket=signed("req-1"))
     ]
 
 
 async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_with_its_ticket() -> None:
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
-    assert await told(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", "t-1")]
+    assert await told(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
 
 
 async def test_given_an_envoy_without_entry_types_when_it_reports_then_the_intermediate_mark_counts() -> None:
-    alive, over = placed(entry("NotSet", "a")), entry("NotSet", "b")
+    alive, over = entry("NotSet", "a"), entry("NotSet", "b")
     alive.common_properties.intermediate_log_entry = True
     first, second = await told(batch(alive, over))
-    assert first == Alive("a", None, "t-1")
+    assert first == Alive("a", None, signed("a"))
     assert isinstance(second, Completion)
 
 
 async def test_given_a_request_that_still_waits_when_it_is_reported_alive_then_nothing_is_renewed() -> None:
     # or each access-log interval would cost Redis as much as there are waiters
-    assert await told(batch(entry("DownstreamPeriodic"))) == []
+    assert await told(batch(bare("DownstreamPeriodic"))) == []
 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
@@ -153,7 +164,7 @@ async def test_given_another_kind_of_entry_when_it_comes_then_it_is_ignored(kind
 
 async def test_given_entries_of_one_request_when_they_come_then_their_order_is_kept() -> None:
     ids = [f"r{number}" for number in range(50)]
-    messages = [batch(placed(entry("DownstreamPeriodic", one)), entry("DownstreamEnd", one)) for one in ids]
+    messages = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
     heard = await told(*messages)
     assert [(type(item), item.id) for item in heard] == [
         (kind, one) for one in ids for kind in (Alive, Completion)
@@ -205,9 +216,6 @@ async def test_what_an_endpoint_took_is_told_without_the_wait_before_it() -> Non
     assert unknown.service_s is None
 
 
-TICKET = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
-
-
 @pytest.mark.parametrize(
     ("served", "flag", "attempts", "failed"),
     [
@@ -224,7 +232,6 @@ async def test_given_a_picked_endpoint_when_it_did_not_serve_then_it_is_told_of_
     served: str, flag: bool, attempts: int, failed: str
 ) -> None:
     message = entry()
-    message.common_properties.metadata.filter_metadata["picker"].update({"id": "r", "ticket": TICKET})
     if served:
         message.common_properties.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: served})
     message.common_properties.response_flags.upstream_connection_failure = flag
@@ -256,19 +263,86 @@ def negative_time(message: Entry) -> None:
     message.common_properties.time_to_last_downstream_tx_byte.seconds = -3
 
 
-def odd_picker(message: Entry) -> None:
-    message.common_properties.metadata.filter_metadata["picker"].update({"id": 7, "ticket": [1]})
-
-
-@pytest.mark.parametrize("spoil", [nan_usage, text_usage, huge_usage, negative_time, odd_picker])
+@pytest.mark.parametrize("spoil", [nan_usage, text_usage, huge_usage, negative_time])
 async def test_given_senseless_values_when_an_entry_ends_then_they_count_as_unknown(
     spoil: Callable[[Entry], None],
 ) -> None:
     message = entry()
     spoil(message)
     assert await told(batch(message)) == [
-        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None)
+        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None, ticket=signed("req-1"))
     ]
+
+
+def stolen(message: Entry) -> None:
+    picker(message, {"ticket": signed("another request's")})
+
+
+def raised(message: Entry) -> None:
+    picker(message, {"ticket": signed("req-1").replace("\t1.0\t1.0\t", "\t1.0\t1e12\t")})
+
+
+def of_a_stranger(message: Entry) -> None:
+    picker(message, {"ticket": ticket.signed(NOTE, "req-1", Keyring())})
+
+
+def stripped(message: Entry) -> None:
+    picker(message, {"ticket": NOTE})
+
+
+def odd(message: Entry) -> None:
+    picker(message, {"id": 7, "ticket": [1]})
+
+
+def missing(message: Entry) -> None:
+    message.common_properties.metadata.filter_metadata.clear()
+
+
+def picker(message: Entry, fields: dict[str, object]) -> None:
+    message.common_properties.metadata.filter_metadata["picker"].update(fields)
+
+
+@pytest.mark.parametrize("kind", ["DownstreamEnd", "DownstreamPeriodic"])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (stolen, "bad-signature"),
+        (raised, "bad-signature"),
+        (of_a_stranger, "unknown-key"),
+        (stripped, "unsigned"),
+        (odd, "no-ticket"),
+        (missing, "no-ticket"),
+    ],
+)
+def test_an_entry_without_a_ticket_of_the_fleet_is_counted_and_changes_nothing(
+    spoil: Callable[[Entry], None], reason: str, kind: str
+) -> None:
+    gate, metrics, message = Book(), Metrics(), entry(kind)
+    spoil(message)
+    accesslog.take([message, entry(kind, "next")], gate, metrics, KEYS)
+    assert [item.id for item in gate.told] == ["next"]
+    assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in metrics.page().decode()
+
+
+def test_a_ticket_is_good_over_rotations_and_those_of_an_older_version_while_it_is_about() -> None:
+    keys, newcomer = Keyring(), Keyring()
+    # Given a fleet whose key is followed by two others, one a day
+    keys.take("0a" * 16)
+    first = ticket.signed(NOTE, "r", keys)
+    keys.take(f"{'0b' * 16} {'0a' * 16}")
+    announced = ticket.signed(NOTE, "r", keys)
+    keys.take(f"{'0c' * 16} {'0b' * 16} {'0a' * 16}")
+    # Then its tickets are those of the first until the next is known to all, and all stay good
+    assert first == announced != ticket.signed(NOTE, "r", keys)
+    newcomer.take(keys.offer().split(" ", 1)[1])
+    for note in (first, ticket.with_trace(first, "00-trace"), ticket.signed(NOTE, "r", keys)):
+        assert ticket.checked(note, "r", newcomer) == (note, "")
+    # And one without a signature while a version that makes none is about; its trace stays apart
+    assert ticket.checked(NOTE, "r", newcomer) == (NOTE, "unsigned")
+    newcomer.accepts_unsigned = True
+    note, fault = ticket.checked(f"{NOTE}\t00-trace", "r", newcomer)
+    assert (ticket.split_trace(note), fault) == ((f"{NOTE}\t", "00-trace"), "")
+    assert ticket.checked(NOTE, "r", newcomer) == (f"{NOTE}\t", "")
 
 
 async def test_given_garbage_between_entries_when_it_comes_then_the_others_are_not_lost() -> None:
@@ -286,7 +360,8 @@ async def test_given_garbage_between_entries_when_it_comes_then_the_others_are_n
 
 async def test_given_entries_when_taken_then_the_metrics_say_what_they_told() -> None:
     metrics = Metrics()
-    accesslog.take([entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")], Book(), metrics)
+    entries = [entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")]
+    accesslog.take(entries, Book(), metrics, KEYS)
     page = metrics.page().decode()
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page

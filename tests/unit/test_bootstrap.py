@@ -152,19 +152,25 @@ def test_queued_request_is_asked_again_of_another_replica(mode: Mode) -> None:
 def test_each_listed_endpoint_gets_a_try() -> None:
     def retries(fallbacks: int) -> int:
         tree = built("lean", {"scheduling": {"fallbacks": fallbacks}})
-        route = manager(tree)["routeConfig"]["virtualHosts"][0]["routes"][0]["route"]
-        return int(route["retryPolicy"]["numRetries"])
+        host = manager(tree)["routeConfig"]["virtualHosts"][0]
+        return int(host["retryPolicy"]["numRetries"])
 
     assert [retries(fallbacks) for fallbacks in (0, 2, 8)] == [0, 2, 8]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_waiting_and_streaming_have_no_end(mode: Mode) -> None:
-    tree = built(mode)
+def test_only_what_stands_still_ends(mode: Mode) -> None:
+    tree = built(mode, {"fair_request_queue": {"queue_ttl": "2h"}}) if mode != "headers" else built(mode)
     route = manager(tree)["routeConfig"]["virtualHosts"][0]["routes"][0]["route"]
-    assert manager(tree)["streamIdleTimeout"] == "0s"
-    assert manager(tree)["requestTimeout"] == "0s"
-    assert route["timeout"] == route["idleTimeout"] == "0s"
+    # An answer may stream for as long as it likes; a request may wait for as long as the queue lets it
+    assert route["timeout"] == "0s"
+    assert "idleTimeout" not in route
+    waits_s = 30 if mode == "headers" else 7200
+    assert manager(tree)["requestTimeout"] == f"{waits_s + 60}s"
+    assert manager(tree)["streamIdleTimeout"] == f"{max(3600, waits_s + 60)}s"
+    # And what a client only begins to send ends soon
+    assert manager(tree)["requestHeadersTimeout"] == "10s"
+    assert manager(tree)["commonHttpProtocolOptions"] == {"idleTimeout": "120s"}
 
 
 def test_headers_mode_waits_for_the_picker_longer_than_a_request_may_queue() -> None:
@@ -219,7 +225,9 @@ def test_picker_s_metadata_is_taken(mode: Mode) -> None:
 def test_debug_headers_only_when_asked() -> None:
     plain = manager(built("lean"))["routeConfig"]
     shown = manager(built("lean", debug_headers=True))["routeConfig"]
-    assert "responseHeadersToAdd" not in plain
+    # The token of a session is for clients; in `standard` the picker tells it itself
+    assert [each["header"]["key"] for each in plain["responseHeadersToAdd"]] == ["x-session-token"]
+    assert "responseHeadersToAdd" not in manager(built("standard"))["routeConfig"]
     assert {each["header"]["key"] for each in shown["responseHeadersToAdd"]} >= {
         "x-picker-header",
         "x-picker-endpoint",
@@ -258,6 +266,52 @@ def test_command_refuses_a_bad_configuration(tmp_path: Path, capsys: pytest.Capt
     assert code == 2
     assert len(faults) == 2
     assert any("queue" in fault for fault in faults)
+
+
+def removed(tree: dict[str, Any]) -> set[str]:
+    mutation = manager(tree)["earlyHeaderMutationExtensions"][0]["typedConfig"]
+    return {each["remove"] for each in mutation["mutations"]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_headers_that_steer_are_taken_from_clients_unless_trusted(mode: Mode) -> None:
+    names = {
+        f"x-{who}-{what}"
+        for who in ("gateway", "llm-d")
+        for what in ("inference-objective", "model-name-rewrite")
+    }
+    assert names <= removed(built(mode))
+    assert names - removed(built(mode, trusted=("x-gateway-inference-objective",))) == {
+        "x-gateway-inference-objective",
+        "x-llm-d-inference-objective",
+    }
+
+
+def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["envoy-config"]) == 0
+    plain = capsys.readouterr().out
+    trust = ["--trust-headers", "X-LLM-D-Inference-Fairness-ID,x-workload-context"]
+    assert cli.main(["envoy-config", *trust]) == 0
+    trusting = capsys.readouterr().out
+    pair = {"x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"}
+    assert removed(yaml.safe_load(plain)) - removed(yaml.safe_load(trusting)) == pair
+    assert "WARNING" not in plain
+    assert trusting.startswith("# WARNING: ")
+    assert all(name in trusting.partition("\nnode:")[0] for name in pair)
+
+
+@pytest.mark.parametrize("name", ["x-gateway-destination-endpoint", "x-request-id", "authorization", ""])
+def test_command_refuses_to_trust_what_no_client_may_say(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["envoy-config", "--trust-headers", name])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert f"--trust-headers: '{name}' is " in told
+    assert "x-gateway-inference-fairness-id" in told
 
 
 @pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])

@@ -13,8 +13,10 @@ from app.scheduling.feed import RouteFeed
 from app.scheduling.latency import LatencyBook
 from app.scheduling.prefix import PrefixIndex
 from app.scheduling.scheduler import Scheduler
+from app.scheduling.session import SessionTokens
 from app.scraping.board import Reading
 from app.scraping.metrics import EndpointMetrics
+from app.signing import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 
@@ -42,6 +44,12 @@ class Knowledge:
             clock=lambda: self.now_s,
             adapters=adapters,
         )
+
+    def asked_by(self, token: str) -> str:
+        """Where a request with this session's token goes first; '' if all are alike."""
+        scores = self.choose(session=token)
+        best = max(scores.values())
+        return next(iter(scores)) if list(scores.values()).count(best) == 1 else ""
 
     def tick(self) -> None:
         self.now_s += 1
@@ -214,6 +222,9 @@ class Meter:
     def scraped(self, address: str, seconds: float) -> None:
         self.told.append("scraped")
 
+    def probed(self, address: str) -> None:
+        pass
+
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.told.append(kind)
 
@@ -291,3 +302,32 @@ def test_given_scorers_when_their_scores_are_asked_for_then_each_endpoint_has_pa
     assert found.keys() == {A, C}
     assert found[C]["queue-depth"] == 1
     assert found[C]["total"] == pytest.approx(0.75 * found[C]["queue-depth"] + 0.25 * found[C]["in-flight"])
+
+
+def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
+    bench = Knowledge(*(Endpoint(f"10.0.0.{number}:80") for number in range(1, 5)), session_affinity=4)
+    sessions = bench.chooser._sessions
+    # Given the tokens that clients of each endpoint are told
+    tokens = {
+        f"10.0.0.{number}:80": bench.chooser.session_token(f"10.0.0.{number}:80") for number in range(1, 5)
+    }
+    # Then each brings its client back there, and the address is not to be read in it
+    assert {address: bench.asked_by(token) for address, token in tokens.items()} == {
+        name: name for name in tokens
+    }
+    assert not any("10.0" in token for token in tokens.values())
+    # And it stays good when the fleet has another key, until its endpoint goes
+    sessions._keys.take(" ".join(["0b" * 16, "0a" * 16, sessions._keys.offer()]))
+    assert bench.asked_by(tokens["10.0.0.3:80"]) == "10.0.0.3:80"
+    # But one of another fleet, a changed one and a made-up one are nobody's
+    foreign = SessionTokens(Keyring(), bench.cell).token_of("10.0.0.2:80")
+    for token in (foreign, tokens["10.0.0.2:80"][:-1] + "g", "10.0.0.2:80", "alice"):
+        assert bench.asked_by(token) == ""
+    bench.cell.publish(Snapshot("2", (Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80"))))
+    bench.tick()
+    assert bench.asked_by(tokens["10.0.0.3:80"]) == ""
+
+
+def test_clients_are_told_no_session_where_no_scorer_asks_for_it() -> None:
+    bench = Knowledge(Endpoint("10.0.0.1:80"), queue_depth=1)
+    assert bench.chooser.session_token("10.0.0.1:80") == ""

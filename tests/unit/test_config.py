@@ -33,7 +33,7 @@ workloads: {wait_weight: 0.4, criticality_weight: 0.4, rate_weight: 0.2, wait_ca
             rate_window: 60s, ema_alpha: 0.2, idle_after: 5m, wait_signal: request}
 scheduling: {scorers: [{name: queue-depth, weight: 2}, {name: kv-cache, weight: 2},
                        {name: lora-affinity, weight: 3}], fallbacks: 2}
-scraping: {interval: 100ms, stale_after: 1s, engine: vllm}
+scraping: {interval: auto, stale_after: auto, engine: vllm}
 """
 
 
@@ -54,7 +54,7 @@ def test_given_the_documented_example_when_loaded_then_it_is_valid(tmp_path: Pat
     assert settings.models[0].target_models[0].name == "llama-v2"
     assert settings.objectives[0].criticality is Band.CRITICAL
     assert settings.workloads.idle_after == 300
-    assert settings.scraping.interval == pytest.approx(0.1)
+    assert settings.scraping.interval is None
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(2.2)
 
 
@@ -181,6 +181,9 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
             {"fair_request_queue": {"band_weights": {"Urgent": 1}}},
             "fair_request_queue.band_weights.Urgent.[key]",
         ),
+        ({"models": [{"name": "a\x1fb"}]}, "models.0.name"),
+        ({"objectives": [{"name": "a\x00b"}]}, "objectives.0.name"),
+        ({"discovery": {"static": [{"address": "[fe80::1%a\x1fb]:1"}]}}, "discovery.static.0.address"),
         ({"fair_request_queue": {"band_weights": {"Default": 0}}}, "fair_request_queue.band_weights.Default"),
         ({"fair_request_queue": {"band_policy": "fair"}}, "fair_request_queue.band_policy"),
         ({"admin": {"token": "two words"}}, "admin.token"),
@@ -191,7 +194,8 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
         ({"models": [{"name": "a", "criticality": "Urgent"}]}, "models.0.criticality"),
         ({"scheduling": {"scorers": [{"name": "luck"}]}}, "scheduling.scorers.0.name"),
         ({"scheduling": {"scorers": [{"name": "random"}, {"name": "random"}]}}, "scheduling"),
-        ({"scraping": {"stale_after": "10ms"}}, "scraping"),
+        ({"scraping": {"interval": "1s", "stale_after": "10ms"}}, "scraping"),
+        ({"scraping": {"interval": "often"}}, "scraping.interval"),
         ({"scraping": {"engine": "own"}}, "scraping"),
         ({"scraping": {"series": {"mood": "vllm:mood"}}}, "scraping"),
         ({"discovery": {"static": [{"address": "model:8000"}]}}, "discovery.static.0.address"),

@@ -11,12 +11,14 @@ import pytest
 from app import cli
 from app.admin import problems
 from app.admin.cursor import BadCursor
-from app.errors import Dropped, RequestError, StateUnavailable
+from app.errors import Dropped, RequestError, ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from app.extproc import codec
+from app.state.error_replies import ERROR_REPLIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([a-z_]+)`")
+QUOTED = re.compile(r"`([^`]+)`")
 
 
 def table(section: str) -> list[list[str]]:
@@ -31,7 +33,7 @@ def table(section: str) -> list[list[str]]:
 
 def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
     """Every fault that a client can be answered with: those of app.errors."""
-    if of.__module__ == "app.errors" and of is not Dropped:  # Dropped is only a name for several
+    if of.__module__ == "app.errors" and of not in (Dropped, StateFault):  # those are only names for several
         yield of
     for one in of.__subclasses__():
         yield from faults(one)
@@ -61,6 +63,16 @@ def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
     assert sorted(told) == sorted(fault.code for fault in faults())
 
 
+def test_what_redis_answers_means_what_the_page_says() -> None:
+    # Given the page's table of Redis's errors
+    told = [
+        (prefix, cells[1]) for cells in table("What Redis answers") for prefix in QUOTED.findall(cells[0])
+    ]
+    # When it is compared with the one that the replica goes by, then it is the same
+    assert sorted(told) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
+    assert "`item`" in [cells[1] for cells in table("What Redis answers")]
+
+
 def admin_codes() -> Iterator[tuple[str, str]]:
     """Code and status of each fault that app/admin names in its source, and of its parameters."""
     for file in sorted((ROOT / "app" / "admin").glob("*.py")):
@@ -73,7 +85,7 @@ def admin_codes() -> Iterator[tuple[str, str]]:
                 if number is not None and code is not None:
                     yield code, str(number)
     yield from ((code, str(status)) for status, code in problems._CODES.items())
-    for fault in (BadCursor, StateUnavailable):
+    for fault in (BadCursor, StateUnavailable, WritesRefused, ScriptFailed):
         yield fault.code, str(fault.status)
 
 

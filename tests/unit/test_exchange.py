@@ -372,10 +372,16 @@ async def test_a_body_that_envoy_could_not_read_is_refused(metadata: Any, says: 
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-async def test_a_bad_header_is_refused_by_name(mode: str) -> None:
-    gate = ScriptedGate()
+async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> None:
     name = "x-gateway-inference-fairness-id"
-    status, error = refusal(await converse(Exchange(desk(gate)), *asks(mode, {name: b"caf\xe9"})))
+    # Given a gateway that is not trusted with it, then it is passed over
+    gate = ScriptedGate()
+    await converse(Exchange(desk(gate)), *asks(mode, {name: b"caf\xe9"}))
+    assert gate.admitted[0][0].flow == "m"
+    # And with one that is, it is refused
+    gate = ScriptedGate()
+    counting = desk(gate, settings=parse({"extproc": {"trusted_headers": [name]}}))
+    status, error = refusal(await converse(Exchange(counting), *asks(mode, {name: b"caf\xe9"})))
     assert status == 400
     assert name in error["message"]
     assert gate.admitted == []
@@ -391,7 +397,7 @@ async def test_a_body_announced_too_large_is_refused_at_once(mode: str) -> None:
     first = asks(mode, {"content-length": "20971520"})[0]
     status, error = refusal(await converse(Exchange(desk(ScriptedGate())), first))
     assert (status, error["code"]) == (413, "payload_too_large")
-    assert "16777216 bytes" in error["message"]
+    assert "8388608 bytes" in error["message"]
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
@@ -426,7 +432,6 @@ async def test_other_body_modes_are_refused_by_name(modes: tuple[int, int], name
     ("messages", "says"),
     [
         ([body(ASK)], "request body came"),
-        ([response_headers()], "response headers came"),
         ([ProcessingRequest()], "an empty message came"),
         ([headers("lean"), headers("lean")], "request headers came"),
         ([headers("lean"), response_headers()], "response headers came"),
@@ -614,11 +619,12 @@ async def test_standard_settles_once_however_the_answer_ends(
     assert gate.withdrawn == []
 
 
-async def test_standard_lets_an_answer_of_envoys_own_pass() -> None:
-    # Given a request whose body never became whole, when Envoy answers it by itself
+@pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])
+async def test_standard_lets_an_answer_of_envoys_own_pass(begun: list[ProcessingRequest]) -> None:
+    # Given a request that never became whole, or whose headers did not, when Envoy answers it by itself
     gate = ScriptedGate()
     exchange = Exchange(desk(gate))
-    messages = [headers("standard"), body(b"{", ended=False), response_headers(408), body(b"x")]
+    messages = [*begun, response_headers(408), body(b"x")]
     said = await converse(exchange, *messages, response_body(b"timeout", ended=True))
 
     # Then its answer goes back untouched, and there is nothing to account for
@@ -705,7 +711,8 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
     # Given any bytes as every header in use, and as a body
     gate = ScriptedGate()
     names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
-    exchange = Exchange(desk(gate))
+    trusting = parse({"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
+    exchange = Exchange(desk(gate, settings=trusting))
     answers = await converse(exchange, headers("lean", dict.fromkeys(names, header)))
     if not exchange.done:
         answers = await converse(exchange, body(ask))
@@ -716,3 +723,19 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
         assert refusal(answers)[0] in (400, 413)
     else:
         assert len(gate.admitted) == 1
+
+
+async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
+    for mode in ("standard", "lean", "headers"):
+        gate = ScriptedGate()
+        gate.session = "a-token"
+        exchange = Exchange(desk(gate))
+        answers = await converse(exchange, *asks(mode, {}))
+        # Envoy has it from the metadata, and tells it; in `standard` it may be anyone's Envoy
+        assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
+        if mode == "standard":
+            (told,) = await converse(exchange, response_headers(200))
+            assert set_headers(told.response_headers.response.header_mutation) == {
+                "x-session-token": "a-token"
+            }
+        exchange.close()

@@ -35,6 +35,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "wait_weight": 0.1, "criticality_weight": 0.2, "rate_weight": 0.7, "wait_cap": "30s", "rate_cap": 50,
         "wait_signal": "workload_average",
     },
+    "scheduling": {"scorers": {"prefix-affinity": 3}},
     "weights": {"gold": 3, "a.b": 0.5},
 }  # fmt: skip
 
@@ -72,7 +73,9 @@ def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset
 def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:
     # Given a change of every key that may change
     flat = tuning.flattened(EVERYTHING)
-    keys = {key.removesuffix(".Critical") for key in flat if not key.startswith("weights.")}
+    named = (".Critical", ".prefix-affinity")
+    keys = {key.removesuffix(named[0]).removesuffix(named[1]) for key in flat}
+    keys -= {key for key in keys if key.startswith("weights.")}
     assert keys == tuning.AFFECTS.keys()
 
     # Then each becomes the setting that a configuration with it would publish
@@ -81,7 +84,7 @@ def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
-        "weights": {"gold": 3, "a.b": 0.5},
+        "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25,
     }  # fmt: skip
 
 
@@ -139,9 +142,34 @@ def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
     assert tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": None}})) == {}
 
 
+def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
+    def scorers(note: dict[str, Any]) -> dict[str, float]:
+        return {one.name: one.weight for one in tuning.applied(configured, note).settings.scheduling.scorers}
+
+    named = [{"name": "prefix-affinity", "weight": 2}, {"name": "kv-cache", "weight": 1}]
+    configured = parse({"scheduling": {"scorers": named, "fallbacks": 1}})
+    note = tuning.merged({}, tuning.flattened({"scheduling": {"scorers": {"kv-cache": 0, "latency": 3}}}))
+    assert scorers(note) == {"prefix-affinity": 2, "latency": 3}
+    assert tuning.applied(configured, note).settings.scheduling.fallbacks == 1
+    assert tuning.overrides(configured, note) == {"live_weight": pytest.approx(1 / 6)}
+    # And each is taken back by itself, or all
+    note = tuning.merged(note, tuning.flattened({"scheduling": {"scorers": {"kv-cache": None}}}))
+    assert scorers(note) == {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}
+    assert tuning.merged(note, tuning.flattened({"scheduling": {"scorers": None}})) == {}
+
+
 @pytest.mark.parametrize(
     ("patch", "says"),
     [
+        (
+            {"scheduling": {"scorers": [{"name": "random", "weight": 1}]}},
+            "scheduling.scorers: must be an object of scorer and weight",
+        ),
+        ({"scheduling": {"fallbacks": 1}}, "scheduling.fallbacks: cannot change live"),
+        (
+            {"scheduling": {"scorers": {"in-flight": 0}}},
+            "scheduling.scorers.in-flight: must be above 0, or all replicas pick the same endpoint at once",
+        ),
         ({"fair_request_queue": {"queue_ttl": "5s"}}, "fair_request_queue.queue_ttl: cannot change live"),
         ({"fair_request_queue": {"nonsense": 1}}, "fair_request_queue.nonsense: cannot change live"),
         (
@@ -184,6 +212,9 @@ def test_given_several_faults_when_changed_then_each_has_its_line() -> None:
             "request_queue_controller",
             "upper_bound_per_backend 3 is below watermark_per_backend 4",
         ),
+        ({"scheduling": {"scorers": {"speed": 1}}}, "scheduling.scorers.speed", "valid: queue-depth, kv"),
+        ({"scheduling": {"scorers": {"random": -1}}}, "scheduling.scorers.random", "0 turns it off"),
+        ({"scheduling": {"scorers": {"random": "3"}}}, "scheduling.scorers.random", "must be a number"),
         ({"weights": {"gold": 0}}, "weights.gold", "above 0"),
         ({"weights": {"gold": "3"}}, "weights.gold", "must be a number"),
         ({"weights": {"gold": 1e7}}, "weights.gold", "at most 1e+06"),

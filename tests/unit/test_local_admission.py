@@ -14,7 +14,7 @@ from app.admission.local import LocalGate
 from app.admission.local_pick import pick
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import Purse, share
-from app.errors import ClientGone, Evicted, ExpiredTtl, TooManyFlows
+from app.errors import ClientGone, Evicted, ExpiredTtl, TotalCapacity
 from app.request import Alive, Band, Completion, Outcome
 from app.telemetry.metrics import Metrics
 
@@ -183,7 +183,7 @@ async def test_given_a_full_queue_when_a_higher_band_comes_then_who_makes_room_i
     high = asyncio.create_task(gate.admit(ask("high", band=Band.CRITICAL), 1.0, now_s))
     with pytest.raises(Evicted):
         await low
-    with pytest.raises(TooManyFlows):
+    with pytest.raises(TotalCapacity):
         await gate.admit(ask("more", flow="other"), 1.0, now_s)
     gate.earn(1.0)
     assert await high

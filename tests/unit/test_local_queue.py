@@ -9,7 +9,7 @@ from hypothesis import given
 from local_requests import ask, rules
 
 from app.admission.local_queue import LocalQueue, Waiting
-from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows
+from app.errors import InsufficientFlowCapacity, Saturated, TotalCapacity
 from app.request import Band, Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
@@ -128,7 +128,7 @@ def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> 
     with pytest.raises(InsufficientFlowCapacity):
         queue.offer(ask("a2", flow="a"), 1.0, 0.0)
     queue.offer(ask("b", flow="b"), 1.0, 0.0)
-    with pytest.raises(TooManyFlows) as caught:
+    with pytest.raises(TotalCapacity) as caught:
         queue.offer(ask("c", flow="c"), 1.0, 0.0)
     assert caught.value.retry_after_s == 1
     picky = LocalQueue(rules(overload="reject-noncritical"))
@@ -156,7 +156,7 @@ def test_given_any_coming_and_going_when_counted_then_nobody_is_lost_or_served_t
                 waiting, victim = queue.offer(
                     ask(str(n), flow=f"f{pick}", band=band, ttl_s=20.0), 1.0, float(n)
                 )
-            except (TooManyFlows, InsufficientFlowCapacity):
+            except (TotalCapacity, InsufficientFlowCapacity):
                 continue
             inside[str(n)] = waiting
             if victim is not None:

@@ -91,7 +91,7 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     metrics.bypassed("m", "m-v2")
     metrics.expired("m")
     metrics.cancelled("m")
-    metrics.push_error("m", "too_many_flows")
+    metrics.push_error("m", "total_capacity")
     metrics.waiting("m", "m-v2", 1)
     metrics.waiting("m", "m-v2", 1)
     metrics.waiting("m", "m-v2", -1)
@@ -100,7 +100,7 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     metrics.adopted(4)
     metrics.reclaimed(5)
     metrics.redis_call("admit", 0.0004, 8)
-    metrics.redis_error("settle")
+    metrics.redis_error("settle", "item")
     metrics.access_log("ended", 6)
     page = samples(metrics)
     assert page["epp_queue_latency_seconds_count", "model=m", "success=true"] == 1
@@ -108,7 +108,7 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     assert page["epp_bypass_total", "model=m", "target_model=m-v2"] == 1
     assert page["epp_requests_expired_total", "model=m"] == 1
     assert page["epp_requests_cancelled_total", "model=m"] == 1
-    assert page["epp_queue_push_errors_total", "error_type=too_many_flows", "model=m"] == 1
+    assert page["epp_queue_push_errors_total", "error_type=total_capacity", "model=m"] == 1
     assert page["epp_queue_length", "model=m", "target_model=m-v2"] == 1
     assert page["epp_preemptions_total", "band=Sheddable"] == 1
     assert page["epp_popper_dequeue_attempts_total",] == 3
@@ -117,7 +117,8 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     assert page["epp_lease_reclaims_total",] == 5
     assert page["epp_redis_call_seconds_count", "script=admit"] == 1
     assert page["epp_redis_call_items_sum", "script=admit"] == 8
-    assert page["epp_redis_errors_total", "script=settle"] == 1
+    assert page["epp_redis_errors_total", "kind=item", "script=settle"] == 1
+    assert page["epp_redis_errors_total", "kind=full", "script=settle"] == 0
     assert page["epp_access_log_entries_total", "kind=ended"] == 6
 
 
@@ -273,11 +274,11 @@ def test_given_a_flood_of_refusals_when_logged_then_a_few_a_second_are_written_a
     now_s = 0.0
     written = DecisionLines(lambda: now_s)
     for _ in range(100):
-        written.refused(None, "too_many_flows", "lean", 0.1)
+        written.refused(None, "total_capacity", "lean", 0.1)
     written.refused(None, "bad_request", "lean", 0.1)
     now_s = 1.0
-    written.refused(None, "too_many_flows", "lean", 0.1)
+    written.refused(None, "total_capacity", "lean", 0.1)
     told = [json.loads(line) for line in lines.getvalue().splitlines()]
-    assert [line["decision"] for line in told] == ["too_many_flows"] * 5 + ["bad_request", "too_many_flows"]
+    assert [line["decision"] for line in told] == ["total_capacity"] * 5 + ["bad_request", "total_capacity"]
     assert told[-1]["left_out"] == 95
     assert not written.debug

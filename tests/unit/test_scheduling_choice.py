@@ -220,7 +220,10 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
             for n in range(5)
         ]
         ask = PickAsk(
-            session="s", blocks=4, matches={"10.0.2.1:80": 9, "10.0.2.2:80": 1}, chance=chance.random
+            session_endpoint="10.0.2.3:80",
+            blocks=4,
+            matches={"10.0.2.1:80": 9, "10.0.2.2:80": 1},
+            chance=chance.random,
         )
 
         ranking = rank(weights, ask, *endpoints)

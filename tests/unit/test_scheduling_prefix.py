@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.body import Body
 from app.scheduling.blocks import BLOCK_BYTES, MOST_BYTES, block_hashes, prompt_bytes
 from app.scheduling.prefix import BYTES_A_BLOCK, PrefixIndex
 
@@ -31,13 +32,18 @@ def chat(*said: object, **more: object) -> dict[str, object]:
     return {"model": "m", "messages": list(said), **more}
 
 
+def told(document: dict[str, object]) -> bytes:
+    """The prompt of `document` as a body."""
+    return prompt_bytes(Body(orjson.dumps(document)))
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
 @given(messages, messages)
 def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: list[object]) -> None:
-    shorter, longer = prompt_bytes(chat(*said)), prompt_bytes(chat(*said, *more))
+    shorter, longer = told(chat(*said)), told(chat(*said, *more))
 
     assert longer.startswith(shorter)
     hashes = block_hashes("m", shorter, block_bytes=16)
@@ -57,12 +63,12 @@ def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: lis
     ],
 )
 def test_different_prompts_differ(one: dict[str, object], other: dict[str, object]) -> None:
-    assert prompt_bytes(one) != prompt_bytes(other)
+    assert told(one) != told(other)
 
 
 @pytest.mark.parametrize("document", [{}, {"prompt": ""}, {"messages": []}, {"prompt": None}])
 def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> None:
-    assert block_hashes("m", prompt_bytes(document)) == ()
+    assert block_hashes("m", told(document)) == ()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,7 @@ def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> N
     ],
 )
 def test_a_strange_prompt_is_bytes_like_any_other(document: dict[str, object]) -> None:
-    assert prompt_bytes(orjson.loads(orjson.dumps(document)))
+    assert told(document)
 
 
 def test_only_whole_blocks_count() -> None:
@@ -96,7 +102,7 @@ def test_equal_blocks_at_different_places_have_different_hashes() -> None:
 def test_model_and_salt_part_the_chains() -> None:
     prompt = b"x" * (2 * BLOCK_BYTES)
 
-    firsts = [block_hashes("m", prompt), block_hashes("n", prompt), block_hashes("m", prompt, salt="t1")]
+    firsts = [block_hashes("m", prompt), block_hashes("n", prompt), block_hashes("m", prompt, salt=b"t1")]
 
     assert len({one for hashes in firsts for one in hashes}) == 6
 
@@ -111,7 +117,7 @@ def test_model_and_salt_part_the_chains() -> None:
     ],
 )
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
-    prompt = prompt_bytes(document)
+    prompt = told(document)
 
     assert len(prompt) == MOST_BYTES
     assert len(block_hashes("m", prompt)) == MOST_BYTES // BLOCK_BYTES
@@ -125,12 +131,12 @@ def test_a_match_is_the_common_beginning() -> None:
     """Given chats that share a system message, when the next turn comes, then each endpoint has what it
     served of it."""
     index = PrefixIndex()
-    first = block_hashes("m", prompt_bytes(chat(SYSTEM, user("one " * 200))))
-    other = block_hashes("m", prompt_bytes(chat(SYSTEM, user("two " * 200))))
+    first = block_hashes("m", told(chat(SYSTEM, user("one " * 200))))
+    other = block_hashes("m", told(chat(SYSTEM, user("two " * 200))))
     index.add("a", first)
     index.add("b", other)
 
-    turn = block_hashes("m", prompt_bytes(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
+    turn = block_hashes("m", told(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
 
     found = index.match(turn)
     assert found["a"] == len(first)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,6 +15,7 @@ from app.errors import StateUnavailable
 from app.scraping import scraper as scraper_module
 from app.scraping.engines import VLLM
 from app.scraping.metrics import EndpointMetrics
+from app.scraping.pacing import Pacing
 from app.scraping.scraper import Scraper, pause_s
 
 INTERVAL_S = 0.02
@@ -26,6 +28,7 @@ class Outcome:
         self.batches: list[Mapping[str, EndpointMetrics]] = []
         self.newest: dict[str, EndpointMetrics] = {}
         self.worked: Counter[str] = Counter()
+        self.probed_at: Counter[str] = Counter()
         self.failed: Counter[tuple[str, str]] = Counter()
         self.refused = self.refusals = 0  # readings, and batches
         self.refusing = False
@@ -40,6 +43,9 @@ class Outcome:
 
     def scraped(self, address: str, seconds: float) -> None:
         self.worked[address] += 1
+
+    def probed(self, address: str) -> None:
+        self.probed_at[address] += 1
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.failed[address, kind] += 1
@@ -68,12 +74,15 @@ async def scraping(
     deadline_s: float = 20,
     publish_s: float = INTERVAL_S,
     speak_s: float = 60,
+    pacing: Pacing | None = None,
+    vary: Callable[[], float] = random.random,
 ) -> AsyncIterator[Scraper]:
     scraper = Scraper(
         VLLM,
-        interval_s=INTERVAL_S,
+        pacing=pacing or Pacing(INTERVAL_S, lambda: True),
+        vary=vary,
         publish=outcome.publish,
-        publish_s=publish_s,
+        publish_s=lambda: publish_s,
         speak_s=speak_s,
         meter=outcome,
         deadline_s=deadline_s,
@@ -320,6 +329,58 @@ async def test_what_redis_does_not_take_is_handed_over_later(
         # Then the first batch has the newest of what is still owned
         assert outcome.batches[0].keys() == {failing.address, good.address}
         assert outcome.batches[0][failing.address].fault == "answered 500"
+
+
+async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    # Pages that nobody picks by are read every 5 s.
+    server = servers[0]
+    unused = Pacing(None, lambda: False)
+    async with scraping(outcome, server.address, deadline_s=0.05, pacing=unused) as scraper:
+        await outcome.until(lambda: server.address in outcome.newest)
+        first = outcome.newest[server.address]
+        assert (first.interval_ms, first.before) == (5000, None)
+        await server.until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
+        assert sum("GET /metrics " in asked for asked in server.requests) == 1
+        # Requests there may be gone: the next page comes soon, and tells of the one before.
+        scraper.suspect([server.address])
+        await outcome.until(lambda: outcome.newest[server.address].before is not None)
+        assert outcome.newest[server.address].before == (first.scraped_ms, 5.0)
+        # When it stands still, then probes find that.
+        server.act = server.hang
+        await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
+        server.release()
+        await outcome.until(lambda: outcome.newest[server.address].failures == 0)
+
+
+class Seldom(Pacing):
+    """Without probes between two pages."""
+
+    def tick_s(self, interval_s: float, owned: int) -> float:
+        return interval_s
+
+
+async def test_a_server_that_ends_its_connection_is_looked_at_once(
+    servers: list[PageServer], outcome: Outcome
+) -> None:
+    server = servers[0]
+    told_to_end = asyncio.Event()
+
+    async def answer_and_end(writer: asyncio.StreamWriter) -> None:
+        writer.write(server.answer)
+        await writer.drain()
+        await told_to_end.wait()
+        server.stop()
+        writer.close()
+
+    server.act = answer_and_end
+    pacing = Seldom(60.0, lambda: True)
+    async with scraping(outcome, server.address, pacing=pacing, vary=lambda: 0.0):
+        await outcome.until(lambda: outcome.worked[server.address] == 1)
+        # Its next page is due in a minute; that it refuses connections is found now.
+        told_to_end.set()
+        await outcome.until(lambda: outcome.failed[server.address, "connection"] >= 1)
 
 
 @pytest.mark.parametrize(

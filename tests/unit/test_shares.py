@@ -14,7 +14,10 @@ from app.admission.borrowing import Borrower
 from app.admission.local import LocalGate
 from app.extproc import shares
 from app.extproc.shares import SERVICE, GrpcPeers, handler
+from app.signing import Keyring
 from app.telemetry.metrics import Metrics
+
+KEYS = Keyring()  # the fleet's
 
 
 @pytest.fixture(autouse=True)
@@ -27,18 +30,19 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def lender(lend: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
     """The address of a replica of pool `p` that answers by `lend`."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler("p", lend),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    address = ""
+    server.add_generic_rpc_handlers((handler("p", lend, KEYS, lambda: address),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         await server.stop(None)
 
 
 @asynccontextmanager
-async def peers(pool: str = "p") -> AsyncIterator[GrpcPeers]:
-    them = GrpcPeers(pool)
+async def peers(pool: str = "p", keys: Keyring = KEYS) -> AsyncIterator[GrpcPeers]:
+    them = GrpcPeers(pool, keys)
     try:
         yield them
     finally:
@@ -74,6 +78,29 @@ async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given()
                 assert answer == b'{"given":0.0}', question
 
 
+async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
+    async with lender(gives) as address, lender(gives) as other, peers(keys=Keyring()) as strangers:
+        # Given one who has not the fleet's key, and one who has
+        assert await strangers.ask(address, 1.0, 5.0) == 0.0
+        unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
+        assert await raw(address, unsigned) == b'{"given":0.0}'
+        signature = KEYS.sign("share", f"p\n{address}\n1.0\n5.0\nn")
+        question = unsigned.replace(b're":""', f're":"{signature}"'.encode())
+        # When his question is changed, or overheard and put to another replica, then nothing is given
+        assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
+        assert await raw(other, question) == b'{"given":0.0}'
+        # And to itself it is answered once
+        assert await raw(address, question) == b'{"given":2.0}'
+        assert await raw(address, question) == b'{"given":0.0}'
+
+
+async def raw(address: str, question: bytes) -> bytes:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await channel.unary_unary(f"/{SERVICE}/Ask")(question, timeout=10)
+        assert isinstance(answer, bytes)
+        return answer
+
+
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
 async def test_given_an_answer_that_cannot_be_when_asked_then_it_is_not_believed(said: float) -> None:
     async def lies(least: float, most: float) -> float:
@@ -101,7 +128,7 @@ async def test_given_a_request_that_waits_when_another_replica_has_places_then_i
         return await rich.lend(least, most, 0.5)
 
     async with lender(lend) as address:
-        borrower = Borrower(poor, GrpcPeers("p"), peers=lambda: {"rich": address}, active=lambda: True)
+        borrower = Borrower(poor, GrpcPeers("p", KEYS), peers=lambda: {"rich": address}, active=lambda: True)
         running = asyncio.create_task(borrower.run())
         # When three requests come to the first
         tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
@@ -129,7 +156,7 @@ async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection
     poor.open(0.0, 10.0, rules())
     async with lender(gives) as address:
         borrower = Borrower(
-            poor, GrpcPeers("p"), peers=lambda: {"rich": address}, active=lambda: True, idle_s=0.3
+            poor, GrpcPeers("p", KEYS), peers=lambda: {"rich": address}, active=lambda: True, idle_s=0.3
         )
         running = asyncio.create_task(borrower.run())
         # Given a request that went by another's place, when a while has passed
@@ -149,7 +176,7 @@ async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> Non
     now_s = asyncio.get_running_loop().time()
     gate = LocalGate(Metrics())
     gate.open(0.0, 10.0, rules())
-    running = asyncio.create_task(Borrower(gate, GrpcPeers("p"), peers=dict, active=lambda: True).run())
+    running = asyncio.create_task(Borrower(gate, GrpcPeers("p", KEYS), peers=dict, active=lambda: True).run())
     task = asyncio.create_task(gate.admit(ask(), 1.0, now_s))
     await until(lambda: gate.waiting == 1)
     gate.earn(1.0)

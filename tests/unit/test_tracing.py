@@ -13,10 +13,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from app.admission import ticket
 from app.admission.traced import TracedGate
 from app.config import parse
-from app.errors import ConfigError, TooManyFlows
+from app.errors import ConfigError, TotalCapacity
 from app.fleet.bootstrap import build, to_yaml
 from app.intake import HEADERS, Intake, read_body
 from app.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from app.signing import Keyring
 from app.telemetry.tracing import Traces
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -25,6 +26,7 @@ NOT_SAMPLED = PARENT[:-2] + "00"
 REQUEST = InferenceRequest(
     "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
 )
+OWN = ticket.signed(ticket.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
 
 
 class Inner:
@@ -37,7 +39,7 @@ class Inner:
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         if self.fault is not None:
             raise self.fault
-        return Placement(("10.0.0.1:8000",), ticket.write(request, "10.0.0.1:8000"), 1)
+        return Placement(("10.0.0.1:8000",), OWN, 1)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         raise AssertionError("not asked for")
@@ -122,8 +124,7 @@ async def test_the_ticket_carries_the_trace_to_whoever_settles(tracing: Callable
     settling.gate.settle(ended(ticket=placement.ticket))
     settling.traces.settled("r-1", done("settled llama"))
     # Then what it passes on has the ticket as it was written
-    own = ticket.write(REQUEST, "10.0.0.1:8000")
-    assert [told.ticket for told in settling.inner.told] == [own, own]
+    assert [told.ticket for told in settling.inner.told] == [OWN, OWN]
     # And its span is a child of the decision
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
     span = settling.spans()["settle"]
@@ -148,11 +149,11 @@ async def test_a_stream_that_is_held_needs_no_ticket(tracing: Callable[..., Trac
 
 async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tracing]) -> None:
     traced = tracing()
-    traced.inner.fault = TooManyFlows("full")
-    with pytest.raises(TooManyFlows):
+    traced.inner.fault = TotalCapacity("full")
+    with pytest.raises(TotalCapacity):
         await traced.gate.admit(REQUEST, held=False)
     span = traced.spans()["decide"]
-    assert span.status.description == "too_many_flows"
+    assert span.status.description == "total_capacity"
     assert traced.traces.live("r-1") is None
 
 
@@ -173,11 +174,10 @@ async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable
 
 
 def test_a_ticket_without_a_trace_is_taken_as_it_is() -> None:
-    own = ticket.write(REQUEST, "10.0.0.1:8000")
-    assert ticket.split_trace(own) == (own, "")
+    assert ticket.split_trace(OWN) == (OWN, "")
     assert ticket.split_trace("") == ("", "")
-    assert ticket.split_trace(ticket.with_trace(own, PARENT)) == (own, PARENT)
-    assert ticket.endpoint_of(ticket.with_trace(own, PARENT)) == "10.0.0.1:8000"
+    assert ticket.split_trace(ticket.with_trace(OWN, PARENT)) == (OWN, PARENT)
+    assert ticket.endpoint_of(ticket.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
 
 
 def test_the_header_is_read_only_where_it_is_wanted() -> None:

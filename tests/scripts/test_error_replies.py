@@ -1,0 +1,280 @@
+"""Which error of Redis means what to a replica: the rows of docs/errors.md.
+
+On a real server where one can be brought to give the answer."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metrics_page import samples
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from script_backends import LOOPBACK, Wire, url_of, valkey, wire
+from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
+from sturdy_bench import gate_over
+
+from app.admission.crossing import Mode
+from app.admission.sturdy import SturdyGate
+from app.errors import ScriptFailed, WritesRefused
+from app.state.error_replies import ERROR_REPLIES
+
+KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
+ASK_ANEW = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
+BUDGET_S = 5.0  # nothing here is to look like silence
+Provoked = Callable[[Redis], contextlib.AbstractAsyncContextManager[Any]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A Valkey of its own, and its folder: what is done to it would disturb others."""
+    folder = tmp_path_factory.mktemp("valkey")
+    with valkey(folder) as port:
+        yield port, folder
+
+
+class Watched:
+    """A replica with the gate that crosses over, one request in flight and one that waits for its turn."""
+
+    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+        self.fleet, self.replica = fleet, replica
+        self.gate: SturdyGate = gate_over(
+            replica.store, replica.gate, replica.metrics, replica.cell, BUDGET_S
+        )
+        self.gate.newcomer_s = 0.0
+        self.waiting: asyncio.Task[Any]
+
+    async def begin(self) -> None:
+        self.gate.peers({"a": {"degraded": False}})
+        self.gate.beat(await self.replica.beat(), 0.001)
+        await self.gate.admit(ask("runs"), held=False)
+        self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), held=False))
+        await until(lambda: self.replica.gate.waiting == 1)
+
+    def errors(self, kind: str, script: str = "admit") -> float:
+        return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
+
+    async def ends(self) -> None:
+        """Who waited has its turn in the place it had, and nothing is left."""
+        events = [entry.event for entry in await self.fleet.log() if entry.request == "waits"]
+        assert events == ["queued"]
+        self.gate.settle(ended("runs"))
+        await until(lambda: self.waiting.done() or self.replica.beat())
+        await self.waiting
+        self.gate.settle(ended("waits"))
+        await until(self.fleet.at_rest)
+        await self.fleet.ledger()
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    url: str, pool: str, between: Wire | None = None, **settings: Any
+) -> AsyncIterator[Watched]:
+    through = {} if between is None else {"a": between.url}
+    async with running(url, pool, "a", upper_per=1, listening=True, through=through, **settings) as fleet:
+        (replica,) = fleet.replicas
+        it = Watched(fleet, replica)
+        await it.begin()
+        try:
+            yield it
+        finally:
+            it.waiting.cancel()
+            await asyncio.wait((it.waiting,))
+
+
+@pytest.mark.parametrize("error", ASK_ANEW)
+async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
+    valkey_url: str, pool: str, error: str
+) -> None:
+    async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
+        # When an arrival meets the error once
+        between.refuse(f"{error} for a moment", times=1)
+        arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), held=False))
+        # Then it waits for its turn in the shared queue, as who came before does
+        await until(lambda: it.replica.gate.waiting == 2)
+
+        async def both_wait() -> bool:
+            return (await it.fleet.counts())[1] == 2
+
+        await until(both_wait)
+        assert it.gate.mode is Mode.SHARED
+        arriving.cancel()
+        await asyncio.wait((arriving,))
+        await it.ends()
+
+
+@pytest.mark.parametrize("error", ASK_ANEW)
+async def test_what_everyone_is_answered_for_good_is_an_outage(
+    valkey_url: str, pool: str, error: str
+) -> None:
+    async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
+        # When every call meets the error
+        between.refuse(f"{error} for good")
+        arriving = asyncio.create_task(it.gate.admit(ask("new"), held=False))
+        # Then the replica goes on by itself
+        await until(lambda: it.gate.mode is Mode.LOCAL)
+        assert it.errors(KINDS[error]) == 2
+        arriving.cancel()
+        await asyncio.wait((arriving,))
+        between.refuse("", times=0)
+
+
+@contextlib.asynccontextmanager
+async def out_of_memory(redis: Redis) -> AsyncIterator[None]:
+    await redis.config_set("maxmemory", 1)
+    yield
+    await redis.config_set("maxmemory", 0)
+
+
+@contextlib.asynccontextmanager
+async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
+    """A server that cannot write its file."""
+
+    async def failed() -> bool:
+        return (await redis.info("persistence"))["rdb_last_bgsave_status"] == "err"
+
+    shutil.rmtree(folder)
+    await redis.config_set("save", "3600 1")
+    await redis.bgsave()
+    await until(failed)
+    yield
+    await redis.config_set("save", "")
+
+
+@pytest.mark.parametrize("why", ["OOM", "MISCONF"])
+async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
+    server: tuple[int, Path], pool: str, why: str
+) -> None:
+    port, folder = server
+    async with watched(url_of(port), pool) as it:
+        # Given a Redis that takes no writes
+        async with out_of_memory(it.fleet.redis) if why == "OOM" else unsaved(it.fleet.redis, folder):
+            # When requests come, again and again, then each is told so, and when to come back
+            for number in range(3):
+                with pytest.raises(WritesRefused, match=why) as refused:
+                    await it.gate.admit(ask(f"new{number}"), held=False)
+                assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+            assert it.gate.mode is Mode.SHARED
+            assert it.errors("full") == 3
+            # And what has found no room need not be taken back
+            assert it.errors("full", "cancel") == 0
+        # And who waits has its turn
+        await it.ends()
+
+
+async def test_an_error_for_one_request_is_its_own(
+    valkey_url: str, pool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "app.state.refusals")
+    async with watched(valkey_url, pool) as it:
+        # Given what no script of ours has written, where a flow's requests are kept
+        name, flow = "ba\nd" + "x" * 300, "bad"
+        await it.fleet.redis.set(it.fleet.keys.prefix + "queue:1:bad", "text")
+        # When it comes, again and again
+        for _ in range(20):
+            with pytest.raises(ScriptFailed) as refused:
+                await it.gate.admit(ask(name, flow=flow), held=False)
+            assert refused.value.status == 500
+        # Then it alone fails, and others are taken into the queue
+        assert it.gate.mode is Mode.SHARED
+        assert it.errors("item") == 20
+        other = asyncio.create_task(it.gate.admit(ask("other"), held=False))
+        await until(lambda: it.replica.gate.waiting == 2)
+        assert it.gate.mode is Mode.SHARED
+        other.cancel()
+        await asyncio.wait((other,))
+        # And the log names it, in lines that are few, short and whole
+        lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
+        assert 1 <= len(lines) <= 20
+        assert "'ba\\ndxxx" in lines[0]
+        assert "(flow 'bad'" in lines[0]
+        assert all(line.isprintable() and len(line) < 900 for line in lines)
+        await it.fleet.redis.delete(it.fleet.keys.prefix + "queue:1:bad")
+        await it.ends()
+
+
+@contextlib.asynccontextmanager
+async def without_rights(redis: Redis) -> AsyncIterator[None]:
+    await redis.execute_command("ACL", "SETUSER", "picker", "-fcall")
+    yield
+    await redis.execute_command("ACL", "SETUSER", "picker", "+@all")
+
+
+@contextlib.asynccontextmanager
+async def without_a_right_of_the_scripts(redis: Redis) -> AsyncIterator[None]:
+    await redis.execute_command("ACL", "SETUSER", "picker", "-hmget")
+    yield
+    await redis.execute_command("ACL", "SETUSER", "picker", "+@all")
+
+
+@contextlib.asynccontextmanager
+async def read_only(redis: Redis) -> AsyncIterator[None]:
+    await redis.execute_command("REPLICAOF", LOOPBACK, "1")
+    yield
+    await redis.execute_command("REPLICAOF", "NO", "ONE")
+
+
+@contextlib.asynccontextmanager
+async def without_replicas(redis: Redis) -> AsyncIterator[None]:
+    await redis.config_set("min-replicas-to-write", 1)
+    yield
+    await redis.config_set("min-replicas-to-write", 0)
+
+
+@contextlib.asynccontextmanager
+async def busy(redis: Redis) -> AsyncIterator[None]:
+    """A script of somebody else's runs on and on."""
+    await redis.config_set("busy-reply-threshold", 1)
+    running_on = asyncio.create_task(redis.eval("while true do end", 0))
+
+    async def is_busy() -> bool:
+        try:
+            await redis.ping()
+        except RedisError as fault:
+            return "BUSY" in str(fault)
+        return False
+
+    await until(is_busy)
+    yield
+    await redis.script_kill()
+    with contextlib.suppress(RedisError):
+        await running_on
+    await redis.config_set("busy-reply-threshold", 5000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "provoked"),
+    [
+        ("denied", without_rights),  # NOPERM
+        ("denied", without_a_right_of_the_scripts),  # ERR ACL failure in script
+        ("denied", busy),  # BUSY
+        ("elsewhere", read_only),  # READONLY
+        ("elsewhere", without_replicas),  # NOREPLICAS
+    ],
+)
+async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
+    server: tuple[int, Path], pool: str, kind: str, provoked: Provoked
+) -> None:
+    port, _ = server
+    async with Redis(host=LOOPBACK, port=port) as redis:
+        await redis.execute_command("ACL", "SETUSER", "picker", "on", ">secret", "~*", "&*", "+@all")
+        user = f"redis://picker:secret@{LOOPBACK}:{port}/0"
+        async with running(url_of(port), pool, "a", upper_per=1, through={"a": user}) as fleet:
+            (replica,) = fleet.replicas
+            it = Watched(fleet, replica)
+            await it.begin()
+            async with provoked(redis):
+                # When an arrival meets it, then the replica goes on by itself, and what waited with it
+                arriving = asyncio.create_task(it.gate.admit(ask("new"), held=False))
+                await until(lambda: it.gate.mode is Mode.LOCAL)
+                assert it.errors(kind) >= 1
+                for task in (arriving, it.waiting):
+                    task.cancel()
+                    await asyncio.wait((task,))
+            # And the link is well as soon as the server is
+            await until(lambda: replica.store.fault is None)
+            assert (await replica.admit("later", candidates=addresses(1)[0])).what in ("placed", "queued")

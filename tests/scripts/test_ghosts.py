@@ -1,0 +1,106 @@
+"""Placed requests whose end nobody heard: given up when their endpoint no longer has them."""
+
+from collections.abc import Iterable
+
+from script_fleet import Fleet, OpenFleet, addresses
+
+from app.scraping.metrics import EndpointMetrics, encode
+
+UNSEEN_S = 1.0
+(E1,) = addresses(1)
+
+
+async def has(fleet: Fleet, ids: Iterable[str]) -> set[str]:
+    """Those of `ids` that are still counted."""
+    asked = list(ids)
+    texts = await fleet.redis.hmget(fleet.keys.prefix + "requests", asked)
+    return {name for name, text in zip(asked, texts, strict=True) if text}
+
+
+async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
+    """As if the last sign of life of `ids` had come so long ago."""
+    lease_ms = 60_000
+    now_ms = await fleet.now_ms()
+    for name in ids:
+        await fleet.redis.zadd(fleet.keys.prefix + "inflight", {name: now_ms - ago_s * 1000 + lease_ms})
+
+
+async def report(
+    fleet: Fleet, running: int, *, ago_s: float = 0.1, before: tuple[float, int] | None = None
+) -> None:
+    """The endpoint's last page, `running` on it; `before`: how long ago was the one before, what on it."""
+    now_ms = int(await fleet.now_ms())
+    page = EndpointMetrics(
+        scraped_ms=now_ms - int(ago_s * 1000),
+        waiting=0.0,
+        running=float(running),
+        before=None if before is None else (now_ms - int(before[0] * 1000), float(before[1])),
+    )
+    await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode(page, 0))
+
+
+async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_the_oldest_first(
+    fleet: OpenFleet,
+) -> None:
+    names = [f"r{i}" for i in range(6)]
+    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
+        (a,) = it.replicas
+        for name in names:
+            await a.admit(name)
+        await seen(it, *names[4:], ago_s=4)  # it has shown itself, though not since the last pages
+        for age, name in enumerate(reversed(names[:4])):
+            await seen(it, name, ago_s=10 + age)  # r0 is the oldest
+
+        # One page that is newer is not enough; two that have all of them, neither.
+        for before in (None, (11.0, 0), (1.0, 6)):
+            await report(it, 3, before=before)
+            swept = await a.sweep(unseen_s=UNSEEN_S)
+            assert (swept.ghosts, swept.suspects) == (0, (E1,))
+
+        # The older page has 4 of 6, the newer 3: two are missing from both.
+        await report(it, 3, before=(1.0, 4))
+        swept = await a.sweep(unseen_s=UNSEEN_S)
+        assert (swept.ghosts, swept.reclaimed) == (2, 0)
+        assert await has(it, names) == set(names[2:])
+        assert (await it.state())["stock"] == 4.0
+        assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
+
+        # What comes back with a sign of life is counted again; a late end changes nothing.
+        assert await a.settle("r1") == ["unknown"]
+        await report(it, 4, before=(1.0, 4))
+        assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+
+
+async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
+        (a,) = it.replicas
+        await a.admit("lives")
+        await seen(it, "lives", ago_s=10)  # the access log is late, and the page has it
+        await report(it, 1, before=(0.5, 1))
+        await a.admit("new")  # after the pages
+        swept = await a.sweep(unseen_s=UNSEEN_S)
+        assert (swept.ghosts, swept.suspects) == (0, (E1,))
+        assert await has(it, ["lives", "new"]) == {"lives", "new"}
+
+
+async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        await seen(it, "r", ago_s=10)
+        metrics = it.keys.prefix + "metrics"
+        for text in (
+            "",
+            "x",
+            "[]",
+            '{"at":1}',
+            '{"at":1,"before":2,"before_load":0,"waiting":0,"running":0}',
+        ):
+            await it.redis.hset(metrics, E1, text)
+            assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+        await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # pages from the future
+        assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+        assert await has(it, ["r"]) == {"r"}
+        # Without suspects nobody is asked for a page.
+        await seen(it, "r", ago_s=0.1)
+        assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()

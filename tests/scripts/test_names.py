@@ -1,0 +1,142 @@
+"""Names reach keys: whatever characters they have, no two of them may meet in one."""
+
+import asyncio
+import itertools
+from functools import partial
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from names import NAMES, REQUEST_IDS, distinct
+from script_fleet import Fleet, OpenFleet, Replica, running
+from test_audit_of_a_run import audited
+
+from app.request import Band, Outcome
+from app.state.reads import Stretch
+
+_POOLS = itertools.count(1)
+
+
+async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
+    """End `first`, then whoever is granted, until nobody is; in the order of their grants."""
+    ends, served = [first], []
+    while ends:
+        replica.news.clear()
+        await replica.settle(*ends)
+        ends = [request_id for what, request_id in replica.news if what == "granted"]
+        for request_id in ends:
+            assert (await replica.place(request_id)).what == "placed"
+        served += ends
+    return served
+
+
+async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_them(fleet: OpenFleet) -> None:
+    # Given an attacker's flow and workload and a victim's, which joined by ':' read the same
+    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as it:
+        (replica,) = it.replicas
+        attacker = {"flow": "llama3:8b", "workload": "chat"}
+        victim = {"flow": "llama3", "workload": "8b:chat"}
+        await replica.admit("runs", flow="other")
+        for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", victim)):
+            assert (await replica.admit(request_id, **who)).what == "queued"
+        # When all are served, then each once and by its own turn
+        assert await _serve_all(it, replica, "runs") == ["v0", "x0", "x1"]
+        # and when the victim comes again, it is taken and served
+        await replica.admit("runs again", flow="other")
+        assert (await replica.admit("v1", **victim)).what == "queued"
+        assert await _serve_all(it, replica, "runs again") == ["v1"]
+        assert await it.at_rest()
+        assert (await audited(it)).violations == 0
+
+
+async def test_what_the_version_before_has_queued_is_served_in_its_order(fleet: OpenFleet) -> None:
+    # Given requests of one workload that wait in a line spelled with ':', as the version before had it
+    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as it:
+        (replica,) = it.replicas
+        await replica.admit("runs", flow="other")
+        for request_id in ("old 1", "old 2", "old 3"):
+            await replica.admit(request_id, flow="f", workload="w")
+        line = it.keys.prefix + "line:1:f"
+        await it.redis.rename(f"{line}\x1fw", f"{line}:w")
+        # and one that came since, and another that the version before has served: it left its id behind
+        await replica.admit("new", flow="f", workload="w")
+        await it.redis.zadd(f"{line}\x1fw", {"served": 1})
+        # When all are served, then each once, and the old ones in their order
+        served = await _serve_all(it, replica, "runs")
+        assert sorted(served) == ["new", "old 1", "old 2", "old 3"]
+        assert [each for each in served if each != "new"] == ["old 1", "old 2", "old 3"]
+        assert await it.at_rest()
+        assert not [key async for key in it.redis.scan_iter(match=f"{line}*")]
+
+
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(
+    flows=["llama3", "llama3:8b"], workloads=["8b:chat", "chat"], replica="a", ids=["1", "2", "3", "4"],
+    fairness="weighted-fair",
+)  # fmt: skip
+@given(
+    flows=distinct(2),
+    workloads=distinct(2),
+    replica=NAMES,
+    ids=st.lists(REQUEST_IDS, min_size=4, max_size=4, unique=True),
+    fairness=st.sampled_from(["weighted-fair", "none"]),
+)
+def test_all_scripts_bear_every_name(
+    valkey_url: str, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
+) -> None:
+    pool = f"names-{next(_POOLS)}"
+    asyncio.run(
+        _use_all_scripts(partial(running, valkey_url, pool), flows, workloads, replica, ids, fairness)
+    )
+
+
+async def _use_all_scripts(
+    fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
+) -> None:
+    # Given requests of every pair of flow and workload, behind one that runs
+    policy = {"upper_per": 1, "lower_per": 1, "ordering": "workload-aware", "fairness": fairness}
+    async with fleet(replica, **policy) as it:
+        (one,) = it.replicas
+        store, pairs = one.store, list(itertools.product(flows, workloads))
+        await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
+        for request_id, (flow, workload) in zip(ids, pairs, strict=True):
+            verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
+            assert verdict.what == "queued"
+        await store.tune({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
+        # When all that can be read is read, then every name is told as it was given
+        lanes = (await store.reads.lanes(100)).lanes
+        assert sorted(lane.name for lane in lanes) == (sorted(flows) if fairness != "none" else [""])
+        surveyed = (await store.survey.lanes(100)).lanes.lanes
+        assert [lane.name for lane in surveyed] == [lane.name for lane in lanes]
+        for lane in lanes:
+            assert [each.queued for each in await store.reads.lane(lane.name)] == [lane.queued]
+        found = await store.reads.queued([Stretch(lane.band, lane.name, 0, 9) for lane in lanes])
+        told = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
+        assert told == dict(zip(ids, pairs, strict=True))
+        for request_id in ids:
+            place = await store.reads.request(request_id)
+            assert place is not None
+            assert (place.entry.id, place.entry.owner) == (request_id, replica)
+        running_now, _ = await store.reads.in_flight(9)
+        assert [each.entry.flow for each in running_now] == [flows[0]]
+        registered, _, _ = await store.reads.workloads(9)
+        assert {row.id for row in registered} == set(workloads)
+        for workload in workloads:
+            row = await store.reads.workload(workload)
+            assert row is not None
+            assert row.id == workload
+        assert [row.id for row in await store.reads.replicas()] == [replica]
+        # and when one leaves, another is turned away, and the others are served by turns, nothing is left
+        gone, evicted, *others = ids
+        assert await store.cancel(gone, 1, "cancelled") == "ended"
+        assert await store.evict(evicted) == "evicted"
+        assert await store.renew("runs:", 1, "", "") == "renewed"
+        assert await store.mark("10.0.0.1:8000", "down", True) == "marked"
+        await one.sweep()
+        assert await store.mark("10.0.0.1:8000", "down", False) == "marked"
+        assert sorted(await _serve_all(it, one, "runs:")) == sorted(others)
+        await store.bury("runs:")
+        assert await store.settle(evicted, Outcome.COMPLETED) == "unknown"
+        await one.beat()
+        assert await store.news() == []
+        assert await it.at_rest()
+        assert (await audited(it)).violations == 0

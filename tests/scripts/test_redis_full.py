@@ -1,0 +1,116 @@
+"""A Redis that is out of memory takes nothing new, and lets go of what it has."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from script_backends import url_of, valkey
+from script_fleet import Fleet, Replica, ask, ended, running, until
+from sturdy_bench import gate_over
+
+from app.admission.crossing import Mode
+from app.errors import ExpiredTtl, WritesRefused
+
+ROOM = 400_000  # bytes for what is to wait
+UPPER = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with valkey(tmp_path_factory.mktemp("valkey")) as port:
+        yield port
+
+
+class Clients:
+    """Requests that wait in flows of their own, with long names, and are served as their turn comes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.replica: Replica = fleet.replicas[0]
+        replica = self.replica
+        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, 5.0)
+        self.gate.newcomer_s = 0.0
+        self.running: list[str] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def ask(self, name: str, **about: Any) -> None:
+        await self.gate.admit(ask(name, flow=f"{name} {'x' * 2000}", **about), held=False)
+        self.running.append(name)
+
+    async def fill(self) -> WritesRefused:
+        """Ask until one is refused; all before it are in flight or wait."""
+        while True:
+            waiting = self.replica.gate.waiting
+            task = asyncio.create_task(self.ask(f"r{len(self.tasks)}", workload=f"w{len(self.tasks)}"))
+            await until(lambda w=waiting, t=task: t.done() or self.replica.gate.waiting > w)
+            if task.done() and isinstance(refused := task.exception(), WritesRefused):
+                return refused
+            self.tasks.append(task)
+
+    async def serve(self) -> None:
+        """End what runs until nothing does and nobody waits."""
+        while self.running or self.replica.gate.waiting:
+            for name in self.running:
+                await self.replica.store.renew(name, None, "", "")
+                self.gate.settle(ended(name))
+            self.running.clear()
+            await self.replica.beat()
+            await asyncio.sleep(0)
+
+
+async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(server: int, pool: str) -> None:
+    async with running(url_of(server), pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
+        clients = Clients(it)
+        a, gate = clients.replica, clients.gate
+        gate.peers({"a": {"degraded": False}})
+        gate.beat(await a.beat(), 0.001)
+        # Given a server without room, and requests that have filled it
+        expires = asyncio.create_task(clients.ask("runs first"))
+        await expires
+        base = (await it.redis.info("memory"))["used_memory"]
+        await it.redis.config_set("maxmemory", base + ROOM)
+        refused = await clients.fill()
+        assert (refused.status, refused.retry_after_s) == (503, 1)
+        assert a.gate.waiting > 20
+        waiting = a.gate.waiting
+        # When it has no room at all from here on
+        await it.redis.config_set("maxmemory", 1)
+        # Then heartbeats, sweeps, marks, live changes and cancellations are taken
+        await a.beat()
+        assert (await a.sweep()).ran
+        for on in (True, False):
+            assert await a.store.mark("10.0.0.1:8000", "down", on) == "marked"
+        await a.store.tune({"paused": None}, {"paused": None})
+        clients.tasks[-1].cancel()
+        await until(lambda: a.gate.waiting == waiting - 1)
+        # And all in flight end, and all who wait have their turn
+        await asyncio.wait_for(clients.serve(), 60)
+        *served, _ = clients.tasks
+        await asyncio.gather(*served)
+        await until(it.at_rest)
+        # And who comes new is refused still, by a replica that has not left the shared queue
+        with pytest.raises(WritesRefused):
+            await clients.ask("new")
+        assert gate.mode is Mode.SHARED
+        # When there is room, then admission goes on
+        await it.redis.config_set("maxmemory", 0)
+        await clients.ask("new")
+        await clients.serve()
+        await until(it.at_rest)
+
+
+async def test_who_waits_in_a_full_redis_expires_in_time(server: int, pool: str) -> None:
+    async with running(url_of(server), pool, "a", upper_per=1, listening=True) as it:
+        (a,) = it.replicas
+        # Given one that waits on a server that has no room since
+        await a.gate.admit(ask("runs"), held=False)
+        waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), held=False))
+        await until(lambda: a.gate.waiting == 1)
+        await it.redis.config_set("maxmemory", 1)
+        # When its time is up, then it is told so
+        with pytest.raises(ExpiredTtl):
+            await waits
+        a.gate.settle(ended("runs"))
+        await until(it.at_rest)
+        await it.redis.config_set("maxmemory", 0)
+        await it.ledger()

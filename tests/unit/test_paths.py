@@ -1,0 +1,116 @@
+"""Which requests may reach a model server, by method and path."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import parse
+from app.errors import ConfigError
+from app.paths import AllowedPaths, rules
+
+PATHS = AllowedPaths()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "kind"),
+    [
+        (b"POST", b"/v1/chat/completions", "inference"),
+        (b"POST", b"/v1/completions?api-version=1&x=/../metrics", "inference"),
+        (b"POST", b"/v1/rerank", "inference"),
+        (b"POST", b"/tokenize", "inference"),
+        (b"GET", b"/v1/models", "read"),
+        (b"GET", b"/v1/models/llama", "read"),
+        (b"GET", b"/v1/models/meta-llama/Llama-3.1:8b", "read"),
+        (b"GET", b"/v1/models/meta-llama%2fLlama-3.1%3A8b", "read"),
+    ],
+)
+def test_inference_and_lists_of_models_reach_a_model_server(method: bytes, path: bytes, kind: str) -> None:
+    assert PATHS.kind(method, path) == kind
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (b"GET", b"/metrics"),
+        (b"POST", b"/flush_cache"),
+        (b"POST", b"/v1/load_lora_adapter"),
+        (b"POST", b"/v1/models"),
+        (b"GET", b"/v1/chat/completions"),
+        (b"get", b"/v1/models"),
+        (b"DELETE", b"/v1/models/llama"),
+        (b"CONNECT", b""),
+        (b"", b""),
+        # spellings that a server, or a proxy before it, might take for something else
+        (b"POST", b"/v1/Completions"),
+        (b"POST", b"/v1/completions/"),
+        (b"POST", b"//v1/completions"),
+        (b"POST", b"/v1//completions"),
+        (b"POST", b"/v1/./completions"),
+        (b"POST", b"/v1/x/../completions"),
+        (b"POST", b"/v1/completions/../../flush_cache"),
+        (b"POST", b"/v1/completions%2f..%2f..%2fflush_cache"),
+        (b"POST", b"/v1/complet%69ons"),
+        (b"POST", b"/v1/completions;/../../flush_cache"),
+        (b"POST", b"/v1/completions;a=b"),
+        (b"POST", b"/v1/completions#/flush_cache"),
+        (b"POST", b"/v1/completions\x00"),
+        (b"POST", b"/v1/completions "),
+        (b"POST", b"/v1/completions\n"),
+        (b"POST", b"\\v1\\completions"),
+        (b"POST", b"http://server/v1/completions"),
+        (b"GET", b"/v1/models/"),
+        (b"GET", b"/v1/models/.."),
+        (b"GET", b"/v1/models/../../metrics"),
+        (b"GET", b"/v1/models/llama/../../../metrics"),
+        (b"GET", b"/v1/models/llama/..%2f..%2f..%2fmetrics"),
+        (b"GET", b"/v1/models/llama%2f%2e%2e%2fmetrics"),
+        (b"GET", b"/v1/models/%252e%252e"),
+        (b"GET", b"/v1/models/..;/metrics"),
+        (b"GET", b"/v1/models/llama;x"),
+        (b"GET", b"/v1/models/llama\\..\\metrics"),
+        (b"GET", b"/v1/models/llama//x"),
+        (b"GET", b"/v1/models/\xff"),
+    ],
+)
+def test_nothing_else_does_however_it_is_spelt(method: bytes, path: bytes) -> None:
+    assert PATHS.kind(method, path) is None
+
+
+@given(st.text(st.sampled_from("/.%2eEfF;\\am?#\x00"), max_size=40))
+def test_no_name_of_a_model_leads_out_of_the_list_of_models(name: str) -> None:
+    # Given a model's name of any of the characters that paths are fooled with, when it is let through
+    path = f"/v1/models/{name}".encode()
+    if PATHS.kind(b"GET", path) is not None:
+        # Then it has no part that a server could take for a step up, however often it decodes it
+        bare = path.partition(b"?")[0].lower().replace(b"%2f", b"/")
+        assert b"%" not in re.sub(rb"%(3a|40|2b)", b"", bare)
+        assert all(part[:1].isalnum() for part in bare.removeprefix(b"/").split(b"/"))
+        assert not re.search(rb"[;\\#\x00]", bare)
+
+
+def test_a_configuration_adds_paths() -> None:
+    extra = parse({"extproc": {"paths": ["POST /v1/classify", "GET /v1/adapters/{id}"]}}).extproc.paths
+    paths = AllowedPaths(extra)
+    assert paths.kind(b"POST", b"/v1/classify") == "inference"
+    assert paths.kind(b"GET", b"/v1/adapters/a") == "read"
+    assert paths.kind(b"POST", b"/v1/completions") == "inference"
+    assert PATHS.kind(b"POST", b"/v1/classify") is None
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["/v1/classify", "PUT /v1/x", "POST v1/x", "POST /", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7],
+)
+def test_a_path_that_would_have_to_be_normalised_is_no_configuration(entry: object) -> None:
+    with pytest.raises(ConfigError, match=r"extproc\.paths\.0: .* is no method and path"):
+        parse({"extproc": {"paths": [entry]}})
+
+
+def test_each_rule_is_a_regular_expression_for_its_own_paths_alone() -> None:
+    # Envoy's routes are made of these
+    for rule in rules(()):
+        path = rule.path.replace("{id}", "meta-llama/Llama-3")
+        assert [other.path for other in rules(()) if re.fullmatch(other.regex, path)] == [rule.path]
+        assert re.fullmatch(rule.regex, f"{path}/") is None
