@@ -168,7 +168,7 @@ _BODIES = (
         "two chunks, rewritten",
         _TWO,
         ask(headers={f"{_GATEWAY}model-name-rewrite": "llama-tuned"}, chunks=2),
-        Want("AB", model="llama-tuned", ticket={"model": "llama"}),
+        Want("AB", model="llama-tuned", ticket={"model": "llama-tuned"}),
     ),
     Case(
         "rewrite by the other spelling",
