@@ -37,7 +37,6 @@ def _constant(part: str) -> ProcessingResponse:
     return answer
 
 
-REQUEST_TRAILERS = _constant("request_trailers")
 RESPONSE_HEADERS = _constant("response_headers")
 RESPONSE_TRAILERS = _constant("response_trailers")
 RESPONSE_HEADERS_UNSIZED = _constant("response_headers")  # for a body whose length will change
@@ -117,15 +116,15 @@ def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
     return answer
 
 
-def request_body(body: bytes, *, ended: bool) -> list[ProcessingResponse]:
-    """`body` in chunks; the last one ends the stream if `ended` (else trailers follow)."""
+def request_body(body: bytes) -> list[ProcessingResponse]:
+    """`body` in chunks; the last one ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     answers = []
     for start in range(0, last + 1, CHUNK_BYTES):
         answer = ProcessingResponse()
         echo = answer.request_body.response.body_mutation.streamed_response
         echo.body = body[start : start + CHUNK_BYTES] if last else body
-        echo.end_of_stream = ended and start == last
+        echo.end_of_stream = start == last
         answers.append(answer)
     return answers
 

@@ -91,7 +91,7 @@ class Exchange(Placing):
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
-                return [*await self._answer_body(ended=False), codec.REQUEST_TRAILERS]
+                return await self._answer_body(trailed=True)
             return self._unexpected(part, message)
         except RequestError as error:
             return self._refuse(error)
@@ -186,11 +186,11 @@ class Exchange(Placing):
         self._body_bytes += len(chunk)
         self._check_size(self._body_bytes)
         if part.end_of_stream:
-            return await self._answer_body(ended=True)
+            return await self._answer_body()
         if self._ready is None and self._body_bytes == self._length:
             await self._place_body(self._whole())
             if self._in_one_message(self._body_bytes):
-                return await self._answer_body(ended=True)
+                return await self._answer_body()
         return ()
 
     def _whole(self) -> bytes:
@@ -198,7 +198,13 @@ class Exchange(Placing):
         self._body = []
         return body
 
-    async def _answer_body(self, *, ended: bool) -> Sequence[ProcessingResponse]:
+    async def _answer_body(self, *, trailed: bool = False) -> Sequence[ProcessingResponse]:
+        """The answers to a whole body; `trailed` says that trailers have come after it.
+
+        Then it goes back with the headers, in every mode, and Envoy sends the trailers on by itself. Given
+        back in chunks, it would reach the model server twice wherever the route has retries: Envoy's router
+        keeps a copy, which goes out when the answer to the trailers lets them pass (docs/decisions.md, 15).
+        """
         if self._ready is None:
             await self._place_body(self._whole())
         ready, self._ready = self._ready, None
@@ -208,9 +214,9 @@ class Exchange(Placing):
             kept_s = self._desk.clock() - ready.placed_s
             if kept_s > KEPT_S:
                 answer = await self._still_placed(ready, kept_s)
-        if ended and self._in_one_message(len(ready.body)):
+        if trailed or self._in_one_message(len(ready.body)):
             return [self._placed(codec.with_body(answer, ready.body))]
-        return [self._placed(answer), *codec.request_body(ready.body, ended=ended)]
+        return [self._placed(answer), *codec.request_body(ready.body)]
 
     def _in_one_message(self, size_bytes: int) -> bool:
         """Whether headers and body go back together, lest one get lost alone (docs/decisions.md, 15).

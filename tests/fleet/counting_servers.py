@@ -12,13 +12,17 @@ _ANSWER = json.dumps(
 
 
 class CountingServers:
-    """`in_flight` over all of them, and its highest since `forget_peak`. A request takes `service_s`."""
+    """`in_flight` over all of them, and its highest since `forget_peak`. A request takes `service_s`.
+
+    `last_body` is of the request that came last.
+    """
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
         self.in_flight = 0
         self.peak = 0
         self.served = 0
+        self.last_body = b""
         self.addresses: list[str] = []
 
     def forget_peak(self) -> None:
@@ -39,11 +43,14 @@ class CountingServers:
         lines = head.decode("latin-1").lower().split("\r\n")
         lengths = [int(line.split(":")[1]) for line in lines if line.startswith("content-length:")]
         if lengths:
-            await reader.readexactly(lengths[0])
+            self.last_body = await reader.readexactly(lengths[0])
         else:  # what passed through the picker comes in chunks
+            chunks = []
             while size := int(await reader.readuntil(b"\r\n"), 16):
-                await reader.readexactly(size + 2)
-            await reader.readuntil(b"\r\n")
+                chunks.append((await reader.readexactly(size + 2))[:-2])
+            while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+                pass
+            self.last_body = b"".join(chunks)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
