@@ -76,6 +76,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         metrics=parts.metrics,
         lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
+        fill=parts.sturdy.fill,
     )
     uploads = Uploads(clock)
     grpc_server = Server(
@@ -83,7 +84,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         door,
         settings.extproc,
         extra=(
-            accesslog.handler(parts.gate, parts.metrics, parts.signing),
+            accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),
             eds.handler(parts.endpoints),
             shares.handler(settings.pool, parts.sturdy.lend, parts.signing, lambda: parts.about.grpc),
         ),

@@ -38,8 +38,23 @@ from app.units import (
     Token,
 )
 
+# Namespaces that mean something else already: the picker's notes to itself, and the subset hint.
+_OTHER_NAMESPACES = ("picker", "picker.request", "picker.usage", "envoy.lb.subset_hint")
+
+
+def _of_the_protocol(namespace: str) -> str:
+    if namespace in _OTHER_NAMESPACES:
+        raise ValueError(
+            f"{namespace} is used for something else; valid: any but {', '.join(_OTHER_NAMESPACES)}"
+        )
+    return namespace
+
+
 RedisUrl = Annotated[str, AfterValidator(redis_url)]
 TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
+MetadataNamespace = Annotated[
+    str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
+]
 AllowedPath = Annotated[
     PathRule,
     BeforeValidator(path_rule),
@@ -65,6 +80,8 @@ class ExtProc(Section):
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
     # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
     trusted_headers: tuple[TrustedHeader, ...] = ()
+    # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
+    metadata_namespace: MetadataNamespace = "envoy.lb"
     paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused

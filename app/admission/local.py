@@ -54,6 +54,11 @@ class LocalGate:
     def waiting(self) -> int:
         return len(self._queued)
 
+    @property
+    def fill(self) -> float:
+        """The queue's part that is taken, 0 to 1."""
+        return min(len(self._queue) / self._queue.capacity, 1.0) if self._queue is not None else 0.0
+
     def lengths(self) -> dict[str, int]:
         """Queued requests by band."""
         return self._queue.lengths() if self._queue is not None else {}

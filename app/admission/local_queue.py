@@ -68,6 +68,11 @@ class LocalQueue:
     def __len__(self) -> int:
         return sum(band.queued for band in self._bands.values())
 
+    @property
+    def capacity(self) -> int:
+        """How many may wait."""
+        return self._rules.total_capacity
+
     def lengths(self) -> dict[str, int]:
         """Queued requests by band."""
         return {band.label: queue.queued for band, queue in self._bands.items()}

@@ -38,6 +38,15 @@ class SturdyGate(Crossing):
             "queue_length": self._local.lengths(),
         }
 
+    def fill(self) -> float:
+        """The queue's part that is taken, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
+        without the shared state."""
+        if self._mode is not Mode.SHARED:
+            return self._local.fill
+        if self._pulse is None or not self._pulse.queued:
+            return 0.0
+        return min(self._pulse.queued / self._effective().settings.fair_request_queue.total_capacity, 1.0)
+
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
         arrived_s = self._loop.time() - age_s
         while True:

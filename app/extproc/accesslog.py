@@ -25,6 +25,7 @@ from app.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+NAMESPACE: Final = "envoy.lb"  # of the metadata that has it, by default
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +54,16 @@ _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
 
-def handler(gate: Gate, metrics: Metrics, keys: Keyring) -> Any:
-    """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server."""
+def handler(gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> Any:
+    """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server.
+
+    Who served is in the metadata `namespace`.
+    """
 
     async def stream(_: object, context: Any) -> Any:
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.HasField("http_logs"):
-                take(message.http_logs.log_entry, gate, metrics, keys)
+                take(message.http_logs.log_entry, gate, metrics, keys, namespace)
         return als_pb2.StreamAccessLogsResponse()
 
     return grpc.method_handlers_generic_handler(
@@ -74,12 +78,12 @@ def handler(gate: Gate, metrics: Metrics, keys: Keyring) -> Any:
     )
 
 
-def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring) -> None:
+def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> None:
     """Pass the HTTPAccessLogEntry messages `entries` on to `gate`, in their order."""
     ended = alive = ignored = 0
     for entry in entries:
         try:
-            told = read(entry)
+            told = read(entry, namespace)
         except (ValueError, TypeError, OverflowError):
             _log.warning("an access-log entry could not be read", exc_info=True)
             told = None
@@ -105,7 +109,7 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring) -> None:
             metrics.access_log(kind, count)
 
 
-def read(entry: Any) -> Completion | Alive | None:
+def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     """What one HTTPAccessLogEntry tells; None if it tells nothing of a request's life or names no request.
 
     The id and ticket are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
@@ -121,7 +125,7 @@ def read(entry: Any) -> Completion | Alive | None:
     request_id = _text(picker, "id") or entry.request.request_id
     if not request_id or len(request_id) > _LONGEST_ID:
         return None
-    served = _text(_fields(metadata, "envoy.lb"), SERVED_KEY) or _address(common)
+    served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
     note = _text(picker, "ticket")
     if intermediate:
         return Alive(request_id, served, note)

@@ -3,7 +3,7 @@
 What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,17 +11,16 @@ import orjson
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from app.errors import RequestError
+from app.extproc.pressure import HEADER as PRESSURE
 from app.request import Placement
-from app.scheduling.session import HEADER as SESSION
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 
-LB = "envoy.lb"  # metadata namespaces
-SUBSET_HINT = "envoy.lb.subset_hint"
-PICKER = "picker"  # {id, ticket}: comes back in the access log; {session}: Envoy tells it to the client
+SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
+PICKER = "picker"  # {id, ticket}: comes back in the access log; {session, pressure}: goes to the client
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
@@ -67,19 +66,26 @@ def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
 
 
 def placed(
-    placement: Placement, request_id: str, content_length: int | None, tries: int = 0
+    placement: Placement,
+    request_id: str,
+    content_length: int | None,
+    tries: int = 0,
+    *,
+    namespace: str,
+    pressure: str,
 ) -> ProcessingResponse:
-    """The request-headers answer that sends a request to its endpoints.
+    """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
 
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
-    is how many endpoints to name at least, where the request may go to no other.
+    is how many endpoints to name at least, where the request may go to no other; `pressure` is the client's.
     """
     answer = ProcessingResponse()
-    answer.CopyFrom(_towards(placement.header(tries)))
+    answer.CopyFrom(_towards(placement.header(tries), namespace))
     if content_length is not None:
         _overwrite(answer.request_headers.response.header_mutation, "content-length", str(content_length))
+    account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
+    account["pressure"].string_value = pressure
     if request_id:
-        account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
         account["id"].string_value = request_id
         account["ticket"].string_value = placement.ticket
         if placement.session:
@@ -88,13 +94,13 @@ def placed(
 
 
 @lru_cache(maxsize=1024)
-def _towards(destination: str) -> ProcessingResponse:
+def _towards(destination: str, namespace: str) -> ProcessingResponse:
     """What all answers with one list of endpoints share; to be copied, never changed."""
     answer = ProcessingResponse()
     common = answer.request_headers.response
     common.clear_route_cache = True
     _overwrite(common.header_mutation, DESTINATION, destination)
-    answer.dynamic_metadata.fields[LB].struct_value.fields[DESTINATION].string_value = destination
+    answer.dynamic_metadata.fields[namespace].struct_value.fields[DESTINATION].string_value = destination
     return answer
 
 
@@ -129,15 +135,14 @@ def request_body(body: bytes) -> list[ProcessingResponse]:
     return answers
 
 
-def response_headers(session: str, *, sized: bool) -> ProcessingResponse:
-    """A model server's headers, passed on with the token of the client's session; '' for none."""
-    answer = RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED
-    if not session:
-        return answer
-    told = ProcessingResponse()
-    told.CopyFrom(answer)
-    _overwrite(told.response_headers.response.header_mutation, SESSION, session)
-    return told
+def response_headers(told: Mapping[str, str], *, sized: bool) -> ProcessingResponse:
+    """A model server's headers, passed on with those that the client is `told`; an empty one is left out."""
+    answer = ProcessingResponse()
+    answer.CopyFrom(RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED)
+    for name, value in told.items():
+        if value:
+            _overwrite(answer.response_headers.response.header_mutation, name, value)
+    return answer
 
 
 def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
@@ -149,7 +154,7 @@ def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
     return answer
 
 
-def refused(error: RequestError, status: int) -> ProcessingResponse:
+def refused(error: RequestError, status: int, pressure: str) -> ProcessingResponse:
     """The picker's own answer to the client: `status` and an OpenAI-style body that says why."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
@@ -159,7 +164,7 @@ def refused(error: RequestError, status: int) -> ProcessingResponse:
         {"error": {"message": str(error), "type": error.kind, "code": error.code}},
         option=orjson.OPT_APPEND_NEWLINE,
     )
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", PRESSURE: pressure}
     if error.retry_after_s is not None or status in (429, 503):
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:

@@ -13,7 +13,8 @@ from app.telemetry.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """Its parts, made once. `clock` is in seconds and only its differences count."""
+    """Its parts, made once. `clock` is in seconds and only its differences count. `fill` is the part of
+    the queue that is taken, 0 to 1."""
 
     settings: Settings
     intake: Intake
@@ -22,3 +23,4 @@ class Desk:
     metrics: Metrics
     lines: DecisionLines
     clock: Callable[[], float]
+    fill: Callable[[], float]

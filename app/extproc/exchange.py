@@ -25,6 +25,7 @@ from app.extproc import codec
 from app.extproc.desk import Desk
 from app.extproc.mode import mode_of
 from app.extproc.placing import KEPT_S, Placing
+from app.extproc.pressure import FULL, pressure
 from app.intake import CONTENT_LENGTH, read_metadata, read_subset
 
 _log = logging.getLogger(__name__)
@@ -157,9 +158,10 @@ class Exchange(Placing):
         """Place a request that has no body, or whose body Envoy has read."""
         if message.request_headers.end_of_stream:
             placement = await self._desk.gate.route(self._subset)
+            self._pressure = pressure(self._desk.fill(), 0.0, 1.0)
             if self._mode == "standard":
                 self._response = self._answer_of("", None)
-            return [self._placed(codec.placed(placement, "", None, self._tries(None)))]
+            return [self._placed(self._towards(placement))]
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
@@ -169,8 +171,8 @@ class Exchange(Placing):
             raise Unsupported(
                 f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
             )
-        placement = await self._admit(request)
-        return [self._placed(codec.placed(placement, request.id, None, self._tries(request)))]
+        placement = await self._admit(request, self._started_s)
+        return [self._placed(self._towards(placement, request))]
 
     async def _take_body(self, part: HttpBody) -> Sequence[ProcessingResponse]:
         """Keep a chunk; the answers once the body has ended.
@@ -254,7 +256,9 @@ class Exchange(Placing):
         self._step = _DONE
         self._code = error.code
         overload = self._desk.settings.fair_request_queue.overload_status
-        return [codec.refused(error, overload if isinstance(error, Dropped) else error.status)]
+        dropped = isinstance(error, Dropped)
+        told = FULL if dropped else pressure(self._desk.fill(), 0.0, 1.0)
+        return [codec.refused(error, overload if dropped else error.status, told)]
 
     def _check_size(self, size_bytes: int) -> None:
         limit_bytes = self._desk.settings.extproc.max_body_bytes

@@ -6,10 +6,13 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from app.extproc import codec
 from app.extproc.desk import Desk
+from app.extproc.pressure import HEADER as PRESSURE
+from app.extproc.pressure import pressure
 from app.extproc.rename import ModelRename
 from app.extproc.response import Response
 from app.intake import Ask, read_body
 from app.request import InferenceRequest, Placement
+from app.scheduling.session import HEADER as SESSION
 
 KEPT_S = 1.0  # how long a place waits for the end of its body unasked; shorter than any lease
 
@@ -39,6 +42,8 @@ class Placing:
         "_headers",
         "_mode",
         "_model",
+        "_placed_s",
+        "_pressure",
         "_ready",
         "_response",
         "_started_s",
@@ -59,6 +64,8 @@ class Placing:
         self._target_model = ""
         self._untold: tuple[str, Placement] | None = None  # placed, and Envoy does not know it yet
         self._response: Response | None = None
+        self._placed_s = 0.0
+        self._pressure = ""  # as the client is told, once it is placed
 
     async def _place_body(self, body: bytes) -> None:
         """Place the request of a whole body; `_ready` has what comes of it."""
@@ -71,11 +78,11 @@ class Placing:
             rename = ModelRename(request.target_model, ask.model)
         del ask  # a long wait should not hold the parsed body too
         came_s = self._desk.clock()
-        placement = await self._admit(request)
+        placement = await self._admit(request, came_s)
         if self._mode == "standard":
             self._response = self._answer_of(request.id, rename, placement.session)
-        answer = codec.placed(placement, request.id, length, self._tries(request))
-        self._ready = Ready(answer, body, request, placement, length, came_s, self._desk.clock())
+        answer = self._towards(placement, request, length)
+        self._ready = Ready(answer, body, request, placement, length, came_s, self._placed_s)
 
     async def _still_placed(self, ready: Ready, kept_s: float) -> ProcessingResponse:
         """The answer of one placed `kept_s` ago: nobody renews its lease before Envoy is told, so its place
@@ -85,8 +92,8 @@ class Placing:
             return ready.answer
         gate.withdraw(request.id, ready.placement)
         self._untold = None
-        placement = await self._admit(request, self._desk.clock() - ready.came_s)
-        return codec.placed(placement, request.id, ready.length, self._tries(request))
+        placement = await self._admit(request, ready.came_s, self._desk.clock() - ready.came_s)
+        return self._towards(placement, request, ready.length)
 
     def _request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model
@@ -96,10 +103,26 @@ class Placing:
         self._asked = request
         return request
 
-    async def _admit(self, request: InferenceRequest, age_s: float = 0.0) -> Placement:
-        placement = await self._desk.door.admit(request, held=self._mode == "standard", age_s=age_s)
+    async def _admit(self, request: InferenceRequest, came_s: float, age_s: float = 0.0) -> Placement:
+        desk = self._desk
+        placement = await desk.door.admit(request, held=self._mode == "standard", age_s=age_s)
         self._untold = (request.id, placement)
+        self._placed_s = desk.clock()
+        self._pressure = pressure(desk.fill(), self._placed_s - came_s, request.ttl_s)
         return placement
+
+    def _towards(
+        self, placement: Placement, request: InferenceRequest | None = None, length: int | None = None
+    ) -> ProcessingResponse:
+        """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
+        return codec.placed(
+            placement,
+            "" if request is None else request.id,
+            length,
+            self._tries(request),
+            namespace=self._desk.settings.extproc.metadata_namespace,
+            pressure=self._pressure,
+        )
 
     def _tries(self, request: InferenceRequest | None) -> int:
         """How many endpoints the answer names at least: as many as Envoy tries, where only some may serve."""
@@ -116,5 +139,6 @@ class Placing:
             clock=desk.clock,
             started_s=self._started_s,
             placed_s=desk.clock(),
-            session=session,
+            namespace=desk.settings.extproc.metadata_namespace,
+            told={SESSION: session, PRESSURE: self._pressure},
         )

@@ -1,6 +1,6 @@
 """The response phases of `standard` mode: passed on one for one, read on the way, accounted at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
@@ -19,21 +19,22 @@ class Response:
     """A model server's answer on its way back; settles its request exactly once (G6).
 
     `request_id` is '' if nothing was admitted for it, and then nothing is settled. `rename` puts the client's
-    model name back, None if it was never changed. `session` is the token that the client
-    is told. Times are counted from `started_s`.
+    model name back, None if it was never changed. `told` are headers for the client. Times are counted
+    from `started_s`. Who served is in the metadata `namespace`.
     """
 
     __slots__ = (
         "_clock",
         "_first_byte_s",
+        "_namespace",
         "_placed_s",
         "_rename",
         "_request_id",
         "_served",
-        "_session",
         "_settle",
         "_started_s",
         "_status",
+        "_told",
         "_usage",
         "ended",
     )
@@ -47,10 +48,12 @@ class Response:
         clock: Callable[[], float],
         started_s: float,
         placed_s: float,
-        session: str = "",
+        namespace: str,
+        told: Mapping[str, str],
     ) -> None:
         self.ended = False
-        self._session = session
+        self._namespace = namespace
+        self._told = told
         self._request_id = request_id
         self._rename = rename
         self._settle = settle
@@ -83,13 +86,13 @@ class Response:
         found = codec.read_headers(headers, _WANTED)
         status = found.get(_STATUS, b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
-        served = (codec.read_metadata(message, codec.LB) or {}).get(codec.SERVED)
+        served = (codec.read_metadata(message, self._namespace) or {}).get(codec.SERVED)
         self._served = served if isinstance(served, str) and served else None
         if _ENCODING in found:
             self._rename = None  # names can't be found in compressed text
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
-        return [codec.response_headers(self._session, sized=self._rename is None)]
+        return [codec.response_headers(self._told, sized=self._rename is None)]
 
     def _chunk(self, part: Any) -> list[ProcessingResponse]:
         body, ended = part.body, part.end_of_stream

@@ -43,7 +43,7 @@ def build(
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=BootstrapStaticResources(
             listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
-            clusters=[picker(pickers), pool()],
+            clusters=[picker(pickers), pool(settings.extproc.metadata_namespace)],
         ),
     )
     tree: dict[str, Any] = bootstrap.to_dict()

@@ -58,7 +58,6 @@ POOL = "pool"  # also the name the fleet's endpoint discovery answers to
 PICKER = "picker"
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
-LB_NAMESPACE = "envoy.lb"
 
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # Queueing is the picker's work: Envoy's own limits (1024 by default) must never be what refuses.
@@ -69,11 +68,14 @@ _IDLE_S = 4  # uvicorn, which most model servers run on, closes what was idle fo
 _LOST_MS = 20_000
 
 
-def pool() -> Cluster:
-    """The model servers, told by the fleet itself, tried in the order the picker's header names them."""
+def pool(namespace: str) -> Cluster:
+    """The model servers, told by the fleet itself, tried in the order the picker's header names them.
+
+    The metadata `namespace` tells who served.
+    """
     override = OverrideHost(
         override_host_sources=[OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
-        selected_host_key=MetadataKey(key=LB_NAMESPACE, path=[MetadataKeyPathSegment(key=SERVED_KEY)]),
+        selected_host_key=MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=SERVED_KEY)]),
         fallback_policy=LoadBalancingPolicy(
             policies=[_policy("envoy.load_balancing_policies.least_request", LeastRequest())]
         ),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from app.config import Settings
 from app.errors import ConfigError
-from app.fleet.clusters import LB_NAMESPACE, picker_grpc
+from app.fleet.clusters import picker_grpc
 from app.fleet.envoy_types import (
     OTHER_HOST_DRAWS,
     BackoffStrategy,
@@ -104,11 +104,12 @@ def chain(mode: Mode, settings: Settings) -> list[HttpFilter]:
 
 
 def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
+    namespace = settings.extproc.metadata_namespace
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
     elif mode == "standard":
-        forwarded.append(LB_NAMESPACE)  # with an answer: who served
+        forwarded.append(namespace)  # with an answer: who served
     return ExternalProcessor(
         grpc_service=picker_grpc(redrive()),
         # A request that goes on without a decision names no endpoint: the pool's own balancing takes it.
@@ -117,7 +118,7 @@ def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
         message_timeout=seconds(_MESSAGE_TIMEOUT_S),
         metadata_options=MetadataOptions(
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=forwarded),
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, PICKER_NAMESPACE]),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[namespace, PICKER_NAMESPACE]),
         ),
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from app.config import Settings
-from app.fleet.clusters import DESTINATION_HEADER, LB_NAMESPACE, POOL, picker_grpc
+from app.extproc.pressure import HEADER as PRESSURE_HEADER
+from app.fleet.clusters import DESTINATION_HEADER, POOL, picker_grpc
 from app.fleet.envoy_types import (
     OTHER_HOST_DRAWS,
     AccessLog,
@@ -93,15 +94,22 @@ def listener(
     )
 
 
-# The token of a session, where the picker gives one (app/scheduling/session.py).
-_SESSION = {SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%"}
-# What the picker chose, as header and as metadata, and who served: for tests and for looking.
-_DEBUG = {
-    "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
-    "x-picker-endpoint": f"%DYNAMIC_METADATA({LB_NAMESPACE}:{DESTINATION_HEADER})%",
-    "x-picker-served": "%UPSTREAM_REMOTE_ADDRESS%",
-    "x-picker-request-id": "%REQ(x-request-id)%",
+# The token of a session, where the picker gives one (app/scheduling/session.py), and how full the queue was.
+# In `standard` the picker tells both itself.
+_TOLD = {
+    SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%",
+    PRESSURE_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:pressure)%",
 }
+
+
+def _debug(namespace: str) -> dict[str, str]:
+    """What the picker chose, as header and as metadata, and who served: for tests and for looking."""
+    return {
+        "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
+        "x-picker-endpoint": f"%DYNAMIC_METADATA({namespace}:{DESTINATION_HEADER})%",
+        "x-picker-served": "%UPSTREAM_REMOTE_ADDRESS%",
+        "x-picker-request-id": "%REQ(x-request-id)%",
+    }
 
 
 def _manager(
@@ -174,8 +182,8 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> RouteConf
         name=POOL,
         virtual_hosts=[host],
         response_headers_to_add=_added(
-            # In `standard` the picker tells it itself.
-            ({} if mode == "standard" else _SESSION) | (_DEBUG if debug_headers else {})
+            ({} if mode == "standard" else _TOLD)
+            | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
         ),
     )
 

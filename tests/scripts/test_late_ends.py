@@ -46,6 +46,7 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
             metrics=metrics,
             lines=DecisionLines(lambda: 0.0),
             clock=clock,
+            fill=lambda: 0.0,
         )
     )
 

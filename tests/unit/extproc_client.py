@@ -104,6 +104,7 @@ def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = No
         door=Door(gate),
         metrics=metrics or Counted(),
         clock=lambda: float(next(ticks)),
+        fill=lambda: 0.25,
     )
 
 

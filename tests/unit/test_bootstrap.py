@@ -225,8 +225,11 @@ def test_picker_s_metadata_is_taken(mode: Mode) -> None:
 def test_debug_headers_only_when_asked() -> None:
     plain = manager(built("lean"))["routeConfig"]
     shown = manager(built("lean", debug_headers=True))["routeConfig"]
-    # The token of a session is for clients; in `standard` the picker tells it itself
-    assert [each["header"]["key"] for each in plain["responseHeadersToAdd"]] == ["x-session-token"]
+    # The token of a session and the pressure are for clients; in `standard` the picker tells them itself
+    assert [each["header"]["key"] for each in plain["responseHeadersToAdd"]] == [
+        "x-session-token",
+        "x-queue-pressure",
+    ]
     assert "responseHeadersToAdd" not in manager(built("standard"))["routeConfig"]
     assert {each["header"]["key"] for each in shown["responseHeadersToAdd"]} >= {
         "x-picker-header",
@@ -336,3 +339,15 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("picker ")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_namespace_of_one_s_own_stands_wherever_the_default_does(mode: Mode) -> None:
+    own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
+    # All that names the default namespace but the subset hint's, which is another
+    text = yaml.safe_dump(built(mode, debug_headers=True)).replace("envoy.lb.subset_hint", "subset_hint")
+    assert "envoy.lb" in text
+    assert (
+        yaml.safe_load(text.replace("envoy.lb", "gateway.lb").replace("subset_hint", "envoy.lb.subset_hint"))
+        == own
+    )

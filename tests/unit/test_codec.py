@@ -14,7 +14,7 @@ HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 
 def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     # Given a placement, when it is answered
-    answer = codec.placed(PLACEMENT, "id-1", None)
+    answer = codec.placed(PLACEMENT, "id-1", None, namespace="envoy.lb", pressure="0.25")
 
     # Then the header and the dynamic metadata are equal, and the route is chosen anew
     common = answer.request_headers.response
@@ -23,22 +23,23 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     metadata = answer.dynamic_metadata
     assert dict(metadata["envoy.lb"]) == {codec.DESTINATION: HEADER}
     # And what the access log shall bring back is there
-    assert dict(metadata["picker"]) == {"id": "id-1", "ticket": "ticket-1"}
+    assert dict(metadata["picker"]) == {"id": "id-1", "ticket": "ticket-1", "pressure": "0.25"}
 
 
 def test_a_changed_body_has_its_new_length() -> None:
-    answer = codec.placed(PLACEMENT, "id-1", 1234)
+    answer = codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
     assert set_headers(answer.request_headers.response.header_mutation)["content-length"] == "1234"
 
 
 def test_answers_to_the_same_endpoints_do_not_mix() -> None:
     # Given an answer with a length and an account, when another goes to the same endpoints
-    codec.placed(PLACEMENT, "id-1", 1234)
-    answer = codec.placed(PLACEMENT, "", None)
+    codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
+    answer = codec.placed(PLACEMENT, "", None, namespace="gateway.lb", pressure="0.50")
 
     # Then nothing of the first is in it
     assert set_headers(answer.request_headers.response.header_mutation) == {codec.DESTINATION: HEADER}
-    assert list(answer.dynamic_metadata) == ["envoy.lb"]
+    assert sorted(answer.dynamic_metadata) == ["gateway.lb", "picker"]
+    assert dict(answer.dynamic_metadata["picker"]) == {"pressure": "0.50"}
 
 
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
@@ -72,11 +73,15 @@ def test_a_body_is_echoed_in_chunks(size: int) -> None:
 )
 def test_a_refusal_says_why(error: RequestError, status: int, extra: dict[str, str]) -> None:
     # Given a refusal, when it is answered
-    immediate = codec.refused(error, status).immediate_response
+    immediate = codec.refused(error, status, "1.00").immediate_response
 
     # Then status, headers and the OpenAI-style body tell it
     assert immediate.status.code == status
-    assert set_headers(immediate.headers) == {"content-type": "application/json", **extra}
+    assert set_headers(immediate.headers) == {
+        "content-type": "application/json",
+        "x-queue-pressure": "1.00",
+        **extra,
+    }
     assert json.loads(immediate.body) == {
         "error": {"message": str(error), "type": error.kind, "code": error.code}
     }

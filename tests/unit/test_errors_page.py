@@ -45,7 +45,7 @@ def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> No
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
     # When a client is answered with it
-    answer = codec.refused(fault("why"), fault.status).immediate_response
+    answer = codec.refused(fault("why"), fault.status, "0.00").immediate_response
     headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
     error = orjson.loads(answer.body)["error"]
     # Then status, type and reason are the row's, and a refusal for overload is marked as such

@@ -14,6 +14,7 @@ from extproc_client import (
     ScriptedGate,
     body,
     converse,
+    describe,
     desk,
     echoed,
     given_back,
@@ -29,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import parse
-from app.errors import ExpiredTtl, NoEndpoints, StateUnavailable
+from app.errors import ExpiredTtl, NoEndpoints, RequestError, StateUnavailable, TotalCapacity
 from app.extproc.codec import WHOLE_BYTES
 from app.extproc.exchange import Exchange
 from app.request import Outcome, Placement
@@ -73,7 +74,11 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     # And the id is Envoy's where Envoy alone can set it; standard holds the request and goes on
     request, held = gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
-    assert dict(answers[0].dynamic_metadata["picker"]) == {"id": request.id, "ticket": "ticket-1"}
+    assert dict(answers[0].dynamic_metadata["picker"]) == {
+        "id": request.id,
+        "ticket": "ticket-1",
+        "pressure": "0.25",
+    }
     assert held == (mode == "standard")
     assert exchange.done == (mode != "standard")
     assert metrics.answers == [(mode, "m", "ok")]
@@ -313,7 +318,7 @@ async def test_a_request_without_body_is_routed_without_admission(mode: str) -> 
         "x-gateway-destination-endpoint": PLACEMENT.header(3)
     }
     assert PLACEMENT.header(3) == "10.0.0.1:8000,[fd00::2]:8000,10.0.0.1:8000"
-    assert "picker" not in answers[0].dynamic_metadata
+    assert dict(answers[0].dynamic_metadata["picker"]) == {"pressure": "0.25"}
     assert gate.routed == [("10.0.0.1:8000",)]
     assert metrics.answers == [(mode, "", "ok")]
     if mode == "standard":
@@ -743,6 +748,44 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
         if mode == "standard":
             (told,) = await converse(exchange, response_headers(200))
             assert set_headers(told.response_headers.response.header_mutation) == {
-                "x-session-token": "a-token"
+                "x-session-token": "a-token",
+                "x-queue-pressure": "0.25",
             }
         exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TotalCapacity("full"), "1.00"),  # no room for it
+        (ExpiredTtl("late"), "1.00"),
+        (NoEndpoints("none"), "0.25"),  # the queue has nothing to do with it
+    ],
+)
+async def test_a_refusal_tells_the_pressure_too(error: RequestError, told: str) -> None:
+    gate = ScriptedGate()
+    gate.error = error
+    (answer,) = await converse(Exchange(desk(gate)), *asks("lean"))
+    assert set_headers(answer.immediate_response.headers)["x-queue-pressure"] == told
+
+
+async def test_the_pressure_is_the_part_of_its_time_that_a_request_has_waited_where_that_is_more() -> None:
+    # Given a request that may wait for 2 s, placed a second after it came, with a queue a quarter full
+    gate = ScriptedGate()
+    answers = await converse(Exchange(desk(gate)), *asks("lean", {"x-llm-d-inference-ttl": "2"}))
+    assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"
+
+
+async def test_a_gateway_s_own_namespace_has_the_destination_and_names_who_served() -> None:
+    # Given a gateway that keeps its metadata in a namespace of its own
+    gate = ScriptedGate()
+    settings = parse({"extproc": {"metadata_namespace": "gateway.lb"}})
+    exchange = Exchange(desk(gate, settings=settings))
+    answers = await converse(exchange, *asks("standard"))
+    # Then the destination is there, and nowhere else
+    assert sorted(answers[0].dynamic_metadata) == ["gateway.lb", "picker"]
+    # And so is who served
+    answer = response_headers(200, ended=True)
+    describe(answer, {"gateway.lb": {"x-gateway-destination-endpoint-served": "10.0.0.9:8000"}})
+    await converse(exchange, answer)
+    assert [each.served for each in gate.settled] == ["10.0.0.9:8000"]
