@@ -27,6 +27,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "unit": "requests",
     "bands": _BANDS,
     "queued": 16,
+    "queue_fill": 0.016,
     "overdue": 2,
     "dispatched_total": 120431,
     "guard_dispatches_total": 96,
@@ -94,6 +95,7 @@ class State(BaseModel):
     bounds: Bounds = Field(description="of the stock, fleet-wide")
     ready_backends: int = Field(description="endpoints that take new requests")
     queue_length: dict[str, int] = Field(description="queued requests by band")
+    queue_fill: float = Field(0.0, description="the part of the queue's `total_capacity` that is taken")
     active_flows: int = Field(0, description="flows with a queued request")
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")
     replicas: list[str] = Field(description="ids of the live replicas")

@@ -157,8 +157,10 @@ class Membership:
 
     async def _read(self) -> dict[str, Any]:
         state = await self._store.state(self._settings.leases.replica_silence)
-        watermark = self._effective.settings.request_queue_controller.watermark_per_backend
+        settings = self._effective.settings
+        watermark = settings.request_queue_controller.watermark_per_backend
         state["bounds"]["watermark"] = watermark * state["ready_backends"]
+        state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
         state["degraded"] = False
         about = state.pop("about", {})
         if self._watch is not None:

@@ -20,7 +20,15 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
-from app.errors import BadRequest, BodyStalled, Dropped, PayloadTooLarge, RequestError, Unsupported
+from app.errors import (
+    BadRequest,
+    BodyStalled,
+    Dropped,
+    PayloadTooLarge,
+    RequestError,
+    ShuttingDown,
+    Unsupported,
+)
 from app.extproc import codec
 from app.extproc.desk import Desk
 from app.extproc.mode import mode_of
@@ -257,7 +265,8 @@ class Exchange(Placing):
         self._code = error.code
         overload = self._desk.settings.fair_request_queue.overload_status
         dropped = isinstance(error, Dropped)
-        told = FULL if dropped else pressure(self._desk.fill(), 0.0, 1.0)
+        by_queue = dropped and not isinstance(error, ShuttingDown)
+        told = FULL if by_queue else pressure(self._desk.fill(), 0.0, 1.0)
         return [codec.refused(error, overload if dropped else error.status, told)]
 
     def _check_size(self, size_bytes: int) -> None:

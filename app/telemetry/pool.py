@@ -12,6 +12,7 @@ _SCALARS = {
     "lower_bound": "Dispatch runs below it.",
     "watermark": "The stock that is aimed at.",
     "upper_bound": "The stock is never above it.",
+    "queue_fill": "The part of the queue's total capacity that is taken.",
     "active_flows": "Flows with a queued request.",
     "overdue_requests": "Queued requests that the starvation guard looks after.",
     "leases": "Requests in flight whose lease somebody keeps.",
@@ -49,8 +50,8 @@ class PoolMetrics:
         """Set everything from a state of the shape of `app.admin.view.StateView.state`.
 
         Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests},
-        `active_flows`, `overdue`, `leases`, `ready_backends`, `replicas` (a list), `paused`, `degraded`,
-        `in_flight` {ip:port: requests} and the totals. A key that is absent leaves its series as it was.
+        `queue_fill`, `active_flows`, `overdue`, `leases`, `ready_backends`, `replicas` (a list), `paused`,
+        `degraded`, `in_flight` {ip:port: requests} and the totals. A key that is absent leaves its series as it was.
         """
         bounds = state.get("bounds", {})
         replicas = state.get("replicas")
@@ -59,6 +60,7 @@ class PoolMetrics:
             ("lower_bound", bounds.get("lower")),
             ("watermark", bounds.get("watermark")),
             ("upper_bound", bounds.get("upper")),
+            ("queue_fill", state.get("queue_fill")),
             ("active_flows", state.get("active_flows")),
             ("overdue_requests", state.get("overdue")),
             ("leases", state.get("leases")),

@@ -385,3 +385,9 @@ def test_given_a_faulty_file_when_checked_then_each_fault_is_a_line_and_the_code
     out = capsys.readouterr()
     assert out.out == ""
     assert len(out.err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("namespace", ["picker", "envoy.lb.subset_hint", "", "a:b", "a)%", "two words"])
+def test_a_metadata_namespace_that_cannot_be_used_is_named(namespace: str) -> None:
+    with pytest.raises(ConfigError, match=r"extproc\.metadata_namespace: "):
+        parse({"extproc": {"metadata_namespace": namespace}})

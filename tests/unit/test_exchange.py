@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import parse
-from app.errors import ExpiredTtl, NoEndpoints, RequestError, StateUnavailable, TotalCapacity
+from app.errors import ExpiredTtl, NoEndpoints, RequestError, ShuttingDown, StateUnavailable, TotalCapacity
 from app.extproc.codec import WHOLE_BYTES
 from app.extproc.exchange import Exchange
 from app.request import Outcome, Placement
@@ -760,6 +760,7 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
         (TotalCapacity("full"), "1.00"),  # no room for it
         (ExpiredTtl("late"), "1.00"),
         (NoEndpoints("none"), "0.25"),  # the queue has nothing to do with it
+        (ShuttingDown("bye"), "0.25"),
     ],
 )
 async def test_a_refusal_tells_the_pressure_too(error: RequestError, told: str) -> None:
