@@ -49,9 +49,9 @@ class PoolMetrics:
     def show(self, state: Mapping[str, Any]) -> None:
         """Set everything from a state of the shape of `app.admin.view.StateView.state`.
 
-        Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests},
-        `queue_fill`, `active_flows`, `overdue`, `leases`, `ready_backends`, `replicas` (a list), `paused`,
-        `degraded`, `in_flight` {ip:port: requests} and the totals. A key that is absent leaves its series as it was.
+        Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests}, `queue_fill`,
+        `active_flows`, `overdue`, `leases`, `ready_backends`, `replicas` (a list), `paused`, `degraded`,
+        `in_flight` {ip:port: requests} and the totals. A key that is absent leaves its series as it was.
         """
         bounds = state.get("bounds", {})
         replicas = state.get("replicas")
