@@ -5,6 +5,8 @@
     ├── StartupError             a part that would not start
     └── RequestError             a request that gets an answer from the picker itself
         ├── BadRequest           400: malformed body or headers
+        ├── UnknownPath          404: nothing that a model server may be asked
+        ├── TooManyReads         429: more lists of models asked for than are let through
         ├── PayloadTooLarge      413
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
         ├── NoEndpoints          503: nothing to pick from
@@ -68,6 +70,20 @@ class BodyStalled(RequestError):
     status = 408
     code = "body_stalled"
     kind = "invalid_request_error"
+
+
+class UnknownPath(RequestError):
+    status = 404
+    code = "unknown_path"
+    kind = "invalid_request_error"
+
+
+class TooManyReads(RequestError):
+    """What needs no admission has a bound of its own (`extproc.read_rate`)."""
+
+    status = 429
+    code = "too_many_reads"
+    kind = "rate_limit_error"
 
 
 class PayloadTooLarge(RequestError):

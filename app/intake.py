@@ -26,12 +26,13 @@ from app.scheduling.session import HEADER as SESSION
 from app.scheduling.session import session_of
 from app.units import duration_s, endpoint_address, has_control
 
+METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
 TTL = ("x-llm-d-inference-ttl",)
 WORKLOAD = ("x-workload-context",)
 TRACE = "traceparent"
-HEADERS = frozenset((REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, SESSION))
+HEADERS = frozenset((METHOD, PATH, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, SESSION))
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id

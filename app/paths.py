@@ -15,6 +15,7 @@ Kind = Literal["inference", "read"]  # needs a body and is admitted; has none an
 _SEGMENT = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
 _MODEL_NAME = f"{_SEGMENT}(?:(?:/|%2[Ff]){_SEGMENT})*"
 _NAME = "{id}"
+NOT_LISTED = "no model server is asked this: not a method and path of the list"  # to who asks for another
 _ENTRY = re.compile(r"(GET|POST) ((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+(?:/\{id\})?)")
 
 

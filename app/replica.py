@@ -25,12 +25,13 @@ from app.assembly import assemble
 from app.config import Settings
 from app.endpoints.discovery import source_of
 from app.extproc import accesslog, eds, shares
-from app.extproc.desk import Desk
+from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
 from app.extproc.server import Server
 from app.extproc.service import Service
 from app.extproc.uploads import Uploads
 from app.intake import Intake
+from app.paths import AllowedPaths
 from app.scheduling.chooser import Chooser
 from app.state.wakeups import listen
 from app.telemetry.decisions import DecisionLines
@@ -65,6 +66,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     door = Door(parts.gate)
     desk = Desk(
         settings=settings,
+        paths=AllowedPaths(settings.extproc.paths),
+        reads=reads(settings.extproc, clock),
         intake=Intake(
             settings,
             new_id=lambda: str(uuid.uuid4()),

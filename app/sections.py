@@ -83,6 +83,7 @@ class ExtProc(Section):
     # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
+    read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused
     # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.

@@ -7,16 +7,23 @@ from app.admission.gate import Gate
 from app.config import Settings
 from app.extproc.door import Door
 from app.intake import Intake
+from app.paths import AllowedPaths
+from app.rates import Rates
+from app.sections import ExtProc
 from app.telemetry.decisions import DecisionLines
 from app.telemetry.metrics import Metrics
+
+_READS_S = 2.0  # reads that nobody has asked for in this time are lost
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """Its parts, made once. `clock` is in seconds and only its differences count. `fill` is the part of
-    the queue that is taken, 0 to 1."""
+    """Its parts, made once. `reads` bounds what goes through without admission, `fill` is the part of the
+    queue that is taken, 0 to 1. `clock` is in seconds and only its differences count."""
 
     settings: Settings
+    paths: AllowedPaths
+    reads: Rates
     intake: Intake
     gate: Gate
     door: Door
@@ -24,3 +31,8 @@ class Desk:
     lines: DecisionLines
     clock: Callable[[], float]
     fill: Callable[[], float]
+
+
+def reads(settings: ExtProc, clock: Callable[[], float]) -> Rates:
+    """The bound of what goes through without admission: one for all clients of the replica."""
+    return Rates(settings.read_rate, max(settings.read_rate * _READS_S, 1.0), 1, clock)

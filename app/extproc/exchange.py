@@ -12,6 +12,7 @@ one that is held through its response is settled, exactly once (G6); the access 
 
 import enum
 import logging
+import math
 from collections.abc import Sequence
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -27,6 +28,8 @@ from app.errors import (
     PayloadTooLarge,
     RequestError,
     ShuttingDown,
+    TooManyReads,
+    UnknownPath,
     Unsupported,
 )
 from app.extproc import codec
@@ -34,7 +37,8 @@ from app.extproc.desk import Desk
 from app.extproc.mode import mode_of
 from app.extproc.placing import KEPT_S, Placing
 from app.extproc.pressure import FULL, pressure
-from app.intake import CONTENT_LENGTH, read_metadata, read_subset
+from app.intake import CONTENT_LENGTH, METHOD, PATH, read_metadata, read_subset
+from app.paths import NOT_LISTED
 
 _log = logging.getLogger(__name__)
 
@@ -143,16 +147,21 @@ class Exchange(Placing):
         return self._refuse(BodyStalled("the rest of the body did not come"))
 
     def _begin(self, message: ProcessingRequest) -> bool:
-        """Read the first message; says whether a body follows it."""
+        """Read the first message; says whether a body follows it.
+
+        Raises:
+            UnknownPath, TooManyReads: it is nothing that a model server may be asked, or not now.
+            BadRequest: it has a body where it may not, or none where it must.
+        """
         self._mode = mode_of(message)
         if message.HasField("metadata_context"):
             hint = codec.read_metadata(message, codec.SUBSET_HINT)
             if hint is not None and codec.SUBSET in hint:
                 self._subset = read_subset(hint[codec.SUBSET])
         headers = message.request_headers
-        if headers.end_of_stream:
-            return False
         self._headers = codec.read_headers(headers, self._desk.intake.headers)
+        if self._is_read(headers.end_of_stream):
+            return False
         length = self._headers.pop(CONTENT_LENGTH, b"")
         if length.isdigit():
             self._length = int(length[:20])
@@ -162,8 +171,30 @@ class Exchange(Placing):
         self._step = _BODY
         return True
 
+    def _is_read(self, ended: bool) -> bool:
+        """Whether it is a read, which has no body and is not admitted, and not inference."""
+        method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
+        if method is None or path is None:
+            raise Unsupported("Envoy tells no :method and :path; see forward_rules of the ext_proc filter")
+        kind = self._desk.paths.kind(method, path)
+        if kind is None:
+            raise UnknownPath(NOT_LISTED)
+        if kind == "inference":
+            if ended:
+                raise BadRequest("the request has no body; a JSON object with a model is needed")
+            return False
+        if not ended:
+            raise BadRequest("a GET with a body is not served")
+        wait_s = self._desk.reads.take()
+        if wait_s:
+            raise TooManyReads(
+                f"more than {self._desk.settings.extproc.read_rate:g} reads a second",
+                retry_after_s=max(1, math.ceil(wait_s)),
+            )
+        return True
+
     async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Place a request that has no body, or whose body Envoy has read."""
+        """Place a read, or a request whose body Envoy has read."""
         if message.request_headers.end_of_stream:
             placement = await self._desk.gate.route(self._subset)
             self._pressure = pressure(self._desk.fill(), 0.0, 1.0)

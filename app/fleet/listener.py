@@ -47,7 +47,7 @@ from app.fleet.envoy_types import (
 from app.fleet.http_filters import PICKER_NAMESPACE, READERS, chain, redrive
 from app.fleet.modes import Mode
 from app.header_trust import untrusted
-from app.paths import PathRule, rules
+from app.paths import NOT_LISTED, PathRule, rules
 from app.scheduling.session import HEADER as SESSION_HEADER
 
 # What Envoy reads at once, and so the largest part of a body that reaches the picker as one message.
@@ -61,8 +61,7 @@ _BODY_S = 60.0  # for the whole body, and for a client to take the last of its a
 _IDLE_S = 120.0  # of a connection without a request; longer than the usual 60 s of balancers in front
 _SILENT_S = 3600.0  # of a request, without a byte in either direction
 _NOT_FOUND = (
-    b'{"error":{"message":"no model server is asked this: not a method and path of the list",'
-    b'"type":"invalid_request_error","code":"unknown_path"}}\n'
+    b'{"error":{"message":"%s","type":"invalid_request_error","code":"unknown_path"}}\n' % NOT_LISTED.encode()
 )
 
 

@@ -31,6 +31,7 @@ class Exchange:
         message.protocol_config.request_body_mode = _DUPLEX
         message.protocol_config.response_body_mode = _DUPLEX
         message.request_headers.headers.headers.add(key=":method", raw_value=b"POST")
+        message.request_headers.headers.headers.add(key=":path", raw_value=b"/v1/completions")
         await self.call.write(message)
 
     async def pick(self, body: bytes) -> str:

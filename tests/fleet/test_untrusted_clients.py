@@ -173,6 +173,40 @@ async def test_model_servers_are_asked_for_listed_paths_alone_however_others_are
 
 
 @pytest.fixture(params=["lean", "standard", "headers"])
+def gateway(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iterator[Edge]:
+    """Somebody else's: it sends every path to the pool, as it comes."""
+
+    def edit(tree: dict[str, Any]) -> None:
+        manager = tree["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
+        manager.update(normalizePath=False, mergeSlashes=False)
+        host = manager["routeConfig"]["virtualHosts"][0]
+        host["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "0s"}}]
+
+    with edge(here, tmp_path, mode=request.param, edit=edit) as running:
+        yield running
+
+
+async def test_behind_any_gateway_the_picker_lets_no_other_path_through(here: Any, gateway: Edge) -> None:
+    for method, path in (("POST", "/v1/completions?user=/../metrics"), ("GET", "/v1/models?x")):
+        assert (await gateway.says(request(method, path))).startswith(b"HTTP/1.1 200"), path
+    await at_rest(here)
+    before = len(await decisions(here))
+    refused = [*NOT_SERVED, ("POST", "/v1//completions"), ("GET", "//v1/models"), ("GET", "/v1/models/")]
+    answers = await asyncio.gather(*(gateway.says(request(*each)) for each in refused))
+    for (_, path), answer in zip(refused, answers, strict=True):
+        assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")) or answer == b"", (path, answer)
+        assert b"x-served-by" not in answer, path
+    assert sum(b'"code":"unknown_path"' in answer for answer in answers) > 10
+    # And inference without its body, or a list of models with one, is told what is wrong
+    for method, body in (("POST", b""), ("GET", b"{}")):
+        path = "/v1/completions" if method == "POST" else "/v1/models"
+        answer = await gateway.says(request(method, path, body=body))
+        assert answer.startswith(b"HTTP/1.1 400"), answer
+        assert b'"code":"bad_request"' in answer
+    assert len(await decisions(here)) == before
+
+
+@pytest.fixture(params=["lean", "standard", "headers"])
 def impatient(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iterator[Edge]:
     """As it is but for its patience, and for three clients at most."""
 

@@ -12,10 +12,11 @@ from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
 from app.config import parse
 from app.extproc.codec import WHOLE_BYTES
-from app.extproc.desk import Desk
+from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
 from app.intake import Intake
+from app.paths import AllowedPaths
 from app.request import Placement
 from app.telemetry.decisions import DecisionLines
 
@@ -40,6 +41,8 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
     return Exchange(
         Desk(
             settings=settings,
+            paths=AllowedPaths(),
+            reads=reads(settings.extproc, clock),
             intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
             gate=replica.gate,
             door=Door(replica.gate),

@@ -14,10 +14,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from app.config import Settings, parse
 from app.errors import RequestError
-from app.extproc.desk import Desk
+from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
 from app.intake import Intake
+from app.paths import AllowedPaths
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.telemetry.decisions import DecisionLines
 
@@ -99,6 +100,8 @@ def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = No
     return Desk(
         lines=DecisionLines(lambda: 0.0),
         settings=settings,
+        paths=AllowedPaths(settings.extproc.paths),
+        reads=reads(settings.extproc, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,
         door=Door(gate),
@@ -114,11 +117,16 @@ def headers(
     *,
     ended: bool = False,
     metadata: Mapping[str, Mapping[str, Any]] | None = None,
+    ask: tuple[str | bytes, str | bytes] | None = None,
 ) -> ProcessingRequest:
-    """The first message of an exchange; `mode` is a name of MODES, two body modes, or None for silence."""
+    """The first message of an exchange; `mode` is a name of MODES, two body modes, or None for silence.
+
+    `ask` is method and path: by default the list of models of a request that ends here, else completions.
+    """
     message = ProcessingRequest()
     pairs = list(fields.items()) if isinstance(fields, Mapping) else list(fields)
-    _fill(message.request_headers, [(":method", "POST"), (":path", "/v1/completions"), *pairs])
+    method, path = ask or (("GET", "/v1/models") if ended else ("POST", "/v1/completions"))
+    _fill(message.request_headers, [(":method", method), (":path", path), *pairs])
     message.request_headers.end_of_stream = ended
     if mode is not None:
         request, response = MODES[mode] if isinstance(mode, str) else mode

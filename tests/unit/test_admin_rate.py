@@ -69,7 +69,7 @@ async def test_given_addresses_without_end_when_they_ask_then_what_is_kept_of_th
     rate = Rate(10, Clock())
     for number in range(5000):
         await rate(call(f"client {number}"))
-    assert len(rate._left) <= 1024
+    assert len(rate._rates._left) <= 1024
 
 
 @pytest.mark.parametrize("path", ["/api/v1/state", "/api/v1/flows", "/api/v1/config", "/api/v1/events"])

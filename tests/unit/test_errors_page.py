@@ -53,7 +53,7 @@ def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> No
     assert status == f"{int(answer.status.code)}" + ("¹" if issubclass(fault, Dropped) else "")
     assert kind == f"`{error['type']}`"
     assert reason.strip("`") == headers.get(codec.DROPPED_REASON, "–")
-    assert ("retry-after" in headers) == status.startswith("503")
+    assert ("retry-after" in headers) == status.startswith(("503", "429"))
 
 
 def test_the_page_tells_of_no_fault_that_is_not_there() -> None:

@@ -327,6 +327,99 @@ async def test_a_request_without_body_is_routed_without_admission(mode: str) -> 
     assert (gate.admitted, gate.settled, gate.withdrawn) == ([], [], [])
 
 
+NOT_SERVED = [
+    ("GET", "/metrics"),
+    ("POST", "/flush_cache"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/models"),
+    ("GET", "/v1/completions"),
+    ("HEAD", "/v1/models"),
+    ("post", "/v1/completions"),
+    ("POST", "//v1/completions"),
+    ("POST", "/v1/completions/"),
+    ("POST", "/v1/Completions"),
+    ("POST", "/v1/completions;x=1"),
+    ("POST", "/v1/completions#/flush_cache"),
+    ("POST", "/v1/completions%2f..%2f..%2fflush_cache"),
+    ("POST", "/v1/completions/%2e%2e/%2e%2e/flush_cache"),
+    ("GET", "//v1/models"),
+    ("GET", "/v1/models/../../metrics"),
+    ("GET", "/v1/models/%2e%2e/%2e%2e/metrics"),
+    ("GET", b"/v1/models/\xff"),
+    ("CONNECT", ""),
+]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("ask", NOT_SERVED)
+async def test_what_no_model_server_should_be_asked_is_refused_in_every_mode(
+    mode: str, ended: bool, ask: tuple[str, str | bytes]
+) -> None:
+    gate, metrics = ScriptedGate(), Counted()
+    exchange = Exchange(desk(gate, metrics))
+    metadata = {"picker.request": {"model": "m"}}
+    answers = await converse(exchange, headers(mode, ended=ended, metadata=metadata, ask=ask))
+    status, error = refusal(answers)
+    assert (status, error["code"]) == (404, "unknown_path")
+    assert exchange.done
+    exchange.close()
+    assert (gate.admitted, gate.routed) == ([], [])
+    assert metrics.answers == [(mode, "", "unknown_path")]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+@pytest.mark.parametrize(
+    ("ask", "ended", "says"),
+    [
+        (("POST", "/v1/chat/completions?x=/v1/models"), True, "has no body"),
+        (("GET", "/v1/models?x=1"), False, "with a body"),
+    ],
+)
+async def test_inference_needs_a_body_and_a_read_has_none(
+    mode: str, ask: tuple[str, str], ended: bool, says: str
+) -> None:
+    gate = ScriptedGate()
+    metadata = {"picker.request": {"model": "m"}}
+    exchange = Exchange(desk(gate))
+    status, error = refusal(await converse(exchange, headers(mode, ended=ended, metadata=metadata, ask=ask)))
+    assert (status, error["code"]) == (400, "bad_request")
+    assert says in error["message"]
+    assert (gate.admitted, gate.routed) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
+    # Given a replica that lets one read a second through, and two at once, one of them of a path of its own
+    gate, metrics = ScriptedGate(), Counted()
+    settings = parse({"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
+    here = desk(gate, metrics, settings)
+    reads = [headers(mode, ended=True), headers(mode, ended=True, ask=("GET", "/v1/adapters/a"))]
+    for message in reads:
+        assert parts(await converse(Exchange(here), message)) == ["request_headers"]
+    # When one more comes, then it is told when to come again, and no endpoint is asked for
+    answers = await converse(Exchange(here), headers(mode, ended=True))
+    status, error = refusal(answers)
+    assert (status, error["code"]) == (429, "too_many_reads")
+    assert set_headers(answers[0].immediate_response.headers)["retry-after"] == "1"
+    assert len(gate.routed) == 2
+    # And inference goes on
+    await converse(Exchange(here), *asks(mode))
+    assert metrics.answers[-1] == (mode, "m", "ok")
+
+
+@pytest.mark.parametrize("missing", [":method", ":path"])
+async def test_an_envoy_that_does_not_tell_the_path_is_told_so(missing: str) -> None:
+    message = headers("lean")
+    fields = message.request_headers.headers.headers
+    kept = [field for field in fields if field.key != missing]
+    del fields[:]
+    fields.extend(kept)
+    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), message))
+    assert (status, error["code"]) == (500, "unsupported_processing_mode")
+    assert "forward_rules" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("hint", "subset"),
     [

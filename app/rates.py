@@ -1,0 +1,29 @@
+"""Token buckets: how often each of many may do a thing."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class Rates:
+    """A bucket a key: `per_s` tokens a second, and at most `burst` of them unspent.
+
+    The `most_keys` keys asked for last are remembered; `clock` is in seconds.
+    """
+
+    def __init__(self, per_s: float, burst: float, most_keys: int, clock: Callable[[], float]) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._most_keys = most_keys
+        self._clock = clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, as of when
+
+    def take(self, key: str = "", cost: float = 1.0) -> float:
+        """Spend `cost` tokens of `key`: 0 if it had them, else in how many seconds it will have."""
+        now_s = self._clock()
+        left, as_of_s = self._left.pop(key, (self._burst, now_s))
+        left = min(self._burst, left + (now_s - as_of_s) * self._per_s)
+        enough = left >= cost
+        self._left[key] = left - cost if enough else left, now_s
+        if len(self._left) > self._most_keys:
+            self._left.popitem(last=False)
+        return 0.0 if enough else (cost - left) / self._per_s
