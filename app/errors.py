@@ -22,6 +22,7 @@
             ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
+            ├── Preempted
             ├── Evicted
             └── ShuttingDown
 
@@ -182,8 +183,15 @@ class ExpiredTtl(Dropped):
     reason = "rejected-ttl-expired"
 
 
+class Preempted(Dropped):
+    """Waited, and had to make room for a higher band."""
+
+    code = "preempted"
+    reason = "evicted-queue-pressure"
+
+
 class Evicted(Dropped):
-    """Waited, and had to make room: for a higher band, or because an operator said so."""
+    """Waited, and an operator took it out of the queue."""
 
     code = "evicted"
     reason = "evicted-queue-pressure"

@@ -86,13 +86,15 @@ class Placement(NamedTuple):
 
     `ticket` is opaque to Envoy: it carries what is needed to account for the request if the shared state
     has been lost meanwhile. `attempt` is the gate's own mark of who may take the placement back. `session` is
-    what the client is told, to be brought back with its session's next request; '' for nothing.
+    what the client is told, to be brought back with its session's next request; '' for nothing. `waited_s` is
+    its time in the queue, None for one that went past it.
     """
 
     endpoints: tuple[str, ...]
     ticket: str
     attempt: int = 0
     session: str = ""
+    waited_s: float | None = None
 
     def header(self, tries: int = 0) -> str:
         """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.
@@ -117,7 +119,8 @@ class Completion(NamedTuple):
 
     `duration_s` is what the client waited, in the queue too; `service_s` what its endpoint took of it, None
     if that is not known. `failed` is an endpoint that could not be connected to on the way; '' if none is
-    known of. `ticket` is the placement's, '' if Envoy did not bring it back.
+    known of. `ticket` is the placement's, '' if Envoy did not bring it back. `waited_s` is its time in the
+    queue, None if it went past it, and `target_model` what it was sent as, told where it has waited.
     """
 
     id: str
@@ -131,6 +134,8 @@ class Completion(NamedTuple):
     failed: str = ""
     ticket: str = ""
     service_s: float | None = None
+    waited_s: float | None = None
+    target_model: str = ""
 
 
 class Alive(NamedTuple):

@@ -17,7 +17,7 @@ class Gate(Protocol):
         Cancelling the call withdraws the request, wherever it is.
 
         Raises:
-            RequestError: it is refused, expired, evicted, or the shared state cannot be reached.
+            RequestError: it is refused, expired, preempted, evicted, or the shared state cannot be reached.
         """
         ...
 

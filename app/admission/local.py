@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from app.admission.local_queue import LocalQueue, Waiting
 from app.admission.local_rules import Rules
 from app.admission.purse import Purse
-from app.errors import ClientGone, Evicted, ExpiredTtl, RequestError
+from app.admission.waiter import Wait
+from app.errors import ClientGone, ExpiredTtl, Preempted, RequestError
 from app.request import InferenceRequest
 from app.telemetry.metrics import Metrics
 
@@ -80,14 +81,13 @@ class LocalGate:
         """What a request of `cost` is charged, as the scripts do."""
         return min(cost, self._bound)
 
-    async def admit(
-        self, request: InferenceRequest, cost: float, arrived_s: float, *, alone: bool = True
-    ) -> bool:
+    async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
         """True once `cost` is paid for; False if there is a shared state again, to be asked instead. Unless
         this gate decides `alone`, the shared one is asked as well, and counts who goes past the queue.
+        `wait` is told that the request is queued.
 
         Raises:
-            Dropped: refused, evicted or expired.
+            Dropped: refused, preempted or expired.
             ClientGone: its stream has been taken over by a newer one.
         """
         assert self._queue is not None
@@ -95,12 +95,14 @@ class LocalGate:
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         if not self._paused and not len(self._queue) and self._purse.spend(cost):
-            if alone:
+            if alone and not wait.queued:
                 self._metrics.bypassed(request.model, request.target_model)
             return True
-        if arrived_s + request.ttl_s <= self._loop.time():
+        if wait.arrived_s + request.ttl_s <= self._loop.time():
             raise self._late(request)
-        return await self._wait(self._enter(request, cost, arrived_s))
+        queued = self._enter(request, cost, wait.arrived_s)
+        wait.queued = True
+        return await self._wait(queued)
 
     def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> _Queued:
         assert self._queue is not None
@@ -110,8 +112,9 @@ class LocalGate:
             self._metrics.push_error(request.model, error.code, request.target_model)
             raise
         if victim is not None:
-            self._tell(self._by_place[victim], Evicted("had to make room for a higher band", retry_after_s=1))
-            self._metrics.evicted(victim.request.band)
+            why = Preempted("had to make room for a higher band", retry_after_s=1)
+            self._tell(self._by_place[victim], why)
+            self._metrics.preempted(victim.request.band)
         queued = _Queued(place, self._loop.create_future(), self._queue)
         self._queued[request.id] = queued
         self._by_place[place] = queued
@@ -125,9 +128,8 @@ class LocalGate:
         self._metrics.waiting(*labels, 1)
         timer = self._loop.call_at(place.deadline_s, self._tell, queued, None)
         try:
-            paid = await queued.turn
+            return await queued.turn
         except asyncio.CancelledError:
-            self._metrics.cancelled(*labels)
             if _is_paid(queued.turn):
                 self.earn(place.cost)
             raise
@@ -135,8 +137,6 @@ class LocalGate:
             timer.cancel()
             self._metrics.waiting(*labels, -1)
             self._leave(queued)
-        self._metrics.waited(request.model, self._loop.time() - place.arrived_s, True, request.target_model)
-        return paid
 
     def earn(self, amount: float) -> None:
         """A place has become free. What is kept never passes the bound."""

@@ -5,6 +5,7 @@ from app.errors import (
     ExpiredTtl,
     InsufficientFlowCapacity,
     NoEndpoints,
+    Preempted,
     RequestError,
     Saturated,
     TotalCapacity,
@@ -30,6 +31,8 @@ def refusal(verdict: Verdict, *, ttl_s: float, retry_after_s: int) -> RequestErr
         return error(message, retry_after_s=int(seconds))
     if verdict.what == "expired":
         return ExpiredTtl(f"waited longer than {ttl_s:g} s", retry_after_s=retry_after_s)
+    if verdict.what == "preempted":
+        return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
     if verdict.what == "evicted":
-        return Evicted("taken out of the queue to make room", retry_after_s=retry_after_s)
+        return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
     return None

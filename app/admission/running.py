@@ -83,8 +83,9 @@ class RunningRequests:
         def settled(answer: asyncio.Future[str]) -> None:
             then()
             if not answer.cancelled() and answer.exception() is None:
-                self._settled(completion, answer.result())
+                self._settled(completion, note, answer.result())
 
+        note = completion.ticket or self.held_ticket(completion.id)
         self.ended(completion)
         self._tell_end(completion).add_done_callback(settled)
 
@@ -120,13 +121,15 @@ class RunningRequests:
             _log.warning("endpoint %s cannot be connected to", address)
             ignore_loss(self._store.mark(address, "down", True))
 
-    def _settled(self, completion: Completion, reply: str) -> None:
+    def _settled(self, completion: Completion, note: str, reply: str) -> None:
         what, _, model = reply.partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
-        elif what == "unknown" and completion.ticket:
-            # Placed without the shared state, or lost with it; who placed it may not hear that it is over.
-            ignore_loss(self._store.bury(completion.id))
+        elif what == "unknown" and note:
+            # Placed without the shared state, or lost with it, or its lease had ended. It is told of once.
+            self._metrics.completed(completion, ticket.model_of(note))
+            if completion.ticket:  # who placed it may not hear that it is over
+                ignore_loss(self._store.bury(completion.id))
 
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from app.admission.refusal import refusal
 from app.admission.running import RunningRequests, ignore_loss
 from app.admission.service import ServiceMeter
-from app.admission.waiter import Waiter, tell
+from app.admission.waiter import Wait, Waiter, tell
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import (
     ClientGone,
@@ -86,10 +86,14 @@ class SharedGate(RunningRequests):
             self._any_queued.clear()
         await self._any_queued.wait()
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(
+        self, request: InferenceRequest, *, held: bool, age_s: float = 0.0, wait: Wait | None = None
+    ) -> Placement:
+        """As `Gate.admit`; `wait` is told that the request is queued."""
         task = asyncio.current_task()
         assert task is not None
         arrived = self._loop.time() - age_s
+        wait = wait or Wait(arrived)
         waiter = Waiter(request, next(self._attempts), arrived, self._loop.create_future(), task)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
@@ -101,8 +105,10 @@ class SharedGate(RunningRequests):
         try:
             verdict = await self._admit_known(waiter)
             if verdict.what == "placed":
-                self._metrics.bypassed(request.model, request.target_model)
+                if not wait.queued:
+                    self._metrics.bypassed(request.model, request.target_model)
             else:
+                wait.queued = True
                 verdict = await self._queue(waiter, verdict)
         except (asyncio.CancelledError, StateFault) as fault:
             # What the call did, if it arrived, is undone by whoever still owns the attempt. One that found no
@@ -143,7 +149,6 @@ class SharedGate(RunningRequests):
             if verdict.what == "granted":
                 verdict = await self._take_up(waiter)
             if verdict.what == "placed":
-                self._count_wait(waiter, True)
                 return verdict
             if verdict.what == "gone":
                 if self._waiting.get(request.id) is not waiter:
@@ -203,6 +208,8 @@ class SharedGate(RunningRequests):
             self._metrics.push_error(request.model, error.code, request.target_model)
         elif verdict.what == "expired":
             self._metrics.expired(request.model, request.target_model)
+        elif verdict.what == "preempted":
+            self._metrics.preempted(request.band)
         else:
             self._metrics.evicted(request.band)
         raise error
@@ -214,20 +221,11 @@ class SharedGate(RunningRequests):
         timer = self._loop.call_later(left_s, tell, waiter.news, Verdict("late", ""))
         try:
             verdict = await waiter.news
-        except asyncio.CancelledError:
-            self._metrics.cancelled(request.model, request.target_model)
-            raise
         finally:
             timer.cancel()
         if verdict.what == "late":
             verdict = Verdict(await self._expire(waiter), "")
-        if verdict.what in ("expired", "evicted"):
-            self._count_wait(waiter, False)
         return self._accepted(request, verdict)
-
-    def _count_wait(self, waiter: Waiter, success: bool) -> None:
-        request, seconds = waiter.request, self._loop.time() - waiter.arrived
-        self._metrics.waited(request.model, seconds, success, request.target_model)
 
     async def _expire(self, waiter: Waiter) -> str:
         """`granted` if the grant came in time after all, else `expired`."""
@@ -251,7 +249,7 @@ class SharedGate(RunningRequests):
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
     def hear(self, what: str, request_id: str) -> bool:
-        """News of a waiting request: granted, expired, evicted. Repeated or late news changes nothing.
+        """News of a waiting request: granted, expired, preempted, evicted. Repeated or late: changes nothing.
 
         True if somebody waited for it who had not been told. A grant of a request that neither waits nor runs
         here was given by a shared state that has lost its end: it is given back.

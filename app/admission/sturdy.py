@@ -8,7 +8,8 @@ from typing import Any
 from app.admission import ticket
 from app.admission.crossing import Crossing, Mode
 from app.admission.outbox import Placed
-from app.errors import StateUnavailable
+from app.admission.waiter import Wait
+from app.errors import ClientGone, StateUnavailable
 from app.request import Alive, Completion, InferenceRequest, Placement
 
 
@@ -48,12 +49,27 @@ class SturdyGate(Crossing):
         return min(self._pulse.queued / self._effective().settings.fair_request_queue.total_capacity, 1.0)
 
     async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
-        arrived_s = self._loop.time() - age_s
+        # One that came before has had a place that was lost: since then it waits.
+        wait = Wait(self._loop.time() - age_s, queued=age_s > 0)
+        try:
+            placement = await self._admit(request, wait, held)
+        except ClientGone:
+            raise  # a newer stream of the request goes on with its wait
+        except BaseException:
+            if wait.queued:
+                self._metrics.waited(request.model, self._waited_s(wait), False, request.target_model)
+            raise
+        return placement._replace(waited_s=self._waited_s(wait)) if wait.queued else placement
+
+    def _waited_s(self, wait: Wait) -> float:
+        return self._loop.time() - wait.arrived_s
+
+    async def _admit(self, request: InferenceRequest, wait: Wait, held: bool) -> Placement:
         while True:
             if self._mode is Mode.SHARED:
                 try:
-                    age_s = self._loop.time() - arrived_s
-                    placement = await self._shared.admit(request, held=held, age_s=age_s)
+                    age_s = self._waited_s(wait)
+                    placement = await self._shared.admit(request, held=held, age_s=age_s, wait=wait)
                 except StateUnavailable:
                     self._lose("a decision could not be had")
                     if self._mode is Mode.SHARED and not self._waking():
@@ -62,20 +78,20 @@ class SturdyGate(Crossing):
                 self._gained += self._cost(request)
                 self._busy = True
                 return placement
-            placed = await self._admit_alone(request, arrived_s, held)
+            placed = await self._admit_alone(request, wait, held)
             if placed is not None:
                 return placed
 
-    async def _admit_alone(self, request: InferenceRequest, arrived_s: float, held: bool) -> Placement | None:
+    async def _admit_alone(self, request: InferenceRequest, wait: Wait, held: bool) -> Placement | None:
         cost = self._local.cost_of(self._cost(request))
-        if not await self._local.admit(request, cost, arrived_s, alone=self._mode is Mode.LOCAL):
+        if not await self._local.admit(request, cost, wait, alone=self._mode is Mode.LOCAL):
             return None
         try:
             if self._mode is not Mode.LOCAL:
                 self._prepaid += cost
                 try:
-                    age_s = self._loop.time() - arrived_s
-                    placement = await self._shared.admit(request, held=held, age_s=age_s)
+                    age_s = self._waited_s(wait)
+                    placement = await self._shared.admit(request, held=held, age_s=age_s, wait=wait)
                 finally:
                     self._prepaid -= cost
                 self._gained += cost

@@ -1,10 +1,21 @@
-"""A request that waits at the gate on shared state, and how it is told."""
+"""Requests that wait: their time in the queue, and how those at the gate on shared state are told."""
 
 import asyncio
 from dataclasses import dataclass
 
 from app.request import InferenceRequest
 from app.state.store import Verdict
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request's time in the queue: one wait, however often it crosses between the shared and the local one.
+
+    It is counted once, when the outcome of its request is known (`epp_queue_latency_seconds`).
+    """
+
+    arrived_s: float  # event-loop time
+    queued: bool = False
 
 
 @dataclass(slots=True)

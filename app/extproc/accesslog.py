@@ -143,6 +143,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         failed=_failed(common, served, ticket.endpoint_of(note)),
         ticket=note,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
+        waited_s=_waited_s(picker),
+        target_model=_text(picker, "target"),
     )
 
 
@@ -184,6 +186,15 @@ def _text(fields: Any, key: str) -> str:
     """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
     value = fields.get(key)
     return "" if value is None else value.string_value
+
+
+def _waited_s(fields: Any) -> float | None:
+    """The time in the queue that the picker noted; None of one that went past it."""
+    value = fields.get("waited")
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    seconds = value.number_value
+    return seconds if 0 <= seconds < math.inf else None
 
 
 def _tokens(fields: Any, key: str) -> int | None:

@@ -20,7 +20,9 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
-PICKER = "picker"  # {id, ticket}: comes back in the access log; {session, pressure}: goes to the client
+# {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure} go
+# to the client
+PICKER = "picker"
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
@@ -70,6 +72,7 @@ def placed(
     request_id: str,
     content_length: int | None,
     tries: int = 0,
+    target_model: str = "",
     *,
     namespace: str,
     pressure: str,
@@ -77,7 +80,8 @@ def placed(
     """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
 
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
-    is how many endpoints to name at least, where the request may go to no other; `pressure` is the client's.
+    is how many endpoints to name at least, where the request may go to no other; `target_model` the model that
+    it is sent as; `pressure` is the client's.
     """
     answer = ProcessingResponse()
     answer.CopyFrom(_towards(placement.header(tries), namespace))
@@ -90,6 +94,9 @@ def placed(
         account["ticket"].string_value = placement.ticket
         if placement.session:
             account["session"].string_value = placement.session
+        if placement.waited_s is not None:
+            account["waited"].number_value = placement.waited_s
+            account["target"].string_value = target_model
     return answer
 
 

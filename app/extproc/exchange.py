@@ -24,6 +24,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from app.errors import (
     BadRequest,
     BodyStalled,
+    ClientGone,
     Dropped,
     PayloadTooLarge,
     RequestError,
@@ -68,6 +69,7 @@ class Exchange(Placing):
         "_body_bytes",
         "_code",
         "_length",
+        "_status",
         "_step",
     )
 
@@ -78,6 +80,7 @@ class Exchange(Placing):
         self._body_bytes = 0
         self._length = -1  # of the body, if its header says so
         self._code = ""  # of a decision that is not counted yet
+        self._status = 200
 
     @property
     def done(self) -> bool:
@@ -112,7 +115,7 @@ class Exchange(Placing):
             if self._step is _RESPONSE:
                 raise  # too late for an answer
             _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
-            self.close()
+            self._take_back()
             return self._refuse(RequestError("the picker failed on this request; its log says why"))
 
     def told(self) -> None:
@@ -122,7 +125,7 @@ class Exchange(Placing):
             self._desk.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
             lines = self._desk.lines
             if self._code != "ok":
-                lines.refused(self._asked, self._code, self._mode, seconds)
+                lines.refused(self._asked, self._code, self._status, self._mode, seconds)
             elif lines.debug:
                 endpoints = self._untold[1].endpoints if self._untold is not None else ()
                 lines.placed(self._asked, endpoints, self._mode, seconds)
@@ -133,16 +136,27 @@ class Exchange(Placing):
 
     def close(self) -> None:
         """The stream is over, for whatever reason: nothing stays taken that nobody will release."""
+        if self._asked is not None and self._step in (_OPEN, _BODY, _PLACED):
+            # Envoy ends the stream of a whole request before its decision when the client has gone.
+            seconds = self._desk.clock() - self._started_s
+            self._desk.metrics.left(self._mode, self._model, seconds, self._target_model)
+            self._desk.lines.refused(self._asked, ClientGone.code, ClientGone.status, self._mode, seconds)
+        self._take_back()
+
+    def _take_back(self) -> None:
         self._step = _DONE
         if self._untold is not None:
-            self._desk.gate.withdraw(*self._untold)
+            request_id, placement = self._untold
+            self._desk.gate.withdraw(request_id, placement)
+            if placement.waited_s is not None:
+                self._desk.metrics.waited(self._model, placement.waited_s, False, self._target_model)
         elif self._response is not None:
             self._response.cut()
         self._untold = self._response = None
 
     def give_up(self) -> Sequence[ProcessingResponse]:
         """The rest of the body does not come: nothing of it is kept; what to tell Envoy."""
-        self.close()
+        self._take_back()
         self._body, self._ready = [], None
         return self._refuse(BodyStalled("the rest of the body did not come"))
 
@@ -298,7 +312,8 @@ class Exchange(Placing):
         dropped = isinstance(error, Dropped)
         by_queue = dropped and not isinstance(error, ShuttingDown)
         told = FULL if by_queue else pressure(self._desk.fill(), 0.0, 1.0)
-        return [codec.refused(error, overload if dropped else error.status, told)]
+        self._status = overload if dropped else error.status
+        return [codec.refused(error, self._status, told)]
 
     def _check_size(self, size_bytes: int) -> None:
         limit_bytes = self._desk.settings.extproc.max_body_bytes

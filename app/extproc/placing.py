@@ -80,7 +80,7 @@ class Placing:
         came_s = self._desk.clock()
         placement = await self._admit(request, came_s)
         if self._mode == "standard":
-            self._response = self._answer_of(request.id, rename, placement.session)
+            self._response = self._answer_of(request.id, rename, placement)
         answer = self._towards(placement, request, length)
         self._ready = Ready(answer, body, request, placement, length, came_s, self._placed_s)
 
@@ -120,6 +120,7 @@ class Placing:
             "" if request is None else request.id,
             length,
             self._tries(request),
+            "" if request is None else request.target_model,
             namespace=self._desk.settings.extproc.metadata_namespace,
             pressure=self._pressure,
         )
@@ -130,7 +131,9 @@ class Placing:
             return 0
         return 1 + self._desk.settings.scheduling.fallbacks
 
-    def _answer_of(self, request_id: str, rename: ModelRename | None, session: str = "") -> Response:
+    def _answer_of(
+        self, request_id: str, rename: ModelRename | None, placement: Placement | None = None
+    ) -> Response:
         desk = self._desk
         settle = desk.gate.settle
         return Response(
@@ -140,5 +143,7 @@ class Placing:
             started_s=self._started_s,
             placed_s=desk.clock(),
             namespace=desk.settings.extproc.metadata_namespace,
-            told={SESSION: session, PRESSURE: self._pressure},
+            told={SESSION: placement.session if placement is not None else "", PRESSURE: self._pressure},
+            waited_s=placement.waited_s if placement is not None else None,
+            target_model=self._target_model,
         )

@@ -20,7 +20,8 @@ class Response:
 
     `request_id` is '' if nothing was admitted for it, and then nothing is settled. `rename` puts the client's
     model name back, None if it was never changed. `told` are headers for the client. Times are counted
-    from `started_s`. Who served is in the metadata `namespace`.
+    from `started_s`. Who served is in the metadata `namespace`. `waited_s` and `target_model` are the
+    completion's.
     """
 
     __slots__ = (
@@ -34,8 +35,10 @@ class Response:
         "_settle",
         "_started_s",
         "_status",
+        "_target_model",
         "_told",
         "_usage",
+        "_waited_s",
         "ended",
     )
 
@@ -50,10 +53,14 @@ class Response:
         placed_s: float,
         namespace: str,
         told: Mapping[str, str],
+        waited_s: float | None = None,
+        target_model: str = "",
     ) -> None:
         self.ended = False
         self._namespace = namespace
         self._told = told
+        self._waited_s = waited_s
+        self._target_model = target_model
         self._request_id = request_id
         self._rename = rename
         self._settle = settle
@@ -122,5 +129,7 @@ class Response:
                 duration_s=now_s - self._started_s,
                 first_byte_s=self._first_byte_s,
                 service_s=now_s - self._placed_s,
+                waited_s=self._waited_s,
+                target_model=self._target_model,
             )
         )

@@ -38,8 +38,11 @@ class DecisionLines:
         fields = {**_of(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
         _log.debug("placed", extra={**fields, **self._why(request)})
 
-    def refused(self, request: InferenceRequest | None, code: str, mode: str, seconds: float) -> None:
-        """A request got `code` for an answer; without `request` it could not be read."""
+    def refused(
+        self, request: InferenceRequest | None, code: str, status: int, mode: str, seconds: float
+    ) -> None:
+        """A request got `code` and the HTTP `status` for an answer, or its client left before there was one
+        (`client_gone`, 499); without `request` it could not be read."""
         second = int(self._clock())
         if second != self._second:
             self._second = second
@@ -49,7 +52,7 @@ class DecisionLines:
             self._left_out[code] = self._left_out.get(code, 0) + 1
             return
         self._written[code] = written + 1
-        fields = _of(request, code, mode, seconds)
+        fields = {**_of(request, code, mode, seconds), "status": status}
         if self.debug and code == NoEndpoints.code:
             fields |= self._why(request)
         left_out = self._left_out.pop(code, 0)

@@ -15,7 +15,8 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from app.request import Band, Completion
+from app.errors import ClientGone
+from app.request import Band, Completion, Outcome
 from app.state.error_replies import NO_ANSWER, Meaning
 from app.telemetry.pool import PoolMetrics
 from app.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, PairCap
@@ -32,6 +33,7 @@ _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _MODEL = ("model", "target_model")
 _SCRIPTS = ("bury", "renew", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
+_CLIENT_GONE = str(ClientGone.status)
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
@@ -68,9 +70,12 @@ class Metrics:
         self._waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
         self._bypasses = counters("bypass", "Requests that went past the queue.", _MODEL)
         self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
-        self._cancelled = counters("requests_cancelled", "Requests whose client went away.", _MODEL)
+        self._cancelled = counters(
+            "requests_cancelled", "Requests whose client went away before their decision.", _MODEL
+        )
         self._waiting = gauges("queue_length", "Requests of this replica that wait for their turn.", _MODEL)
-        self._preemptions = counters("preemptions", "Requests evicted from the queue.", ("band",))
+        self._preemptions = counters("preemptions", "Requests that made room for a higher band.", ("band",))
+        self._evictions = counters("evictions", "Requests an operator took out of the queue.", ("band",))
         self._push_errors = counters(
             "queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
         )
@@ -111,6 +116,7 @@ class Metrics:
         # What has never happened is a rate of 0 and not a series that is missing.
         for band in Band:
             self._preemptions.add((band.label,), 0)
+            self._evictions.add((band.label,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
             self._errors.add((script, kind), 0)
 
@@ -126,7 +132,10 @@ class Metrics:
         """A request ended. Fields of `completion` that are None are not counted."""
         name = self._model(model)
         self._completions.add((name, completion.outcome.value))
-        self._statuses.add((name, _STATUS_TEXTS.get(completion.status, OTHER)))
+        if completion.status == 0 and completion.outcome is Outcome.CLIENT_GONE:
+            self._statuses.add((name, _CLIENT_GONE))
+        else:
+            self._statuses.add((name, _STATUS_TEXTS.get(completion.status, OTHER)))
         label = (name,)
         if completion.prompt_tokens:
             self._tokens_in.add(label, completion.prompt_tokens)
@@ -136,6 +145,9 @@ class Metrics:
             self._duration.observe(completion.duration_s, label)
         if completion.first_byte_s is not None:
             self._first_byte.observe(completion.first_byte_s, label)
+        if completion.waited_s is not None:
+            success = completion.outcome is Outcome.COMPLETED
+            self.waited(model, completion.waited_s, success, completion.target_model)
 
     def access_log(self, kind: str, n: int) -> None:
         """`n` access-log entries came: `kind` is `ended`, `alive` or `ignored`."""
@@ -146,7 +158,7 @@ class Metrics:
         self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """A request left the queue; `success` says that it was dispatched."""
+        """A request was queued for `seconds`, and its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self._waits.observe(seconds, labels)
 
@@ -156,16 +168,23 @@ class Metrics:
     def expired(self, model: str, target_model: str = "") -> None:
         self._expired.add(self._variant(model, target_model))
 
-    def cancelled(self, model: str, target_model: str = "") -> None:
+    def left(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
+        """The client of a request went away before its decision could be told: status 499."""
+        self.answered(mode, model, ClientGone.code, seconds, target_model)
         self._cancelled.add(self._variant(model, target_model))
+        self._statuses.add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, model: str, target_model: str, change: int) -> None:
         """`change` requests more (or fewer) of this replica wait in the queue."""
         self._waiting.add(self._variant(model, target_model), change)
 
-    def evicted(self, band: Band) -> None:
-        """A queued request of this replica had to make room."""
+    def preempted(self, band: Band) -> None:
+        """A queued request of this replica had to make room for a higher band."""
         self._preemptions.add((band.label,))
+
+    def evicted(self, band: Band) -> None:
+        """An operator took a queued request of this replica out."""
+        self._evictions.add((band.label,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """The queue refused a request; `error_type` is the Dropped error's code."""

@@ -31,8 +31,8 @@ local function finish_request(r, event, note_text)
     for _, band in ipairs(BANDS) do queue.unpark(band, queue.lane(r)) end
   end
 end
--- End a queued request that did not ask for it, and tell its owner.
+-- End a queued request that did not ask for it, and tell its owner: 'expired', 'preempted' or 'evicted'.
 local function turn_away(r, event)
   finish_request(r, event)
-  news.tell(r.owner, r.id, event == 'expired' and 'expired' or 'evicted')
+  news.tell(r.owner, r.id, event)
 end

@@ -27,6 +27,7 @@ local function place_granted(r, candidates, turn, picks)
   later('ZREM', key.inflight, r.id)
   pool.release(r.taken)
   endpoints.count_flow(r, nil, -1)
+  workloads.sent_back(r.workload)
   r.state, r.taken = 'queued', 0
   queue.insert(r)
   local lane = queue.lane(r)

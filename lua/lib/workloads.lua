@@ -77,6 +77,14 @@ function workloads.dispatched(id, wait_ms)
   w[3] = w[3] + 1
   changed_workloads[id] = w
 end
+-- A dispatch that came to nothing: its request waits again, and counts when it is dispatched for good. The average
+-- keeps the wait it had by then.
+function workloads.sent_back(id)
+  if id == '' then return end
+  local w = workload(id)
+  w[3] = w[3] > 1 and w[3] - 1 or 0
+  changed_workloads[id] = w
+end
 function workloads.ended(id)
   if id == '' then return end
   local w = known_workloads[id] or workload(id)

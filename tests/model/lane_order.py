@@ -101,6 +101,11 @@ class Workloads:
             workload.ema_ms = wait_ms if first else alpha * wait_ms + (1 - alpha) * workload.ema_ms
             workload.dispatched += 1
 
+    def sent_back(self, name: str) -> None:
+        """A dispatch that came to nothing: it counts again, and the average keeps its wait."""
+        if name:
+            self.known[name].dispatched -= 1
+
     def restored(self, name: str) -> None:
         if name:
             self._active(name, 1)

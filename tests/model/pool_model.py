@@ -160,6 +160,7 @@ class PoolModel:
         # Back to its place, uncharged; the lane waits until one of the flow's requests ends.
         assert r.tag is not None
         self._give_back(r)
+        self.workloads.sent_back(r.workload)
         self.lanes.insert(r)
         self.lanes.correct(r, -self.lanes.share(r), r.tag)
         self.lanes.charge_band(r, -r.cost)
@@ -191,7 +192,7 @@ class PoolModel:
     def _turn_away(self, r: Request, event: str) -> None:
         """End one that waits and did not ask for it."""
         self._finish(r, event)
-        self._tell(r, "expired" if event == "expired" else "evicted")
+        self._tell(r, event)
 
     def _hold(self, r: Request, until_ms: int) -> None:
         """Its replica is silent: keep it, out of the order, for whoever brings its id."""

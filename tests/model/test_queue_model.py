@@ -141,7 +141,7 @@ def test_preemption_takes_the_newest_of_each_lower_lane_in_turn() -> None:
     model.admit("a", [Arrival(id, flow=flow, band=band) for id, flow, band in arrivals])
     # When critical ones arrive, then the lowest band gives way, its flows in turn, and then the next band
     reply = model.admit("a", [Arrival(f"c{i}", band=0) for i in range(6)])
-    assert reply.news == ["evicted p2", "evicted q2", "evicted p1", "evicted q1", "evicted d1"]
+    assert reply.news == [f"preempted {id}" for id in ("p2", "q2", "p1", "q1", "d1")]
     # And nobody for one of their own band
     assert reply.answers[:5] == ["queued 10000"] * 5
     assert reply.answers[5] == "refused total-capacity 1"

@@ -26,7 +26,7 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
         assert (await a.admit("d2", flow="d", band=Band.DEFAULT)).what == "queued"
         # Then the sheddable flows take turns, each losing its newest, and their owner is told
         await b.beat()
-        assert sorted(b.news) == sorted(("evicted", name) for name in ("x3", "y3", "x2", "y2"))
+        assert sorted(b.news) == sorted(("preempted", name) for name in ("x3", "y3", "x2", "y2"))
         log = await it.log()
         assert [entry.request for entry in log if entry.event == "preempted"] == ["x3", "y3", "x2", "y2"]
         await it.ledger()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from packed import doubles
-from script_fleet import Fleet, OpenFleet, until
+from script_fleet import Fleet, OpenFleet, addresses, until
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,28 @@ async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenF
         assert found is not None
         assert found.active == 0
         assert found.last_ms <= await it.now_ms()
+
+
+async def test_a_request_that_is_sent_back_to_the_queue_counts_as_dispatched_once(fleet: OpenFleet) -> None:
+    # Given a flow with its one request on the first endpoint, and a workload's that must go there too
+    async with fleet("a", endpoints=2, upper_per=10) as it:
+        (a,) = it.replicas
+        first, _ = addresses(2)
+        await a.admit("x0", flow="x", limit=1, subset=(first,))
+        await a.admit("x1", flow="x", limit=1, subset=(first,), workload="w")
+        # When its grant comes to nothing, then none of the workload's requests has been dispatched
+        assert (await a.place("x1", subset=(first,))).what == "queued"
+        found = await entry(it, "w")
+        assert found is not None
+        assert (found.total, found.active, found.dispatched) == (1, 1, 0)
+        # And when it is placed in the end, then one has, after the wait that it really had
+        await it.after(40)
+        await a.settle("x0")
+        assert (await a.place("x1", subset=(first,))).what == "placed"
+        found = await entry(it, "w")
+        assert found is not None
+        assert found.dispatched == 1
+        assert found.ema_ms >= 40
 
 
 async def test_the_average_wait_follows_new_waits_by_a_fifth(fleet: OpenFleet) -> None:

@@ -41,6 +41,7 @@ class ScriptedGate:
         self.confirmed: list[tuple[str, float]] = []
         self.keeping = True  # placements are still their requests' own
         self.session = ""  # what clients are told
+        self.waited_s: float | None = None  # what placements say of their time in the queue
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
 
@@ -55,7 +56,7 @@ class ScriptedGate:
             raise
         if self.error is not None:
             raise self.error
-        return PLACEMENT._replace(session=self.session) if self.session else PLACEMENT
+        return PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         self.routed.append(subset)
@@ -64,14 +65,14 @@ class ScriptedGate:
         return Placement(endpoints=PLACEMENT.endpoints, ticket="")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        assert placement == PLACEMENT
+        assert placement == PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
         self.confirmed.append((request_id, age_s))
         if self.error is not None:
             raise self.error
         return self.keeping
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        assert placement == PLACEMENT
+        assert placement == PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
         self.withdrawn.append(request_id)
 
     def settle(self, completion: Completion) -> None:
@@ -86,10 +87,17 @@ class Counted:
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, str]] = []
+        self.waits: list[tuple[str, float, bool, str]] = []
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         assert seconds >= 0
         self.answers.append((mode, model, code))
+
+    def left(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
+        self.answered(mode, model, "client_gone", seconds, target_model)
+
+    def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
+        self.waits.append((model, seconds, success, target_model))
 
 
 def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = None) -> Desk:

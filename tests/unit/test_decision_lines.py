@@ -48,8 +48,8 @@ def test_a_decision_at_debug_level_says_why(written: tuple[str, io.StringIO]) ->
     # When they are told of, as exchanges do, and a refusal for another reason
     if decisions.debug:
         decisions.placed(placed, (A, B), "lean", 0.1)
-    decisions.refused(refused, "no_endpoints", "lean", 0.1)
-    decisions.refused(refused, "total_capacity", "lean", 0.1)
+    decisions.refused(refused, "no_endpoints", 503, "lean", 0.1)
+    decisions.refused(refused, "total_capacity", 503, "lean", 0.1)
     told = [json.loads(line) for line in lines.getvalue().splitlines()]
     # Then at debug level the lines have scores, loads and reasons, and at others nobody asks for them
     if level == "INFO":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -602,11 +603,13 @@ async def test_a_body_cut_off_leaves_nothing(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-async def test_a_client_that_leaves_while_waiting_cancels_the_wait(mode: str) -> None:
+async def test_a_client_that_leaves_while_waiting_cancels_the_wait(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     # Given a request that waits at the gate
-    gate = ScriptedGate()
+    gate, metrics = ScriptedGate(), Counted()
     gate.open.clear()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(desk(gate, metrics))
     task = asyncio.create_task(converse(exchange, *asks(mode, {"x-request-id": "made-1"})))
     await gate.asked.wait()
 
@@ -614,25 +617,34 @@ async def test_a_client_that_leaves_while_waiting_cancels_the_wait(mode: str) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    caplog.set_level(logging.INFO)
+    exchange.close()
     exchange.close()
 
     # Then the gate hears of it, once, in the one way that it has
     assert gate.cancelled == ["made-1"]
     assert (gate.withdrawn, gate.settled) == ([], [])
+    # And metrics and log have it as a client that left, which is 499
+    assert metrics.answers == [(mode, "m", "client_gone")]
+    [line] = [record for record in caplog.records if record.getMessage() == "refused"]
+    assert (vars(line)["decision"], vars(line)["status"]) == ("client_gone", 499)
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_placement_that_was_not_told_is_withdrawn(mode: str) -> None:
-    # Given a placed request, when the stream ends before the last of its answer was written
-    gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    # Given a request placed after a wait, when the stream ends before the last of its answer was written
+    gate, metrics = ScriptedGate(), Counted()
+    gate.waited_s = 2.5
+    exchange = Exchange(desk(gate, metrics))
     for message in asks(mode, {"x-request-id": "made-1"}):
         await exchange.receive(message)
     exchange.close()
     exchange.close()
 
-    # Then it is taken back, exactly once
+    # Then it is taken back, exactly once, and so its client's leaving and its wait are counted
     assert gate.withdrawn == ["made-1"]
+    assert metrics.answers == [(mode, "m", "client_gone")]
+    assert metrics.waits == [("m", 2.5, False, "m")]
     assert gate.settled == []
 
 

@@ -14,7 +14,8 @@ from app.admission.local import LocalGate
 from app.admission.local_pick import pick
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import Purse, share
-from app.errors import ClientGone, Evicted, ExpiredTtl, TotalCapacity
+from app.admission.waiter import Wait
+from app.errors import ClientGone, ExpiredTtl, Preempted, TotalCapacity
 from app.request import Alive, Band, Completion, Outcome
 from app.telemetry.metrics import Metrics
 
@@ -135,8 +136,8 @@ def test_given_loads_when_picked_then_the_least_loaded_first_and_scores_count() 
 
 async def test_given_places_when_spent_then_the_next_waits_until_one_is_earned() -> None:
     gate = gate_of(1.0)
-    assert await gate.admit(ask("a"), 1.0, 0.0 + asyncio.get_running_loop().time())
-    waiting = asyncio.create_task(gate.admit(ask("b"), 1.0, asyncio.get_running_loop().time()))
+    assert await gate.admit(ask("a"), 1.0, Wait(asyncio.get_running_loop().time()))
+    waiting = asyncio.create_task(gate.admit(ask("b"), 1.0, Wait(asyncio.get_running_loop().time())))
     await until(lambda: gate.waiting == 1)
     gate.earn(1.0)
     assert await waiting
@@ -154,7 +155,7 @@ async def test_given_more_than_the_bound_when_earned_then_it_is_not_kept() -> No
 async def test_given_one_that_waits_when_its_client_leaves_then_its_place_is_given_back() -> None:
     gate = gate_of(0.0)
     now_s = asyncio.get_running_loop().time()
-    task = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    task = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
     await until(lambda: gate.waiting == 1)
     # When the place and the departure come in the same turn of the loop
     gate.earn(1.0)
@@ -168,9 +169,9 @@ async def test_given_one_past_its_time_when_admitted_or_waiting_then_it_is_refus
     gate = gate_of(0.0)
     now_s = asyncio.get_running_loop().time()
     with pytest.raises(ExpiredTtl):
-        await gate.admit(ask("old"), 1.0, now_s - 31)
+        await gate.admit(ask("old"), 1.0, Wait(now_s - 31))
     with pytest.raises(ExpiredTtl) as caught:
-        await gate.admit(ask("short", ttl_s=0.01), 1.0, now_s)
+        await gate.admit(ask("short", ttl_s=0.01), 1.0, Wait(now_s))
     assert caught.value.retry_after_s == 1
     assert gate.waiting == 0
 
@@ -178,13 +179,13 @@ async def test_given_one_past_its_time_when_admitted_or_waiting_then_it_is_refus
 async def test_given_a_full_queue_when_a_higher_band_comes_then_who_makes_room_is_told() -> None:
     gate = gate_of(0.0, total_capacity=1, flow_capacity=1)
     now_s = asyncio.get_running_loop().time()
-    low = asyncio.create_task(gate.admit(ask("low", band=Band.SHEDDABLE), 1.0, now_s))
+    low = asyncio.create_task(gate.admit(ask("low", band=Band.SHEDDABLE), 1.0, Wait(now_s)))
     await until(lambda: gate.waiting == 1)
-    high = asyncio.create_task(gate.admit(ask("high", band=Band.CRITICAL), 1.0, now_s))
-    with pytest.raises(Evicted):
+    high = asyncio.create_task(gate.admit(ask("high", band=Band.CRITICAL), 1.0, Wait(now_s)))
+    with pytest.raises(Preempted):
         await low
     with pytest.raises(TotalCapacity):
-        await gate.admit(ask("more", flow="other"), 1.0, now_s)
+        await gate.admit(ask("more", flow="other"), 1.0, Wait(now_s))
     gate.earn(1.0)
     assert await high
 
@@ -192,9 +193,9 @@ async def test_given_a_full_queue_when_a_higher_band_comes_then_who_makes_room_i
 async def test_given_a_newer_stream_when_it_takes_over_then_the_older_one_ends() -> None:
     gate = gate_of(0.0)
     now_s = asyncio.get_running_loop().time()
-    old = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    old = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
     await until(lambda: gate.waiting == 1)
-    new = asyncio.create_task(gate.admit(ask("a"), 1.0, now_s))
+    new = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
     with pytest.raises(ClientGone):
         await old
     gate.earn(1.0)
@@ -205,7 +206,7 @@ async def test_given_a_newer_stream_when_it_takes_over_then_the_older_one_ends()
 async def test_given_all_released_when_they_waited_then_each_asks_the_shared_state() -> None:
     gate = gate_of(0.0)
     now_s = asyncio.get_running_loop().time()
-    tasks = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+    tasks = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
     await until(lambda: gate.waiting == 3)
     gate.release_all()
     assert await asyncio.gather(*tasks) == [False, False, False]
@@ -222,7 +223,7 @@ async def test_given_spare_places_when_asked_then_lent_and_a_hungry_one_shares_b
     # When two others ask for more than it has, while its own requests wait
     assert await gate.lend(1.0, 1.0, 0.5) == 1.0
     now_s = asyncio.get_running_loop().time()
-    own = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+    own = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
     await until(lambda: gate.waiting == 3)
     lent = [asyncio.create_task(gate.lend(1.0, 9.0, 30.0)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -82,6 +82,28 @@ def test_given_completions_when_counted_then_tokens_and_durations_add_up_and_unk
     assert page["epp_responses_total", "model=llama", "status=200"] == 2
     assert page["epp_request_duration_seconds_count", "model=llama"] == 1
     assert page["epp_time_to_first_token_seconds_count", "model=llama"] == 1
+    assert not [key for key in page if key[0].startswith("epp_queue_latency")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "success", "shown"),
+    [
+        (Outcome.COMPLETED, 200, "true", "200"),
+        (Outcome.UPSTREAM_FAILED, 503, "false", "503"),
+        (Outcome.CLIENT_GONE, 200, "false", "200"),
+        (Outcome.CLIENT_GONE, 0, "false", "499"),
+    ],
+)
+def test_given_a_wait_when_its_request_has_ended_then_it_counts_by_the_outcome(
+    outcome: Outcome, status: int, success: str, shown: str
+) -> None:
+    metrics = Metrics()
+    metrics.completed(ended(outcome=outcome, status=status, waited_s=0.3, target_model="v2"), "m")
+    page = samples(metrics)
+    counts = {key: n for key, n in page.items() if key[0] == "epp_queue_latency_seconds_count"}
+    waits = ("epp_queue_latency_seconds_count", "model=m", f"success={success}", "target_model=v2")
+    assert counts == {waits: 1}
+    assert page["epp_responses_total", "model=m", f"status={shown}"] == 1
 
 
 def test_given_queue_events_when_counted_then_they_have_the_specified_names() -> None:
@@ -90,12 +112,13 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     metrics.waited("m", 30, False)
     metrics.bypassed("m", "m-v2")
     metrics.expired("m")
-    metrics.cancelled("m")
+    metrics.left("lean", "m", 2.0)
     metrics.push_error("m", "total_capacity")
     metrics.waiting("m", "m-v2", 1)
     metrics.waiting("m", "m-v2", 1)
     metrics.waiting("m", "m-v2", -1)
-    metrics.evicted(Band.SHEDDABLE)
+    metrics.preempted(Band.SHEDDABLE)
+    metrics.evicted(Band.CRITICAL)
     metrics.dequeued(3, 2)
     metrics.adopted(4)
     metrics.reclaimed(5)
@@ -110,7 +133,11 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     assert page["epp_requests_cancelled_total", "model=m"] == 1
     assert page["epp_queue_push_errors_total", "error_type=total_capacity", "model=m"] == 1
     assert page["epp_queue_length", "model=m", "target_model=m-v2"] == 1
+    assert page["epp_responses_total", "model=m", "status=499"] == 1
+    assert page["epp_request_errors_total", "code=client_gone", "model=m"] == 1
     assert page["epp_preemptions_total", "band=Sheddable"] == 1
+    assert page["epp_preemptions_total", "band=Critical"] == 0
+    assert page["epp_evictions_total", "band=Critical"] == 1
     assert page["epp_popper_dequeue_attempts_total",] == 3
     assert page["epp_popper_dequeue_successes_total",] == 2
     assert page["epp_adoptions_total",] == 4
@@ -274,10 +301,10 @@ def test_given_a_flood_of_refusals_when_logged_then_a_few_a_second_are_written_a
     now_s = 0.0
     written = DecisionLines(lambda: now_s)
     for _ in range(100):
-        written.refused(None, "total_capacity", "lean", 0.1)
-    written.refused(None, "bad_request", "lean", 0.1)
+        written.refused(None, "total_capacity", 503, "lean", 0.1)
+    written.refused(None, "bad_request", 400, "lean", 0.1)
     now_s = 1.0
-    written.refused(None, "total_capacity", "lean", 0.1)
+    written.refused(None, "total_capacity", 503, "lean", 0.1)
     told = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert [line["decision"] for line in told] == ["total_capacity"] * 5 + ["bad_request", "total_capacity"]
     assert told[-1]["left_out"] == 95

@@ -12,6 +12,7 @@ from scripted_store import until
 
 from app.admission.borrowing import Borrower
 from app.admission.local import LocalGate
+from app.admission.waiter import Wait
 from app.extproc import shares
 from app.extproc.shares import SERVICE, GrpcPeers, handler
 from app.signing import Keyring
@@ -131,7 +132,7 @@ async def test_given_a_request_that_waits_when_another_replica_has_places_then_i
         borrower = Borrower(poor, GrpcPeers("p", KEYS), peers=lambda: {"rich": address}, active=lambda: True)
         running = asyncio.create_task(borrower.run())
         # When three requests come to the first
-        tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, now_s)) for n in range(3)]
+        tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
         # Then two go, by the other's places
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
         assert done
@@ -160,14 +161,14 @@ async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection
         )
         running = asyncio.create_task(borrower.run())
         # Given a request that went by another's place, when a while has passed
-        assert await poor.admit(ask("one"), 1.0, now_s)
+        assert await poor.admit(ask("one"), 1.0, Wait(now_s))
         assert connections() > before
         async with asyncio.timeout(20):
             while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
                 await asyncio.sleep(0.05)
         # Then the next outage finds the other all the same
         poor.open(0.0, 10.0, rules())
-        assert await poor.admit(ask("other"), 1.0, asyncio.get_running_loop().time())
+        assert await poor.admit(ask("other"), 1.0, Wait(asyncio.get_running_loop().time()))
         running.cancel()
         await asyncio.wait((running,))
 
@@ -177,7 +178,7 @@ async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> Non
     gate = LocalGate(Metrics())
     gate.open(0.0, 10.0, rules())
     running = asyncio.create_task(Borrower(gate, GrpcPeers("p", KEYS), peers=dict, active=lambda: True).run())
-    task = asyncio.create_task(gate.admit(ask(), 1.0, now_s))
+    task = asyncio.create_task(gate.admit(ask(), 1.0, Wait(now_s)))
     await until(lambda: gate.waiting == 1)
     gate.earn(1.0)
     assert await task

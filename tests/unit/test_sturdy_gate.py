@@ -12,8 +12,8 @@ from sturdy_bench import BUDGET_S, E1, E2, PULSE, Bench, eventually, watched
 
 from app.admission import crossing, waking
 from app.admission.crossing import Mode
-from app.errors import StateUnavailable
-from app.request import Alive, Completion, Outcome
+from app.errors import Preempted, RequestError, StateUnavailable
+from app.request import Alive, Band, Completion, Outcome
 from app.state.store import Verdict
 
 
@@ -149,6 +149,90 @@ async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_n
         with pytest.raises(asyncio.CancelledError):
             await task
     assert bench.store.cancelled == [("r", "cancelled")]
+
+
+def counted(bench: Bench, name: str, label: str) -> dict[str, float]:
+    """What has been counted of a family, by the value of one of its labels."""
+    found = (
+        ({**dict(part.split("=") for part in key[1:])}, n)
+        for key, n in samples(bench.metrics).items()
+        if key[0] == name
+    )
+    return {labels[label]: n for labels, n in found if n}
+
+
+def waits(bench: Bench) -> dict[str, float]:
+    return counted(bench, "epp_queue_latency_seconds_count", "success")
+
+
+@pytest.mark.parametrize("news", ["expired", "preempted", "evicted"])
+async def test_given_a_wait_in_the_shared_queue_when_refused_then_it_counts_once_as_failed(news: str) -> None:
+    bench = Bench()
+    bench.store.admitting = [Verdict("queued", "30000")]
+    task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    await until(lambda: bench.shared.waiting == 1)
+    bench.shared.hear(news, "r")
+    with pytest.raises(RequestError):
+        await task
+    assert waits(bench) == {"false": 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
+async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_then_it_counts_once_by_its_outcome(  # noqa: E501
+    outcome: Outcome,
+) -> None:
+    # Given one that waits in the shared queue of a fleet whose places are all taken
+    bench = Bench(replace(PULSE, stock=10.0))
+    bench.store.admitting = [Verdict("queued", "30000")]
+    task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    await until(lambda: bench.shared.waiting == 1)
+    # When Redis goes, and it waits on by itself
+    bench.store.away = True
+    other = asyncio.create_task(bench.gate.admit(ask("other"), held=False))
+    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 2)  # type: ignore[index]
+    # Then no client has left, and nothing is counted of a wait that goes on
+    assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
+    # When Redis is back, and it is handed over and placed
+    bench.store.away = False
+    bench.store.admitting = [Verdict("placed", E1)]
+    async with watched(bench):
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        placement = await task
+        await other
+    # Then it has not gone past the queue, and whether it succeeds is not known yet
+    assert counted(bench, "epp_bypass_total", "model") == waits(bench) == {}
+    # And it counts by its end
+    waited_s = placement.waited_s
+    assert waited_s is not None
+    bench.gate.settle(
+        Completion("r", outcome, 200, E1, 1, 1, 0.1, 0.1, "", placement.ticket, 0.1, waited_s, "m")
+    )
+    await until(lambda: waits(bench))
+    assert waits(bench) == {"true" if outcome is Outcome.COMPLETED else "false": 1}
+
+
+@pytest.mark.parametrize("how", ["expired", "preempted", "left"])
+async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_counts_once_as_failed(
+    how: str,
+) -> None:
+    # Given a replica alone, without a place to give
+    bench = Bench(replace(PULSE, stock=10.0))
+    bench.store.away = True
+    ttl_s = 0.01 if how == "expired" else 30.0
+    request = ask("r", ttl_s=ttl_s, band=Band.SHEDDABLE)
+    task = asyncio.create_task(bench.gate.admit(request, held=False))
+    if how != "expired":
+        await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    # When its time is up, it has to make room, or its client leaves
+    if how == "preempted":
+        bench.gate._local._tell(bench.gate._local._queued["r"], Preempted("for a higher band"))
+    elif how == "left":
+        task.cancel()
+    # Then its wait is one that failed
+    with pytest.raises((RequestError, asyncio.CancelledError)):
+        await task
+    assert waits(bench) == {"false": 1}
 
 
 @pytest.mark.usefixtures("no_end_by_itself")
