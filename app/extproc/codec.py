@@ -20,8 +20,8 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
-# {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure} go
-# to the client
+# {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
+# go to the client
 PICKER = "picker"
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
@@ -80,7 +80,7 @@ def placed(
     """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
 
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
-    is how many endpoints to name at least, where the request may go to no other; `target_model` the model that
+    is how many endpoints to name at least, where the request may go to no other; `target_model` is what
     it is sent as; `pressure` is the client's.
     """
     answer = ProcessingResponse()
