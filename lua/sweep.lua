@@ -59,28 +59,52 @@ local function count_recent(since_ms)
   return recent
 end
 
--- Give up placed requests that have ended without anybody hearing of it (ghosts): of those without a sign of life
--- for `unseen_ms`, oldest first, as many as both of the last pages of their endpoint lack. Both are newer than the
--- last sign of life, so that a request that runs is on them. Returns how many were given up, and the endpoints whose
--- pages may show more.
-local function reclaim_ghosts(unseen_ms, limit)
-  local latest = now_ms + settings.lease_ms - unseen_ms
-  if latest <= now_ms then return 0, {} end
-  local found = redis.call('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
-  if #found == 0 then return 0, {} end
+-- Placed requests that may have ended unheard, the longest silent first: {id, seen_ms, by_ms...}, three values each.
+-- Both of an endpoint's last pages must be newer than `by_ms` to tell of one. Those are the ones without a sign of
+-- life for `unseen_ms`, and the ones that an access log suspects (suspect.lua), if they have had none since.
+local function silent_requests(unseen_ms, limit)
   send(key.inflight)
+  local found = {}
+  local latest = now_ms + settings.lease_ms - unseen_ms
+  if latest > now_ms then
+    local leases = redis.call('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
+    for i = 1, #leases, 2 do
+      local seen_ms = tonumber(leases[i + 1]) - settings.lease_ms
+      table.insert(found, {id = leases[i], seen_ms = seen_ms, by_ms = seen_ms})
+    end
+  end
+  send(key.suspects)
+  local suspects = redis.call('ZRANGE', key.suspects, 0, limit - 1, 'WITHSCORES')
+  for i = 1, #suspects, 2 do
+    local id = suspects[i]
+    local seen_ms = tonumber(redis.call('ZSCORE', key.inflight, id) or 0) - settings.lease_ms
+    if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) and seen_ms > now_ms - unseen_ms then
+      table.insert(found, {id = id, seen_ms = seen_ms, by_ms = seen_ms + TRANSIT_MS})
+    else
+      redis.call('ZREM', key.suspects, id) -- it has ended, lives, or is found by its silence alone
+    end
+  end
+  return found
+end
+
+-- Give up placed requests that have ended without anybody hearing of it (ghosts): of those that are silent, oldest
+-- first, as many as both of the last pages of their endpoint lack. Both are newer than the last sign of life, so that
+-- a request that runs is on them. Returns how many were given up, and the endpoints whose pages may show more.
+local function reclaim_ghosts(unseen_ms, limit)
+  local found = silent_requests(unseen_ms, limit)
+  if #found == 0 then return 0, {} end
   local ids, silent, suspects = {}, {}, {}
-  for i = 1, #found, 2 do ids[#ids + 1] = found[i] end
+  for i, one in ipairs(found) do ids[i] = one.id end
   record.prefetch(ids, #ids)
-  for i, id in ipairs(ids) do
-    local r = record.read(id)
-    if r and r.state == 'placed' then
-      local address = endpoints.first(r.endpoints)
+  for _, one in ipairs(found) do
+    one.r = record.read(one.id)
+    if one.r and one.r.state == 'placed' then
+      local address = endpoints.first(one.r.endpoints)
       if not silent[address] then
         silent[address] = {}
         suspects[#suspects + 1] = address
       end
-      table.insert(silent[address], {r = r, seen_ms = tonumber(found[2 * i]) - settings.lease_ms})
+      table.insert(silent[address], one)
     end
   end
   local ghosts = 0
@@ -93,7 +117,7 @@ local function reclaim_ghosts(unseen_ms, limit)
       local missing = recent and endpoints.booked(address) - (recent[address] or 0) - reported or 0
       for _, one in ipairs(silent[address]) do
         if missing < 1 then break end
-        if one.seen_ms < older_ms then
+        if one.by_ms < older_ms then
           finish_request(one.r, 'reclaimed', 'ghost')
           missing, ghosts = missing - 1, ghosts + 1
         end

@@ -47,6 +47,10 @@ class Gate(Protocol):
         """Account for a request's end. Returns at once; the next batch carries it. Idempotent."""
         ...
 
+    def suspect(self, request_id: str) -> None:
+        """The request's client may have gone: an entry without a ticket says so. Returns at once."""
+        ...
+
     def renew(self, alive: Alive) -> None:
         """Keep a request's lease. Returns at once; the next batch carries it."""
         ...

@@ -131,6 +131,9 @@ class RunningRequests:
             if completion.ticket:  # who placed it may not hear that it is over
                 ignore_loss(self._store.bury(completion.id))
 
+    def suspect(self, request_id: str) -> None:
+        ignore_loss(self._store.suspect(request_id))
+
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.
         note = "" if self.waking.now else alive.ticket

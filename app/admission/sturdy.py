@@ -166,6 +166,10 @@ class SturdyGate(Crossing):
             self._regained += freed
             self._local.earn(freed)
 
+    def suspect(self, request_id: str) -> None:
+        if self._mode is not Mode.LOCAL:
+            self._shared.suspect(request_id)
+
     def renew(self, alive: Alive) -> None:
         if self._mode is not Mode.SHARED:
             self._outbox.alive(alive)

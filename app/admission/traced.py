@@ -64,6 +64,9 @@ class TracedGate:
             completion = completion._replace(ticket=own)
         self._gate.settle(completion)
 
+    def suspect(self, request_id: str) -> None:
+        self._gate.suspect(request_id)
+
     def renew(self, alive: Alive) -> None:
         own, parent = ticket.split_trace(alive.ticket)
         self._gate.renew(alive._replace(ticket=own) if parent else alive)

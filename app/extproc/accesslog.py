@@ -94,6 +94,9 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: s
         note, fault = ticket.checked(told.ticket, told.id, keys) if told.ticket else ("", NO_TICKET)
         if fault:
             metrics.access_log_rejected(fault)
+            if fault is NO_TICKET and isinstance(told, Completion) and told.outcome is Outcome.CLIENT_GONE:
+                # It left before Envoy had read the answer with the ticket, or anybody says so: no proof.
+                gate.suspect(told.id)
             ignored += 1
             continue
         if note is not told.ticket:

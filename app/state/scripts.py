@@ -19,7 +19,7 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent.par
 
 # In the order in which a message carries them (app/state/link.py).
 NAMES = (
-    "bury", "renew", "settle", "admit", "place", "cancel", "mark", "evict",
+    "bury", "renew", "suspect", "settle", "admit", "place", "cancel", "mark", "evict",
     "heartbeat", "publish", "tune", "sweep", "survey", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",

@@ -194,6 +194,10 @@ class Store:
         """buried: for 10 s nobody restores a request that has ended while Redis was away."""
         return self._link.submit("bury", (request_id,))
 
+    def suspect(self, request_id: str) -> asyncio.Future[str]:
+        """suspected | unknown: the request's client may have gone; its endpoint's next pages decide."""
+        return self._link.submit("suspect", (request_id,))
+
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
         return self._link.submit("cancel", (request_id, attempt, why), lasting=True)

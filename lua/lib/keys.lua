@@ -31,6 +31,7 @@
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep
 -- about        hash    replica incarnation -> JSON it gave of itself             sweep
+-- suspects     zset    placed id whose client may have gone -> since when, ms  sweep
 -- buried       zset    id whose end was heard without Redis -> until when, ms    sweep
 -- orphans      hash    silent replica -> cursor of the sweep's walk              sweep, heartbeat
 -- inbox:R      hash    request id -> news for replica R                          place, heartbeat, sweep
@@ -63,7 +64,7 @@ local function use_keys(pool_key)
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
   for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'orphans', 'lanes', 'log'}) do
+    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'suspects', 'orphans', 'lanes', 'log'}) do
     key[name] = base .. name
   end
   for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do

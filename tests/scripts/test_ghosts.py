@@ -104,3 +104,41 @@ async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fle
         # Without suspects nobody is asked for a page.
         await seen(it, "r", ago_s=0.1)
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
+
+
+async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
+        (a,) = it.replicas
+        # Given a placed request whose client has gone, as somebody says without a ticket
+        assert await a.store.suspect("r") == "unknown"
+        await a.admit("r")
+        assert await a.store.suspect("r") == "suspected"
+        await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
+        # Then pages of before, or of the second in which it may be on its way, give it up to nobody
+        await seen(it, "r", ago_s=3)
+        for before in ((4.0, 0), (2.5, 0)):
+            await report(it, 0, before=before)
+            swept = await a.sweep()
+            assert (swept.ghosts, swept.suspects) == (0, (E1,))
+        # But two later ones that lack it do
+        await report(it, 0, before=(1.0, 0))
+        assert (await a.sweep()).ghosts == 1
+        assert await has(it, ["r"]) == set()
+        await a.sweep()
+        assert await it.redis.exists(it.keys.prefix + "suspects") == 0
+
+
+async def test_a_suspect_that_gives_a_sign_of_life_is_none(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
+        (a,) = it.replicas
+        await a.admit("r")
+        await a.store.suspect("r")
+        await it.redis.zincrby(it.keys.prefix + "suspects", -5000, "r")
+        assert await a.store.renew("r", 1, "", "") == "renewed"
+        await report(it, 0, before=(1.0, 0))
+        swept = await a.sweep()
+        assert (swept.ghosts, swept.suspects) == (0, ())
+        assert await it.redis.exists(it.keys.prefix + "suspects") == 0
+        assert await has(it, ["r"]) == {"r"}

@@ -102,6 +102,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await look()
         await a.store.bury("ended elsewhere")
         await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
+        await a.store.suspect("lost")
         # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
         await b.admit("limited", flow="limited", limit=1)
         await b.admit("the only one of its flow", flow="lonely", band=2)

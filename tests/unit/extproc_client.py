@@ -81,6 +81,9 @@ class ScriptedGate:
     def renew(self, alive: Alive) -> None:
         raise AssertionError("an exchange renews nothing")
 
+    def suspect(self, request_id: str) -> None:
+        raise AssertionError("an exchange suspects nothing")
+
 
 class Counted:
     """Stands for Metrics: keeps what was answered."""

@@ -61,6 +61,9 @@ class ScriptedStore:
         self.buried.append(request_id)
         return _answered("buried")
 
+    def suspect(self, request_id: str) -> asyncio.Future[str]:
+        return _answered("unknown")
+
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))
         return _answered("ended")

@@ -30,12 +30,16 @@ class Book:
 
     def __init__(self) -> None:
         self.told: list[Completion | Alive] = []
+        self.suspected: list[str] = []
 
     def settle(self, completion: Completion) -> None:
         self.told.append(completion)
 
     def renew(self, alive: Alive) -> None:
         self.told.append(alive)
+
+    def suspect(self, request_id: str) -> None:
+        self.suspected.append(request_id)
 
     def withdraw(self, request_id: str) -> None:
         raise AssertionError("the access log withdraws nothing")
@@ -385,3 +389,11 @@ async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None
         call = channel.stream_unary(METHOD)(timeout=30)
         await call.write(batch(entry()).SerializeToString())
     assert await call.code() is not grpc.StatusCode.OK
+
+
+def test_a_client_gone_without_a_ticket_is_only_suspected() -> None:
+    gate, metrics = Book(), Metrics()
+    gone, refused = bare(request_id="gone", status=0), bare(request_id="refused", status=503)
+    gone.common_properties.response_flags.downstream_connection_termination = True
+    accesslog.take([gone, refused], gate, metrics, KEYS)
+    assert (gate.told, gate.suspected) == ([], ["gone"])

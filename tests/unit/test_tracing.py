@@ -57,6 +57,9 @@ class Inner:
     def renew(self, alive: Alive) -> None:
         self.told.append(alive)
 
+    def suspect(self, request_id: str) -> None:
+        self.told.append(request_id)
+
 
 class Tracing:
     """Traces into memory, and a gate around `inner`."""

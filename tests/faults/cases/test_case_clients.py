@@ -8,6 +8,7 @@ from typing import Any
 
 from case_fleet import TERMS, config, envoy_stats, log_of, ready, replica_process, rests
 from fault_case import Case
+from fleet_load import Caller, shared
 
 from bench.witness.asking import Wish, ask
 from bench.witness.load import Load, loaded, mixed
@@ -74,6 +75,37 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"connections and requests open as before: {await _open(here)}, before {baseline}")
     verdict = case.judge(load.history, await log_of(here))
     assert verdict.faults == ()
+
+
+async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
+    times = case.size(1, 10)
+    case.is_about(f"clients leave before Envoy has read the picker's answer, {times} times")
+    # Given requests that wait in a paused fleet
+    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
+    (envoy,) = (each for each in here.children() if each.name() == "envoy")
+    for _ in range(times):
+        assert (await here.admin("/api/v1/pause", method="POST")).is_success
+        callers = [await Caller.ask(here.url, 20) for _ in range(3)]
+        await here.eventually(lambda: _holds(here, "queued", 3), what="three that wait")
+        # When their clients leave and they are placed while Envoy stands still: its log has no ticket of them
+        envoy.suspend()
+        try:
+            for caller in callers:
+                await caller.leave()
+            assert (await here.admin("/api/v1/resume", method="POST")).is_success
+            await here.eventually(lambda: _holds(here, "stock", 3), what="three that are placed")
+        finally:
+            envoy.resume()
+        since = time.monotonic()
+        # Then they are given up long before their leases end, since their endpoints do not have them
+        await rests(here, within_s=15.0)
+        case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
+    verdict = case.judge([], await log_of(here))
+    assert verdict.faults == ()
+
+
+async def _holds(here: Any, what: str, count: int) -> bool:
+    return bool((await shared(here))[what] == count)
 
 
 async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
