@@ -9,6 +9,7 @@
         ├── TooManyReads         429: more lists of models asked for than are let through
         ├── PayloadTooLarge      413
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
+        ├── BufferFull           503: the replica holds as many bytes of bodies as it may
         ├── NoEndpoints          503: nothing to pick from
         ├── ClientGone           499: nobody is left to read it
         ├── DeadlineExceeded     504: the client's own deadline passed
@@ -96,6 +97,13 @@ class PayloadTooLarge(RequestError):
 class Unsupported(RequestError):
     status = 500
     code = "unsupported_processing_mode"
+
+
+class BufferFull(RequestError):
+    status = 503
+    code = "buffer_full"
+    kind = "overloaded_error"
+    reason = "rejected-buffer-full"
 
 
 class NoEndpoints(RequestError):

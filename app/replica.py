@@ -25,6 +25,7 @@ from app.assembly import assemble
 from app.config import Settings
 from app.endpoints.discovery import source_of
 from app.extproc import accesslog, eds, shares
+from app.extproc.bodies import Bodies
 from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
 from app.extproc.server import Server
@@ -64,10 +65,13 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     store, membership = parts.store, parts.membership
     clock = asyncio.get_running_loop().time
     door = Door(parts.gate)
+    bodies = Bodies(settings.extproc.max_buffered_bytes)
+    parts.metrics.follow_bodies(lambda: bodies.held_bytes)
     desk = Desk(
         settings=settings,
         paths=AllowedPaths(settings.extproc.paths),
         reads=reads(settings.extproc, clock),
+        bodies=bodies,
         intake=Intake(
             settings,
             new_id=lambda: str(uuid.uuid4()),
@@ -81,7 +85,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         clock=clock,
         fill=parts.sturdy.fill,
     )
-    uploads = Uploads(clock)
+    uploads = Uploads(clock, settings.extproc.body_timeout)
     grpc_server = Server(
         Service(desk, uploads),
         door,

@@ -78,6 +78,8 @@ class Redis(Section):
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
+    body_timeout: Duration = Field(60.0, gt=0)  # for all of a body to come, its wait in the queue apart
     # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
     trusted_headers: tuple[TrustedHeader, ...] = ()
     # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
@@ -88,6 +90,14 @@ class ExtProc(Section):
     drain_timeout: Duration = 60.0  # what still waits then is refused
     # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
     on_failure: Literal["deny", "balance"] = "deny"
+
+    @model_validator(mode="after")
+    def _a_body_fits(self) -> Self:
+        if self.max_body_bytes > self.max_buffered_bytes:
+            raise ValueError(
+                f"max_body_bytes {self.max_body_bytes} exceeds max_buffered_bytes {self.max_buffered_bytes}"
+            )
+        return self
 
 
 class Admin(Section):

@@ -3,7 +3,7 @@
 What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -129,17 +129,15 @@ def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
     return answer
 
 
-def request_body(body: bytes) -> list[ProcessingResponse]:
-    """`body` in chunks; the last one ends the request."""
+def request_body(body: bytes) -> Iterator[ProcessingResponse]:
+    """`body` in chunks, each made when it is asked for; the last one ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
-    answers = []
     for start in range(0, last + 1, CHUNK_BYTES):
         answer = ProcessingResponse()
         echo = answer.request_body.response.body_mutation.streamed_response
         echo.body = body[start : start + CHUNK_BYTES] if last else body
         echo.end_of_stream = start == last
-        answers.append(answer)
-    return answers
+        yield answer
 
 
 def response_headers(told: Mapping[str, str], *, sized: bool) -> ProcessingResponse:

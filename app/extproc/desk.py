@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from app.admission.gate import Gate
 from app.config import Settings
+from app.extproc.bodies import Bodies
 from app.extproc.door import Door
 from app.intake import Intake
 from app.paths import AllowedPaths
@@ -24,6 +25,7 @@ class Desk:
     settings: Settings
     paths: AllowedPaths
     reads: Rates
+    bodies: Bodies
     intake: Intake
     gate: Gate
     door: Door

@@ -13,7 +13,8 @@ one that is held through its response is settled, exactly once (G6); the access 
 import enum
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
@@ -68,6 +69,7 @@ class Exchange(Placing):
         "_body",
         "_body_bytes",
         "_code",
+        "_held_bytes",
         "_length",
         "_status",
         "_step",
@@ -78,6 +80,7 @@ class Exchange(Placing):
         self._step = _OPEN
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._held_bytes = 0  # of them, as `desk.bodies` counts them
         self._length = -1  # of the body, if its header says so
         self._code = ""  # of a decision that is not counted yet
         self._status = 200
@@ -90,10 +93,15 @@ class Exchange(Placing):
     @property
     def uploading(self) -> bool:
         """More of the request is to come, and nothing else is awaited."""
-        return self._step is _BODY
+        return self._step is _BODY or self._step is _OPEN
 
-    async def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Take Envoy's next message; the answers to write now, in order.
+    @property
+    def upload_began_s(self) -> float:
+        """When the request began to come; once all its bytes have, when it was placed."""
+        return self._started_s if self._ready is None else self._ready.placed_s
+
+    async def receive(self, message: ProcessingRequest) -> Iterable[ProcessingResponse]:
+        """Take Envoy's next message; the answers to write now, in order, each made when it is asked for.
 
         Raises:
             CancelledError: the client went away while the request waited.
@@ -101,7 +109,9 @@ class Exchange(Placing):
         try:
             part = message.WhichOneof("request")
             if self._step is _BODY and part == "request_body":
-                return await self._take_body(message.request_body)
+                ended = self._keep(message.request_body)
+                del message  # a long wait should not hold the last of the body twice
+                return await self._go_on(ended)
             if self._step is _OPEN and part == "request_headers":
                 return () if self._begin(message) else await self._place_headers(message)
             if self._step is _RESPONSE:
@@ -110,13 +120,13 @@ class Exchange(Placing):
                 return await self._answer_body(trailed=True)
             return self._unexpected(part, message)
         except RequestError as error:
-            return self._refuse(error)
+            return (self._refuse(error),)
         except Exception:
             if self._step is _RESPONSE:
                 raise  # too late for an answer
             _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
             self._take_back()
-            return self._refuse(RequestError("the picker failed on this request; its log says why"))
+            return (self._refuse(RequestError("the picker failed on this request; its log says why")),)
 
     def told(self) -> None:
         """The last of what `receive` gave is about to be written: from here on Envoy may know it."""
@@ -131,6 +141,7 @@ class Exchange(Placing):
                 lines.placed(self._asked, endpoints, self._mode, seconds)
             self._code = ""
         if self._step is _PLACED:
+            self._drop_body()
             self._untold = None
             self._step = _DONE if self._response is None else _RESPONSE
 
@@ -145,6 +156,7 @@ class Exchange(Placing):
 
     def _take_back(self) -> None:
         self._step = _DONE
+        self._drop_body()
         if self._untold is not None:
             request_id, placement = self._untold
             self._desk.gate.withdraw(request_id, placement)
@@ -154,10 +166,9 @@ class Exchange(Placing):
             self._response.cut()
         self._untold = self._response = None
 
-    def give_up(self) -> Sequence[ProcessingResponse]:
-        """The rest of the body does not come: nothing of it is kept; what to tell Envoy."""
+    def give_up(self) -> ProcessingResponse:
+        """The rest of the request does not come: nothing of it is kept; what to tell Envoy."""
         self._take_back()
-        self._body, self._ready = [], None
         return self._refuse(BodyStalled("the rest of the body did not come"))
 
     def _begin(self, message: ProcessingRequest) -> bool:
@@ -227,20 +238,33 @@ class Exchange(Placing):
         placement = await self._admit(request, self._started_s)
         return [self._placed(self._towards(placement, request))]
 
-    async def _take_body(self, part: HttpBody) -> Sequence[ProcessingResponse]:
-        """Keep a chunk; the answers once the body has ended.
+    def _keep(self, part: HttpBody) -> bool:
+        """Keep a chunk; whether it is marked as the last."""
+        chunk = part.body
+        if chunk:
+            if self._ready is not None:
+                raise BadRequest("the body is longer than its content-length")
+            self._body_bytes += len(chunk)
+            self._check_size(self._body_bytes)
+            self._desk.bodies.take(len(chunk))
+            self._held_bytes += len(chunk)
+            self._body.append(chunk)
+        return bool(part.end_of_stream)
+
+    def _drop_body(self) -> None:
+        """Hold nothing of the body any more."""
+        self._body, self._ready = [], None
+        self._desk.bodies.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    async def _go_on(self, ended: bool) -> Iterable[ProcessingResponse]:
+        """The answers once the body has ended.
 
         Envoy tells a body's end in a message of its own. By its content-length a body is whole before that:
         its placement begins then. Where one message answers, it goes out at once; else the mark of the end
         comes while the placement is under way.
         """
-        chunk = part.body
-        if chunk and self._ready is not None:
-            raise BadRequest("the body is longer than its content-length")
-        self._body.append(chunk)
-        self._body_bytes += len(chunk)
-        self._check_size(self._body_bytes)
-        if part.end_of_stream:
+        if ended:
             return await self._answer_body()
         if self._ready is None and self._body_bytes == self._length:
             await self._place_body(self._whole())
@@ -253,7 +277,7 @@ class Exchange(Placing):
         self._body = []
         return body
 
-    async def _answer_body(self, *, trailed: bool = False) -> Sequence[ProcessingResponse]:
+    async def _answer_body(self, *, trailed: bool = False) -> Iterable[ProcessingResponse]:
         """The answers to a whole body; `trailed` says that trailers have come after it.
 
         Then it goes back with the headers, in every mode, and Envoy sends the trailers on by itself. Given
@@ -271,7 +295,7 @@ class Exchange(Placing):
                 answer = await self._still_placed(ready, kept_s)
         if trailed or self._in_one_message(len(ready.body)):
             return [self._placed(codec.with_body(answer, ready.body))]
-        return [self._placed(answer), *codec.request_body(ready.body)]
+        return chain((self._placed(answer),), codec.request_body(ready.body))
 
     def _in_one_message(self, size_bytes: int) -> bool:
         """Whether headers and body go back together, lest one get lost alone (docs/decisions.md, 15).
@@ -291,6 +315,7 @@ class Exchange(Placing):
         if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
             # an answer of Envoy's own to a request that never became whole, or had not begun: let it pass
             self._step = _RESPONSE
+            self._drop_body()
             self._response = self._answer_of("", None)
             return self._pass_on(part, message)
         came = (part or "an empty message").replace("_", " ")
@@ -305,15 +330,16 @@ class Exchange(Placing):
             self._step = _DONE
         return answers
 
-    def _refuse(self, error: RequestError) -> Sequence[ProcessingResponse]:
+    def _refuse(self, error: RequestError) -> ProcessingResponse:
         self._step = _DONE
+        self._drop_body()
         self._code = error.code
         overload = self._desk.settings.fair_request_queue.overload_status
         dropped = isinstance(error, Dropped)
         by_queue = dropped and not isinstance(error, ShuttingDown)
         told = FULL if by_queue else pressure(self._desk.fill(), 0.0, 1.0)
         self._status = overload if dropped else error.status
-        return [codec.refused(error, self._status, told)]
+        return codec.refused(error, self._status, told)
 
     def _check_size(self, size_bytes: int) -> None:
         limit_bytes = self._desk.settings.extproc.max_body_bytes

@@ -48,6 +48,8 @@ class Service:
 
     async def _process(self, _: object, context: Any) -> ProcessingResponse:
         exchange = Exchange(self._desk)
+        task = asyncio.current_task()
+        assert task is not None
         self._open += 1
         self._idle.clear()
         try:
@@ -55,19 +57,29 @@ class Service:
             # ends, which cancels this, and the server's keepalive ends those of an Envoy that vanished.
             while not exchange.done:
                 if exchange.uploading:
-                    self._uploads.wait(exchange, context)
+                    self._uploads.wait(exchange, task)
                 try:
                     message = await context.read()
                 except DecodeError:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
+                except asyncio.CancelledError:
+                    if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
+                        raise  # Envoy's doing
+                    refusal = exchange.give_up()
+                    exchange.told()
+                    return refusal
                 self._uploads.came(exchange)
                 if message is grpc.aio.EOF or exchange.done:
                     break
-                answers = await exchange.receive(message)
-                if answers:
-                    *others, last = answers
-                    for answer in others:
-                        await context.write(answer.SerializeToString())
+                work = exchange.receive(message)
+                del message  # a long wait should not hold the last of the body twice
+                answers = await work
+                last = None
+                for answer in answers:
+                    if last is not None:
+                        await context.write(last.SerializeToString())
+                    last = answer
+                if last is not None:
                     exchange.told()
                     if exchange.done:
                         return last

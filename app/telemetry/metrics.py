@@ -10,7 +10,7 @@ Every method returns at once and belongs to the event loop; `page` may be called
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -74,6 +74,7 @@ class Metrics:
             "requests_cancelled", "Requests whose client went away before their decision.", _MODEL
         )
         self._waiting = gauges("queue_length", "Requests of this replica that wait for their turn.", _MODEL)
+        self._bodies = gauges("buffered_bytes", "Bytes of bodies that this replica holds.")
         self._preemptions = counters("preemptions", "Requests that made room for a higher band.", ("band",))
         self._evictions = counters("evictions", "Requests an operator took out of the queue.", ("band",))
         self._push_errors = counters(
@@ -177,6 +178,10 @@ class Metrics:
     def waiting(self, model: str, target_model: str, change: int) -> None:
         """`change` requests more (or fewer) of this replica wait in the queue."""
         self._waiting.add(self._variant(model, target_model), change)
+
+    def follow_bodies(self, held_bytes: Callable[[], float]) -> None:
+        """Show what `held_bytes` says as the bytes of bodies that this replica holds."""
+        self._bodies.follow(held_bytes)
 
     def preempted(self, band: Band) -> None:
         """A queued request of this replica had to make room for a higher band."""

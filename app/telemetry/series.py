@@ -7,7 +7,7 @@ safe from another thread: every collection works on a copy taken in one step of 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -108,9 +108,14 @@ class Gauges(Collector):
     def __init__(self, registry: CollectorRegistry, name: str, about: str, labels: Labels = ()) -> None:
         self._name, self._about, self._labels = name, about, labels
         self._values: dict[Labels, float] = {}
+        self._read: Callable[[], float] | None = None
         if not labels:
             self._values[()] = 0.0
         registry.register(self)
+
+    def follow(self, read: Callable[[], float]) -> None:
+        """Show what `read`, which may be called from another thread, says when a page is made."""
+        self._read = read
 
     def set(self, value: float) -> None:
         self._values = {(): value}
@@ -123,6 +128,8 @@ class Gauges(Collector):
         self._values = values
 
     def collect(self) -> Iterator[Metric]:
+        if self._read is not None:
+            self._values = {(): self._read()}
         family = GaugeMetricFamily(self._name, self._about, labels=self._labels)
         for labels, value in list(self._values.items()):
             family.add_metric(labels, value)

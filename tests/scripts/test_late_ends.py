@@ -11,6 +11,7 @@ from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
 from app.config import parse
+from app.extproc.bodies import Bodies
 from app.extproc.codec import WHOLE_BYTES
 from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
@@ -43,6 +44,7 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
             settings=settings,
             paths=AllowedPaths(),
             reads=reads(settings.extproc, clock),
+            bodies=Bodies(settings.extproc.max_buffered_bytes),
             intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
             gate=replica.gate,
             door=Door(replica.gate),

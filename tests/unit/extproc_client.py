@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -14,6 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from app.config import Settings, parse
 from app.errors import RequestError
+from app.extproc.bodies import Bodies
 from app.extproc.desk import Desk, reads
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
@@ -103,8 +104,13 @@ class Counted:
         self.waits.append((model, seconds, success, target_model))
 
 
-def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = None) -> Desk:
-    """A replica's desk around `gate`; ids are `made-1`, `made-2`, …, times are whole seconds."""
+def desk(
+    gate: ScriptedGate,
+    metrics: Any = None,
+    settings: Settings | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Desk:
+    """A replica's desk around `gate`; ids are `made-1`, `made-2`, …, times are whole seconds by default."""
     settings = settings or parse({})
     ids = itertools.count(1)
     ticks = itertools.count()
@@ -113,11 +119,12 @@ def desk(gate: ScriptedGate, metrics: Any = None, settings: Settings | None = No
         settings=settings,
         paths=AllowedPaths(settings.extproc.paths),
         reads=reads(settings.extproc, lambda: 0.0),
+        bodies=Bodies(settings.extproc.max_buffered_bytes),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,
         door=Door(gate),
         metrics=metrics or Counted(),
-        clock=lambda: float(next(ticks)),
+        clock=clock or (lambda: float(next(ticks))),
         fill=lambda: 0.25,
     )
 

@@ -29,6 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from app.config import parse
 from app.errors import StartupError
 from app.extproc.codec import WHOLE_BYTES
+from app.extproc.desk import Desk
 from app.extproc.server import Server
 from app.extproc.service import SERVICE, Service
 from app.extproc.uploads import STALLED_S, Uploads
@@ -43,9 +44,15 @@ class Replica:
     """A server on a free port and a channel to it."""
 
     def __init__(
-        self, gate: ScriptedGate, server: Server, channel: grpc.aio.Channel, metrics: Counted
+        self,
+        gate: ScriptedGate,
+        server: Server,
+        channel: grpc.aio.Channel,
+        metrics: Counted,
+        desk: Desk,
     ) -> None:
         self.gate = gate
+        self.desk = desk
         self.server = server
         self.channel = channel
         self.metrics = metrics
@@ -75,15 +82,16 @@ async def replica(
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
     settings = parse({"extproc": {**quick, **extproc}})
     gate, metrics = ScriptedGate(), Counted()
-    counter = desk(gate, metrics, settings)
-    uploads = Uploads(asyncio.get_running_loop().time, stalled_s)
+    clock = asyncio.get_running_loop().time
+    counter = desk(gate, metrics, settings, clock)
+    uploads = Uploads(clock, settings.extproc.body_timeout, stalled_s)
     server = Server(Service(counter, uploads), counter.door, settings.extproc, extra)
     port = await server.start()
     watch = asyncio.create_task(uploads.run())
     try:
         await server.set_ready(True)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Replica(gate, server, channel, metrics)
+            yield Replica(gate, server, channel, metrics, counter)
     finally:
         watch.cancel()
         await server.stop()
@@ -164,12 +172,81 @@ async def test_a_body_that_stands_still_is_refused_and_what_it_held_is_free(mode
         for call in (half, endless):
             [answer] = await told(call, answers=1)
             assert answer.immediate_response.status.code == 408
-            await call.done_writing()
-            assert await rest(call) == [ProcessingResponse()]  # which says nothing
+            assert await rest(call) == []
         assert len(fleet.gate.withdrawn) == 1
         assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
         # And nothing is left that a drain would wait for
         await fleet.server.stop()
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_body_that_comes_too_slowly_is_refused_however_it_drips(mode: str) -> None:
+    # Given a client that sends on and on, never long silent, and never comes to its end
+    async with replica(stalled_s=30, body_timeout="300ms") as fleet:
+        call = fleet.exchange()
+        await call.write(headers(mode))
+
+        async def drip() -> None:
+            while True:
+                await call.write(body(b" ", ended=False))
+                await asyncio.sleep(0.02)
+
+        # When its time is over, then it is refused, and its stream ends
+        dripping = asyncio.create_task(drip())
+        [answer] = await told(call, answers=1)
+        assert answer.immediate_response.status.code == 408
+        assert await rest(call) == []
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        assert fleet.desk.bodies.held_bytes == 0
+
+
+@pytest.mark.parametrize("first", [[], [headers("lean")], [headers("standard")]])
+async def test_a_stream_on_which_nothing_comes_ends(first: list[ProcessingRequest]) -> None:
+    async with replica(stalled_s=0.3) as fleet:
+        call = fleet.exchange()
+        [answer] = await told(call, *first, answers=1)
+        assert answer.immediate_response.status.code == 408
+        assert await rest(call) == []
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_wait_in_the_queue_is_no_part_of_the_time_that_a_body_may_take() -> None:
+    # Given a large body whose bytes have all come, and which waits for longer than it may take to come
+    async with replica(body_timeout="200ms") as fleet:
+        fleet.gate.open.clear()
+        long = ASK.ljust(WHOLE_BYTES + 1)
+        call = fleet.exchange()
+        await told(
+            call, headers("lean", {"content-length": str(len(long))}), body(long, ended=False), answers=0
+        )
+        other = fleet.exchange()
+        [answer] = await told(other, headers("lean"), answers=1)  # one that is given up meanwhile
+        assert answer.immediate_response.status.code == 408
+        # When it is placed, and then told its end, then it goes on
+        fleet.gate.open.set()
+        assert parts(await told(call, body(), answers=1)) == ["request_headers"]
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_nothing_is_held_of_bodies_whatever_becomes_of_their_streams(mode: str) -> None:
+    async with replica() as fleet:
+        long = ASK.ljust(2 * WHOLE_BYTES)
+        chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
+        # Given one that waits, one that is half there, one that is refused and one that is placed
+        waiting, half, bad = (fleet.exchange() for _ in range(3))
+        fleet.gate.open.clear()
+        await told(waiting, headers(mode), *chunks, body(), answers=0)
+        await told(half, headers(mode), chunks[0], answers=0)
+        await told(bad, headers(mode), body(b"{"), answers=1)
+        await until(lambda: fleet.gate.asked.is_set() and fleet.desk.bodies.held_bytes == 3 * WHOLE_BYTES)
+        # When the clients of the first two leave, then nothing is held
+        waiting.cancel()
+        half.cancel()
+        await until(lambda: fleet.desk.bodies.held_bytes == 0)
+        fleet.gate.open.set()
+        await told(fleet.exchange(), headers(mode), *chunks, body(), answers=3)
+        await until(lambda: fleet.desk.bodies.held_bytes == 0)
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])

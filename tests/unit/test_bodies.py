@@ -1,0 +1,152 @@
+"""The bytes of bodies that a replica holds: bounded in all, and none left after any end of an exchange."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from extproc_client import (
+    Counted,
+    ScriptedGate,
+    body,
+    converse,
+    desk,
+    headers,
+    parts,
+    response_body,
+    response_headers,
+    response_trailers,
+    set_headers,
+    trailers,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import parse
+from app.errors import ConfigError, ExpiredTtl, NoEndpoints
+from app.extproc.desk import Desk
+from app.extproc.exchange import Exchange
+
+ASK = b'{"model": "m", "prompt": "p"}'
+LIMIT = 2048
+SMALL = parse({"extproc": {"max_body_bytes": 1024, "max_buffered_bytes": LIMIT}})
+RENAMED = parse(
+    {
+        "extproc": {"max_body_bytes": 1024, "max_buffered_bytes": LIMIT},
+        "models": [{"name": "m", "target_models": [{"name": "m-v2"}]}],
+    }
+)
+
+CHUNKS = st.sampled_from(
+    [b"", ASK, ASK[:10], ASK[10:], b"x", b"{", ASK.ljust(600), ASK.ljust(1000), b" " * 1024]
+)
+MESSAGES = st.one_of(
+    st.builds(body, CHUNKS, ended=st.booleans()),
+    st.builds(body, CHUNKS, ended=st.just(False)),
+    st.builds(trailers),
+    st.builds(response_headers, st.just(200), ended=st.booleans()),
+    st.builds(response_body, st.just(b"a"), ended=st.booleans()),
+    st.builds(response_trailers),
+    st.builds(ProcessingRequest),
+)
+LENGTHS = st.sampled_from([None, len(ASK), 600, 1000, 1024, 99999])
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> list[ProcessingRequest]:
+    """What Envoy might say in one exchange, in an order that makes sense or in none."""
+    length = draw(LENGTHS)
+    first = headers(
+        draw(st.sampled_from(["standard", "lean", "headers", None])),
+        {} if length is None else {"content-length": str(length)},
+        ended=draw(st.integers(0, 9)) == 0,
+        metadata=draw(st.sampled_from([{}, {"picker.request": {"model": "m"}}])),
+    )
+    return [first, *draw(st.lists(MESSAGES, max_size=6))]
+
+
+async def live(exchange: Exchange, talk: Sequence[ProcessingRequest], here: Desk, leaves: bool) -> None:
+    """An exchange as the service leads it, to its end; with `leaves`, its client goes while it waits."""
+    try:
+        for message in talk:
+            if exchange.done:
+                return
+            work = asyncio.ensure_future(exchange.receive(message))
+            await asyncio.sleep(0)
+            if leaves and not work.done():
+                work.cancel()
+            for _ in await work:
+                assert 0 <= here.bodies.held_bytes <= LIMIT
+            exchange.told()
+            await asyncio.sleep(0)
+        if exchange.uploading and leaves:
+            exchange.give_up()
+            exchange.told()
+    except asyncio.CancelledError:
+        pass
+    finally:
+        exchange.close()
+
+
+@given(
+    st.lists(st.tuples(talks(), st.booleans()), min_size=1, max_size=5),
+    st.sampled_from([None, ExpiredTtl("late"), NoEndpoints("none"), ValueError("a fault")]),
+    st.sampled_from([SMALL, RENAMED]),
+    st.booleans(),
+)
+def test_nothing_is_held_after_any_end_of_any_exchanges(
+    talks: list[tuple[list[ProcessingRequest], bool]], error: Any, settings: Any, shut: bool
+) -> None:
+    async def play() -> None:
+        # Given exchanges beside each other, at a gate that places, refuses, fails, or lets them wait
+        gate = ScriptedGate(error)
+        here = desk(gate, Counted(), settings)
+        if shut:
+            gate.open.clear()
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            for talk, leaves in talks:
+                tasks.create_task(live(Exchange(here), talk, here, leaves))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            gate.open.set()
+        # Then, however each of them ended, nothing is held
+        assert here.bodies.held_bytes == 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_what_does_not_fit_beside_what_waits_is_refused_until_that_has_gone_on(mode: str) -> None:
+    # Given two requests that wait, of two thirds of what may be held
+    gate, metrics = ScriptedGate(), Counted()
+    here = desk(gate, metrics, SMALL)
+    gate.open.clear()
+    ask = ASK.ljust(700)
+    waiting = [asyncio.create_task(converse(Exchange(here), headers(mode), body(ask))) for _ in range(2)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (len(gate.admitted), here.bodies.held_bytes) == (2, 1400)
+    # When one more comes, Then it is refused as soon as its bytes are too many, and says why
+    late = Exchange(here)
+    assert await converse(late, headers(mode), body(ask[:600], ended=False)) == []
+    answers = await converse(late, body(ask[600:]))
+    immediate = answers[0].immediate_response
+    told = set_headers(immediate.headers)
+    assert immediate.status.code == 503
+    assert told["x-llm-d-request-dropped-reason"] == "rejected-buffer-full"
+    assert int(told["retry-after"]) >= 1
+    assert metrics.answers == [(mode, "", "buffer_full")]
+    assert here.bodies.held_bytes == 1400
+    # And one that fits is taken meanwhile, and all are once the others have gone on
+    gate.open.set()
+    assert parts(await converse(Exchange(here), headers(mode), body(ASK)))[0] == "request_headers"
+    for task in waiting:
+        assert parts(await task)[0] == "request_headers"
+    assert parts(await converse(Exchange(here), headers(mode), body(ask)))[0] == "request_headers"
+    assert here.bodies.held_bytes == 0
+
+
+def test_a_bound_below_the_largest_body_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="extproc: max_body_bytes 4096 exceeds max_buffered_bytes 2048"):
+        parse({"extproc": {"max_body_bytes": 4096, "max_buffered_bytes": 2048}})
