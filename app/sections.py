@@ -32,6 +32,7 @@ from app.units import (
     EndpointAddress,
     FilePath,
     Flag,
+    HostName,
     HostPort,
     Name,
     Number,
@@ -103,6 +104,7 @@ class ExtProc(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
+    hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
     rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
 
 

@@ -13,6 +13,7 @@ from app.request import Band
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
+_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
@@ -64,6 +65,22 @@ def host_port(value: object) -> str:
     if not host or host.isspace() or port > 65535:
         raise ValueError(f"{str(value)[:60]!r} is no host:port")
     return str(value)
+
+
+def host_name(value: object) -> str:
+    """A host's name or address without a port, in small letters; `*.example.org` stands for all below it.
+
+    Raises:
+        ValueError: it is neither, or has a port.
+    """
+    text = str(value).strip().lower().removesuffix(".")
+    try:
+        return str(ip_address(text.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        pass
+    if not isinstance(value, str) or not _HOST.fullmatch(text) or ".." in text:
+        raise ValueError(f"{str(value)[:60]!r} is no host's name (without a port); *.NAME is all below it")
+    return text
 
 
 def endpoint_address(value: object) -> str:
@@ -156,6 +173,7 @@ AutoDuration = Annotated[
     PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
 ]
 HostPort = Annotated[str, BeforeValidator(host_port)]
+HostName = Annotated[str, BeforeValidator(host_name)]
 EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
 BandName = Annotated[

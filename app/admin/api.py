@@ -1,14 +1,15 @@
 """The replica's HTTP API: health, metrics, a view of the shared state, and changes to it."""
 
-import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Request, Response
 
-from app.admin import changes, described, event_stream, page_routes, problems, reading
+from app.admin import changes, described, docs_page, event_stream, page_routes, problems, reading
 from app.admin.calls import ANY_FAULT, Calls
 from app.admin.events import Events
 from app.admin.guard import Guard
+from app.admin.hosts import Hosts
+from app.admin.metrics_page import LONGEST_S, MetricsPage
 from app.admin.models import HEALTHY, Health
 from app.admin.rate import Rate
 from app.admin.view import Controls, Lists, StateView
@@ -16,6 +17,7 @@ from app.config import Settings
 from app.telemetry.metrics import PAGE_TYPE, Metrics
 from app.version import version
 
+_HEALTH_RATE = 100.0  # calls a second from one address, whatever else it asks
 _UNREADY: dict[str, Any] = {
     "model": Health,
     "description": "it is to get no traffic; `components` says why",
@@ -51,10 +53,14 @@ def create(
         summary=f"One replica of pool {settings.pool}.",
         version=version(),
         responses=ANY_FAULT,
+        openapi_url=None,  # its page loads scripts from elsewhere; docs_page has ours
     )
+    app.add_middleware(Hosts, names=settings.admin.hosts)
     problems.add(app)
+    pages = MetricsPage(metrics)
+    rate, asked = Rate(settings.admin.rate), [Depends(Rate(_HEALTH_RATE))]
 
-    @app.get("/healthz", tags=["health"], summary="Does the process live?")
+    @app.get("/healthz", tags=["health"], summary="Does the process live?", dependencies=asked)
     async def healthz() -> Health:
         """Whether the process lives: 200 for as long as its event loop turns, whatever its parts do."""
         ready, components = view.ready()
@@ -62,7 +68,11 @@ def create(
         return Health.model_validate({**view.identity(), "status": status, "components": components})
 
     @app.get(
-        "/readyz", tags=["health"], summary="Should this replica get traffic?", responses={503: _UNREADY}
+        "/readyz",
+        tags=["health"],
+        summary="Should this replica get traffic?",
+        responses={503: _UNREADY},
+        dependencies=asked,
     )
     async def readyz(response: Response) -> Health:
         """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
@@ -72,15 +82,17 @@ def create(
         return Health.model_validate({**view.identity(), "status": status, "components": components})
 
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses={200: _PAGE})
-    async def page() -> Response:
-        """The Prometheus text page."""
-        # In a thread: a page of many models takes long enough to delay decisions.
-        return Response(await asyncio.to_thread(metrics.page), headers={"content-type": PAGE_TYPE})
+    async def page(request: Request) -> Response:
+        """The Prometheus text page: made once a second at most, the same for all who read it."""
+        async with problems.in_time(2 * LONGEST_S):
+            text = await pages.read(request.client.host if request.client else "")
+        return Response(text, headers={"content-type": PAGE_TYPE})
 
-    calls = Calls(app, Rate(settings.admin.rate))
+    calls = Calls(app, rate)
     reading.add(calls, view, lists)
     event_stream.add(calls, events)
     changes.add(calls, controls, Guard(settings.admin.token))
-    page_routes.add(app)
+    page_routes.add(app, rate)
     described.add(app)
+    docs_page.add(app, rate)
     return app

@@ -5,9 +5,10 @@ import hashlib
 import re
 from pathlib import Path
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 
 from app.admin.problems import Refused
+from app.admin.rate import Rate
 
 _FOLDER = Path(__file__).parent / "page"
 _INDEX = "index.html"
@@ -46,8 +47,11 @@ def policy(page: bytes) -> str:
     )
 
 
-def add(app: FastAPI) -> None:
-    """Serve the page at `/` and its files at `/static/NAME`; read once, when the replica starts."""
+def add(app: FastAPI, rate: Rate) -> None:
+    """Serve the page at `/` and its files at `/static/NAME`; read once, when the replica starts.
+
+    `rate` is asked before each call.
+    """
     files = {
         file.name: file.read_bytes() for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES
     } if _FOLDER.is_dir() else {}  # fmt: skip
@@ -58,15 +62,17 @@ def add(app: FastAPI) -> None:
         "cache-control": "no-cache",
     }
 
+    asked = [Depends(rate)]
+
     def found(name: str) -> Response:
         if name not in files:
             raise Refused(404, "unknown_file", "the dashboard has no such file")
         return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=guarded)
 
-    @app.get("/", response_class=Response, include_in_schema=False)
+    @app.get("/", response_class=Response, include_in_schema=False, dependencies=asked)
     async def index() -> Response:
         return found(_INDEX)
 
-    @app.get("/static/{name}", response_class=Response, include_in_schema=False)
+    @app.get("/static/{name}", response_class=Response, include_in_schema=False, dependencies=asked)
     async def static(name: str) -> Response:
         return found(name)

@@ -56,10 +56,10 @@ def add(app: FastAPI) -> None:
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, fault: RequestError) -> JSONResponse:
-        answer = _problem(request, fault.status, fault.code, str(fault))
+        document = _problem(request, fault.status, fault.code, str(fault))
         if fault.status == 503:
-            answer.headers["retry-after"] = str(fault.retry_after_s or 1)
-        return answer
+            document.headers["retry-after"] = str(fault.retry_after_s or 1)
+        return document
 
     @app.exception_handler(ConfigError)
     async def unfit(request: Request, fault: ConfigError) -> JSONResponse:
@@ -68,11 +68,7 @@ def add(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, fault: HTTPException) -> JSONResponse:
-        code = fault.code if isinstance(fault, Refused) else _CODES.get(fault.status_code, "refused")
-        detail = f"{request.method} {request.url.path}: {fault.detail}"
-        answer = _problem(request, fault.status_code, code, detail)
-        answer.headers.update(fault.headers or {})
-        return answer
+        return answer(request, fault)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, fault: RequestValidationError) -> JSONResponse:
@@ -88,6 +84,15 @@ def add(app: FastAPI) -> None:
         return _problem(
             request, 500, "internal_error", f"the replica failed to answer: {type(fault).__name__}"
         )
+
+
+def answer(request: Request, fault: HTTPException) -> JSONResponse:
+    """The problem document that `fault` is answered with."""
+    code = fault.code if isinstance(fault, Refused) else _CODES.get(fault.status_code, "refused")
+    detail = f"{request.method} {request.url.path}: {fault.detail}"
+    document = _problem(request, fault.status_code, code, detail)
+    document.headers.update(fault.headers or {})
+    return document
 
 
 def _problem(request: Request, status: int, code: str, detail: str, **more: Any) -> JSONResponse:

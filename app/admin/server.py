@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from app.admin.connection import BOUNDS, Bounds, Config, Connection
 from app.config import split_host_port
 from app.errors import StartupError
 
 _GRACE_S = 2
-_DATE_S = 1.0  # how old the date in answers may be
+_LOOK_S = 1.0  # between two looks at the connections, and how old the date in answers may be
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the replica, and tells when it accepts. Once a second it looks at the
-    time; uvicorn looks ten times whether it is to end, which this one is told by `leave`."""
+    """A server that leaves signals to the replica, and tells when it accepts.
+
+    Once a second it looks at the time and at its connections; uvicorn looks ten times whether it is to end,
+    which this one is told by `leave`.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -31,8 +35,12 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
+            now_s = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.look(now_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_DATE_S):
+                async with asyncio.timeout(_LOOK_S):
                     await self._leaving.wait()
 
     @contextlib.contextmanager
@@ -45,7 +53,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
+async def serving(app: FastAPI, listen: str, bounds: Bounds = BOUNDS) -> AsyncIterator[str]:
     """Serve `app` at `listen` (`host:port`; port 0: a free one); the value is the bound `host:port`.
 
     Leaving waits up to 2 s for answers that are being sent.
@@ -54,8 +62,9 @@ async def serving(app: FastAPI, listen: str) -> AsyncIterator[str]:
         StartupError: the address cannot be bound.
     """
     bound = _bind(listen)
-    config = uvicorn.Config(
+    config = Config(
         app,
+        bounds,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -6,11 +6,11 @@ shared state (bounds, stock, queue by band) are the same on every replica and ar
 values are capped at 1000 a label, then `other`. Times are seconds. `target_model` is empty where the variant
 is not known.
 
-Every method returns at once and belongs to the event loop; `page` may be called from a thread.
+Every method returns at once and belongs to the event loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -19,9 +19,9 @@ from app.errors import ClientGone
 from app.request import Band, Completion, Outcome
 from app.state.error_replies import NO_ANSWER, Meaning
 from app.telemetry.pool import PoolMetrics
-from app.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, PairCap
+from app.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, Page, PairCap
 
-PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of `page`
+PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the page
 
 _DECISION = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0)
@@ -41,23 +41,24 @@ class Metrics:
     """A replica's metrics. `models` keep their own label value whatever names clients send."""
 
     def __init__(self, models: Iterable[str] = ()) -> None:
-        self._registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        self._page = page = Page()
         known = tuple(models)
         self._model = LabelCap(known=known)
         self._variant = PairCap(known=((model, target) for model in known for target in ("", model)))
         self._endpoint = LabelCap()
 
         def counters(name: str, about: str, labels: tuple[str, ...] = ()) -> Counters:
-            return Counters(registry, f"epp_{name}", about, labels)
+            return Counters(page, f"epp_{name}", about, labels)
 
         def gauges(name: str, about: str, labels: tuple[str, ...] = ()) -> Gauges:
-            return Gauges(registry, f"epp_{name}", about, labels)
+            return Gauges(page, f"epp_{name}", about, labels)
 
         def histograms(
             name: str, about: str, bounds: tuple[float, ...], labels: tuple[str, ...]
         ) -> Histograms:
-            return Histograms(registry, f"epp_{name}", about, bounds, labels)
+            return Histograms(page, f"epp_{name}", about, bounds, labels)
 
         self._requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
         self._refused = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
@@ -113,7 +114,7 @@ class Metrics:
         self._ages = gauges("scrape_age_seconds", "How old what is known of an endpoint is.", ("endpoint",))
         self._scores = gauges("endpoint_score", "What a scorer gives an endpoint.", ("endpoint", "scorer"))
 
-        self._pool = PoolMetrics(registry, self._endpoint)
+        self._pool = PoolMetrics(page, self._endpoint)
         # What has never happened is a rate of 0 and not a series that is missing.
         for band in Band:
             self._preemptions.add((band.label,), 0)
@@ -261,6 +262,7 @@ class Metrics:
             }
         )
 
-    def page(self) -> bytes:
-        """The Prometheus text page, of type `PAGE_TYPE`."""
-        return generate_latest(self._registry)
+    def pieces(self) -> Iterator[bytes]:
+        """The Prometheus text page, of type `PAGE_TYPE`, in pieces that take a moment each."""
+        yield generate_latest(self._process)
+        yield from self._page.pieces()

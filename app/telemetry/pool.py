@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from app.telemetry.series import Counters, Gauges
+from app.telemetry.series import Counters, Gauges, Page
 
 _SCALARS = {
     "stock_level": "What is in flight, fleet-wide, in the stock's unit.",
@@ -29,17 +27,15 @@ _TOTALS = {
 
 
 class PoolMetrics:
-    """Gauges and counters of shared state in `registry`; `endpoint` caps the values of that label."""
+    """Gauges and counters of shared state on `page`; `endpoint` caps the values of that label."""
 
-    def __init__(self, registry: CollectorRegistry, endpoint: Callable[[str], str]) -> None:
+    def __init__(self, page: Page, endpoint: Callable[[str], str]) -> None:
         self._endpoint = endpoint
-        self._scalars = {name: Gauges(registry, f"epp_{name}", about) for name, about in _SCALARS.items()}
-        self._totals = {
-            key: Counters(registry, f"epp_{name}", about) for name, (key, about) in _TOTALS.items()
-        }
-        self._queued = Gauges(registry, "epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._scalars = {name: Gauges(page, f"epp_{name}", about) for name, about in _SCALARS.items()}
+        self._totals = {key: Counters(page, f"epp_{name}", about) for name, (key, about) in _TOTALS.items()}
+        self._queued = Gauges(page, "epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._in_flight = Gauges(
-            registry, "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
+            page, "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
         )
 
     def degraded(self, on: bool) -> None:

@@ -1,24 +1,46 @@
-"""Labelled counters, gauges and histograms cheap enough for every request.
+"""Labelled counters, gauges and histograms cheap enough for every request, and their text.
 
 prometheus-client's own instruments take a lock an update and walk every bucket: 1 µs a count and up to 3 µs
-an observation. These are written by one event loop only, so they need no lock, and find the bucket by
-bisection: a fraction of that. prometheus-client still keeps the registry and writes the page. Reading is
-safe from another thread: every collection works on a copy taken in one step of the interpreter.
+an observation; and its page of a thousand models takes more than half a second to write. These belong to one
+event loop, find the bucket by bisection, and keep the text of each series until its value changes.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 OTHER = "other"
 _LONGEST_VALUE = 128
+# Series of a family at most: several labels, each capped by itself, still multiply.
+_MOST_SERIES = 10_000
+_MOST_HISTOGRAMS = 2_500
 
 Labels = tuple[str, ...]
+
+
+class Family(Protocol):
+    """What has a part of the page."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its text, in pieces that take microseconds each."""
+
+
+class Page:
+    """The families of a page, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._families: list[Family] = []
+
+    def add(self, family: Family) -> None:
+        self._families.append(family)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The page in Prometheus's text format. What changes meanwhile is on it as it was or as it is."""
+        for family in self._families:
+            yield from family.pieces()
 
 
 class LabelCap:
@@ -77,101 +99,147 @@ class PairCap:
         return pair
 
 
-class Counters(Collector):
-    """A counter family. `name` goes without `_total`; label values come in the order of `labels`."""
+class _Writer:
+    """Writes the lines of a family; label values come in the order of `labels`, and stand sorted by label."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, about: str, labels: Labels = ()) -> None:
-        self._name, self._about, self._labels = name, about, labels
+    def __init__(self, name: str, kind: str, about: str, labels: Labels) -> None:
+        self.head = f"# HELP {name} {about}\n# TYPE {name} {kind}\n".encode()
+        self._labels = labels
+
+    def line(self, name: str, values: Labels, value: float) -> str:
+        """One sample."""
+        pairs = ",".join(pair for _, pair in self._pairs(values))
+        return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
+
+    def bucket(self, name: str, values: Labels) -> tuple[str, str]:
+        """What stands before and after the bound in the line of a bucket."""
+        pairs = self._pairs(values)
+        before = "".join(f"{pair}," for label, pair in pairs if label < "le")
+        after = "".join(f",{pair}" for label, pair in pairs if label > "le")
+        return f'{name}_bucket{{{before}le="', f'"{after}}} '
+
+    def _pairs(self, values: Labels) -> list[tuple[str, str]]:
+        named = sorted(zip(self._labels, values, strict=True))
+        return [(label, f'{label}="{_escaped(text)}"') for label, text in named]
+
+
+def _number(value: float) -> str:
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class _Values:
+    """Series of one number each. Texts are kept of the series that there are: what is gone has none."""
+
+    def __init__(self, page: Page, name: str, kind: str, about: str, labels: Labels) -> None:
+        self._name = name
+        self._writer = _Writer(name, kind, about, labels)
         self._values: dict[Labels, float] = {}
+        self._texts: dict[Labels, tuple[float, bytes]] = {}
         if not labels:
             self._values[()] = 0.0
-        registry.register(self)
+        page.add(self)
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         values = self._values
+        if labels not in values and len(values) >= _MOST_SERIES:
+            labels = (OTHER,) * len(labels)
         values[labels] = values.get(labels, 0.0) + amount
+
+    def pieces(self) -> Iterator[bytes]:
+        yield self._writer.head
+        kept = self._texts
+        self._texts = texts = {}
+        for labels, value in list(self._values.items()):
+            text = kept.get(labels)
+            if text is None or text[0] != value:
+                text = value, self._writer.line(self._name, labels, value).encode()
+            texts[labels] = text
+            yield text[1]
+
+
+class Counters(_Values):
+    """A counter family. `name` goes without `_total`; label values come in the order of `labels`."""
+
+    def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
+        super().__init__(page, f"{name}_total", "counter", about, labels)
 
     def follow(self, total: float) -> None:
         """Show a count that is kept elsewhere, and so may begin anew at 0."""
         self._values = {(): total}
 
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._about, labels=self._labels)
-        for labels, value in list(self._values.items()):
-            family.add_metric(labels, value)
-        yield family
 
-
-class Gauges(Collector):
+class Gauges(_Values):
     """A gauge family; `replace` sets all of its series at once, so that none outlives what it describes."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, about: str, labels: Labels = ()) -> None:
-        self._name, self._about, self._labels = name, about, labels
-        self._values: dict[Labels, float] = {}
+    def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
+        super().__init__(page, name, "gauge", about, labels)
         self._read: Callable[[], float] | None = None
-        if not labels:
-            self._values[()] = 0.0
-        registry.register(self)
 
     def follow(self, read: Callable[[], float]) -> None:
-        """Show what `read`, which may be called from another thread, says when a page is made."""
+        """Show what `read` says when a page is made."""
         self._read = read
 
     def set(self, value: float) -> None:
         self._values = {(): value}
 
-    def add(self, labels: Labels, change: float) -> None:
-        values = self._values
-        values[labels] = values.get(labels, 0.0) + change
-
     def replace(self, values: dict[Labels, float]) -> None:
         self._values = values
 
-    def collect(self) -> Iterator[Metric]:
+    def pieces(self) -> Iterator[bytes]:
         if self._read is not None:
-            self._values = {(): self._read()}
-        family = GaugeMetricFamily(self._name, self._about, labels=self._labels)
-        for labels, value in list(self._values.items()):
-            family.add_metric(labels, value)
-        yield family
+            self.set(self._read())
+        return super().pieces()
 
 
 class _Cell:
-    __slots__ = ("counts", "total")
+    __slots__ = ("counts", "text", "total")
 
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
         self.total = 0.0
+        self.text: bytes | None = None  # until the next observation
 
 
-class Histograms(Collector):
+class Histograms:
     """A histogram family over ascending upper bounds `bounds`; the bucket `+Inf` is added."""
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        name: str,
-        about: str,
-        bounds: tuple[float, ...],
-        labels: Labels = (),
+        self, page: Page, name: str, about: str, bounds: tuple[float, ...], labels: Labels = ()
     ) -> None:
-        self._name, self._about, self._labels = name, about, labels
+        self._name = name
+        self._writer = _Writer(name, "histogram", about, labels)
         self._bounds = bounds
         self._size = len(bounds) + 1
-        self._edges = (*map(floatToGoString, bounds), "+Inf")
+        self._edges = (*map(_number, bounds), "+Inf")
         self._cells: dict[Labels, _Cell] = {}
-        registry.register(self)
+        page.add(self)
 
     def observe(self, value: float, labels: Labels = ()) -> None:
         cell = self._cells.get(labels)
         if cell is None:
-            cell = self._cells[labels] = _Cell(self._size)
+            if len(self._cells) >= _MOST_HISTOGRAMS:
+                labels = (OTHER,) * len(labels)
+            cell = self._cells.setdefault(labels, _Cell(self._size))
         cell.counts[bisect_left(self._bounds, value)] += 1
         cell.total += value
+        cell.text = None
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
+    def pieces(self) -> Iterator[bytes]:
+        yield self._writer.head
         for labels, cell in list(self._cells.items()):
-            buckets = list(zip(self._edges, accumulate(list(cell.counts)), strict=True))
-            family.add_metric(labels, buckets, cell.total)
-        yield family
+            if cell.text is None:
+                cell.text = self._text(labels, cell)
+            yield cell.text
+
+    def _text(self, labels: Labels, cell: _Cell) -> bytes:
+        line = self._writer.line
+        counts = list(accumulate(cell.counts))
+        before, after = self._writer.bucket(self._name, labels)
+        lines = [f"{before}{edge}{after}{count}.0\n" for edge, count in zip(self._edges, counts, strict=True)]
+        lines.append(line(f"{self._name}_count", labels, counts[-1]))
+        lines.append(line(f"{self._name}_sum", labels, cell.total))
+        return "".join(lines).encode()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,8 +124,16 @@ async def decisions(fleet: Any) -> list[Entry]:
         return [Entry.of(raw) for _, raw in await client.xrange("epp:{default}:log")]
 
 
+async def fresh(read: Callable[[], Awaitable[str]]) -> str:
+    """A metrics page that was made after this call: each is good for a second, and no two are alike."""
+    page = await read()
+    while (later := await read()) == page:
+        pass
+    return later
+
+
 async def metric(fleet: Any, name: str, replica: int) -> float:
-    """The sum of one metric's series on a replica."""
+    """The sum of one metric's series on a replica, as of the last second."""
     page = (await fleet.admin("/metrics", replica)).text
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import httpx
+from fleet_load import fresh
 from page_server import PageServer, answered, serving
 from picking_case import Ask, Case, Server
 from picking_talk import PATIENT_S, Names, Played, Talk
@@ -60,7 +61,11 @@ class Stage:
 
     async def tokens(self) -> tuple[int, int]:
         """Prompt and completion tokens counted so far."""
-        page = (await self._admin.get("/metrics")).text.splitlines()
+
+        async def read() -> str:
+            return (await self._admin.get("/metrics")).text
+
+        page = (await fresh(read)).splitlines()
         counted = [
             sum(float(line.split()[-1]) for line in page if line.startswith(f"epp_{kind}_tokens_total{{"))
             for kind in ("input", "output")

@@ -196,8 +196,12 @@ async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet
         going = False
         await asyncio.gather(*users)
     state = await at_rest(here)
-    dispatched = [await metric(here, "epp_popper_dequeue_successes_total", replica) for replica in range(3)]
-    assert state["dispatched_total"] == sum(dispatched)
+
+    async def all_counted() -> bool:
+        name = "epp_popper_dequeue_successes_total"
+        return sum([await metric(here, name, replica) for replica in range(3)]) == state["dispatched_total"]
+
+    await here.eventually(all_counted, what="metrics pages with every dispatch")
     # And at rest nothing is listed
     for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
         page = await get(here, path)

@@ -5,14 +5,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.telemetry.metrics import Metrics
 
 
+def page_of(metrics: Metrics) -> bytes:
+    """The page's text."""
+    return b"".join(metrics.pieces())
+
+
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Every sample of the page by (name, label=value…)."""
-    page = metrics.page().decode()
     return {
         (
             sample.name,
             *sorted(f"{key}={value}" for key, value in sample.labels.items() if value),
         ): sample.value
-        for family in text_string_to_metric_families(page)
+        for family in text_string_to_metric_families(page_of(metrics).decode())
         for sample in family.samples
     }

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from metrics_page import page_of
 
 from app.admission import ticket
 from app.extproc import accesslog
@@ -338,7 +339,7 @@ def test_an_entry_without_a_ticket_of_the_fleet_is_counted_and_changes_nothing(
     spoil(message)
     accesslog.take([message, entry(kind, "next")], gate, metrics, KEYS)
     assert [item.id for item in gate.told] == ["next"]
-    assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in metrics.page().decode()
+    assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page_of(metrics).decode()
 
 
 def test_a_ticket_is_good_over_rotations_and_those_of_an_older_version_while_it_is_about() -> None:
@@ -379,7 +380,7 @@ async def test_given_entries_when_taken_then_the_metrics_say_what_they_told() ->
     metrics = Metrics()
     entries = [entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")]
     accesslog.take(entries, Book(), metrics, KEYS)
-    page = metrics.page().decode()
+    page = page_of(metrics).decode()
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
 

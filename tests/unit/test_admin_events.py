@@ -176,7 +176,7 @@ async def test_given_a_client_that_never_reads_then_its_stream_is_given_up(
     async with serving(api(events=events), "127.0.0.1:0") as address:
         host, port = address.split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         await met(lambda: events.listening == 1)
         # Then it is dropped, though the connection never takes the rest
         await met(lambda: events.listening == 0)

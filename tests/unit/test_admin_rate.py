@@ -24,6 +24,10 @@ def call(host: str = "10.0.0.1", method: str = "GET") -> Any:
     return SimpleNamespace(client=SimpleNamespace(host=host), method=method)
 
 
+async def at_once(seconds: float) -> None:
+    """For a sleep."""
+
+
 async def passes(rate: Rate, request: Any) -> bool:
     try:
         await rate(request)
@@ -34,31 +38,31 @@ async def passes(rate: Rate, request: Any) -> bool:
 
 async def test_given_a_burst_when_it_is_over_then_calls_pass_at_the_rate() -> None:
     clock = Clock()
-    rate = Rate(10, clock)
+    rate = Rate(10, clock, at_once)
     assert [await passes(rate, call()) for _ in range(25)] == [True] * int(10 * BURST_S) + [False] * 5
     clock.now_s += 0.1
     assert [await passes(rate, call()) for _ in range(3)] == [True, False, False]
 
 
 async def test_given_a_client_that_asks_too_much_when_another_asks_then_it_passes() -> None:
-    rate = Rate(10, Clock())
+    rate = Rate(10, Clock(), at_once)
     while await passes(rate, call("10.0.0.1")):
         pass
     assert await passes(rate, call("10.0.0.2"))
 
 
 async def test_given_changes_when_made_then_each_counts_as_ten_calls() -> None:
-    rate = Rate(10, Clock())
+    rate = Rate(10, Clock(), at_once)
     assert await passes(rate, call(method="POST"))
     assert await passes(rate, call(method="PATCH"))
     assert not await passes(rate, call())
     # However low the rate, one can be made
-    assert await passes(Rate(0.1, Clock()), call(method="POST"))
+    assert await passes(Rate(0.1, Clock(), at_once), call(method="POST"))
     assert CHANGE == 10
 
 
 async def test_given_a_change_too_many_when_refused_then_it_is_told_how_long_ten_calls_take() -> None:
-    rate = Rate(2, Clock())
+    rate = Rate(2, Clock(), at_once)
     assert await passes(rate, call(method="POST"))
     with pytest.raises(Refused) as refusal:
         await rate(call(method="POST"))
@@ -66,7 +70,7 @@ async def test_given_a_change_too_many_when_refused_then_it_is_told_how_long_ten
 
 
 async def test_given_addresses_without_end_when_they_ask_then_what_is_kept_of_them_is_bounded() -> None:
-    rate = Rate(10, Clock())
+    rate = Rate(10, Clock(), at_once)
     for number in range(5000):
         await rate(call(f"client {number}"))
     assert len(rate._rates._left) <= 1024
@@ -76,7 +80,8 @@ async def test_given_addresses_without_end_when_they_ask_then_what_is_kept_of_th
 async def test_given_a_client_at_its_rate_when_it_calls_then_it_is_told_when_to_come_again(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.admin.api, "Rate", lambda per_s: Rate(per_s, Clock()))  # nothing is refilled
+    still = Clock()  # nothing is refilled
+    monkeypatch.setattr(app.admin.api, "Rate", lambda per_s: Rate(per_s, still, at_once))
     async with asking(api(settings=parse({"admin": {"rate": 1}}))) as client:
         while (await client.get("/api/v1/state")).status_code == 200:
             pass

@@ -14,7 +14,7 @@ from app.admission.tuning import LIVE
 from app.config import parse
 from app.errors import StateUnavailable
 
-TOKEN = parse({"admin": {"token": "s3cret-!"}})
+TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
 CHANGES = [
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
@@ -250,7 +250,8 @@ async def test_given_no_token_when_changed_from_elsewhere_then_the_problem_is_a_
         for method, path in CHANGES:
             response = await http.request(method, path, json={}, headers=headers)
             assert "admin.token" in problem(response, 403)["detail"]
-        assert (await http.get("/api/v1/config", headers=headers)).status_code == 200
+        reads = 421 if "host" in headers else 200
+        assert (await http.get("/api/v1/config", headers=headers)).status_code == reads
     assert store.tunings == 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from local_requests import ask
-from metrics_page import samples
+from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import BUDGET_S, E1, E2, PULSE, Bench, eventually, watched
 
@@ -354,8 +354,8 @@ async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_eac
         await bench.gate.admit(ask("both"), held=False)
         assert bench.gate.mode is Mode.RETURNING
     # Then there are three
-    assert bench.metrics.page().count(b"epp_bypass_total{") == 1
-    assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in bench.metrics.page()
+    assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
+    assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in page_of(bench.metrics)
 
 
 async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
