@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions screenshots faults soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -81,12 +81,15 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
 
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions screenshots faults soak lock clean
 bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
 	$(BIN)/python -m bench.tuning $(ARGS)
 
 bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.upheaval $(ARGS)
+
+bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
+	$(BIN)/python -m bench.versions $(ARGS)
 
 screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
 	bash .ci/packages

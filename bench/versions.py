@@ -1,0 +1,220 @@
+"""`python -m bench.versions BASE`: what a request costs this version and the one in the checkout BASE.
+
+Both fleets stand side by side, each started by its own `picker up` with its own Envoy configuration, begun
+anew each round; their busy passes take turns. Writes bench/results/versions.md. The question is whether a
+change of the product made the honest path dearer: the answer is the paired ratio of CPU time a request, and
+of script calls.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import yaml
+
+from app.state import primary
+from app.state.keys import Keys
+from bench.overhead.cases import MODEL, PROMPT_BYTES, Prompt
+from bench.overhead.client import Load, WrongAnswer
+from bench.overhead.driver import Driver
+from bench.overhead.processes import cpu_ns
+from bench.overhead.surroundings import look
+
+READY_S = 90.0
+STOP_S = 30.0
+_TAIL_S = 0.5  # the access log of a pass has come, and is accounted for
+_LIMIT_S = 120.0
+_WARM_UP_SHARE = 4
+_T_95 = {9: 2.306, 12: 2.201, 15: 2.145, 20: 2.093}  # Student's t for a 95 % interval, by rounds
+_CONFIG = {
+    "request_queue_controller": {"watermark_per_backend": 100_000},
+    "fair_request_queue": {"total_capacity": 100_000, "flow_capacity": 100_000},
+}
+# What is sent in a pass: prompt, tokens of the answer, requests, connections.
+_PASSES: tuple[tuple[Prompt, int, int, int], ...] = (
+    ("small", 1, 1500, 16),
+    ("small", 100, 1000, 16),
+    ("large", 1, 240, 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one request in a pass: CPU time in microseconds by kind of process, script calls, commands."""
+
+    picker_us: float
+    valkey_us: float
+    envoy_us: float
+    calls: float
+    commands: float
+
+
+class Fleet:
+    """A running `picker up` of the checkout `source`."""
+
+    def __init__(self, source: Path, state: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
+        self.source, self.url = source, str(state["envoy"])
+        self._redis_url = state["redis"]
+        self._pickers = [int(replica["pid"]) for replica in state["replicas"]]
+        children = psutil.Process(process.pid).children(recursive=True)
+        self._envoy = [child.pid for child in children if child.name() == "envoy"]
+        self._valkey = [child.pid for child in children if "server" in child.name()]
+
+    async def read(self) -> tuple[int, int, int, int, int]:
+        """CPU of pickers, Valkey and Envoy so far, in nanoseconds; script calls and all commands so far."""
+        async with primary.client(self._redis_url, Keys.of("default").pool, decode_responses=True) as client:
+            stats = await client.info("commandstats")
+        counts = {name.removeprefix("cmdstat_"): int(each["calls"]) for name, each in stats.items()}
+        return (
+            cpu_ns(self._pickers), cpu_ns(self._valkey), cpu_ns(self._envoy),
+            counts.get("fcall", 0), sum(counts.values()),
+        )  # fmt: skip
+
+    async def measure(self, driver: Driver, prompt: Prompt, tokens: int, requests: int, conns: int) -> Cost:
+        at = urlsplit(self.url)
+        assert at.hostname is not None
+        assert at.port is not None
+        load = Load(
+            host=at.hostname, port=at.port, model=MODEL, connections=conns, requests=requests, tokens=tokens,
+            prompt_bytes=PROMPT_BYTES[prompt], pace_per_s=0, limit_s=_LIMIT_S,
+        )  # fmt: skip
+        await driver.prepare(load)
+        before = await self.read()
+        await driver.go()
+        await asyncio.sleep(_TAIL_S)
+        picker, valkey, envoy, calls, commands = (
+            (now - then) / requests for now, then in zip(await self.read(), before, strict=True)
+        )
+        return Cost(picker / 1000, valkey / 1000, envoy / 1000, calls, commands)
+
+
+@contextlib.asynccontextmanager
+async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
+    """A fleet of `source`, ready; it ends with the block.
+
+    Raises:
+        WrongAnswer: it does not become ready.
+    """
+    with tempfile.TemporaryDirectory(prefix="picker-versions-") as folder:
+        config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
+        config.write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
+        command = [
+            *(sys.executable, "-P", "-m", "app.cli", "up", "--port", "0", "--replicas", str(replicas)),
+            *("--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
+            *("--config", str(config), "--state-file", str(state)),
+        ]
+        with (Path(folder) / "said").open("wb") as said:
+            process = subprocess.Popen(  # noqa: ASYNC220 - starting it is all that blocks
+                command,
+                cwd=source,
+                env={**os.environ, "PYTHONPATH": str(source), "TMPDIR": folder},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+        try:
+            async with asyncio.timeout(READY_S):
+                while not state.exists() and process.poll() is None:  # noqa: ASYNC110 - another process' file
+                    await asyncio.sleep(0.1)
+            if process.poll() is not None:
+                raise WrongAnswer(f"{source}: {(Path(folder) / 'said').read_text(encoding='utf-8')}")
+            yield Fleet(source, json.loads(state.read_text(encoding="utf-8")), process)
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait, STOP_S)
+
+
+async def measure(base: Path, rounds: int, replicas: int) -> list[list[tuple[Cost, Cost]]]:
+    """For each kind of pass, base and present in each round."""
+    here = Path(__file__).parent.parent
+    found: list[list[tuple[Cost, Cost]]] = [[] for _ in _PASSES]
+    async with Driver.started() as driver:
+        for number in range(rounds):
+            async with running(base, replicas) as old, running(here, replicas) as new:
+                for kind, (prompt, tokens, requests, conns) in enumerate(_PASSES):
+                    costs: dict[Fleet, Cost] = {}
+                    for fleet in (old, new):
+                        await fleet.measure(driver, prompt, tokens, requests // _WARM_UP_SHARE, conns)
+                    for fleet in (old, new) if number % 2 else (new, old):
+                        costs[fleet] = await fleet.measure(driver, prompt, tokens, requests, conns)
+                    found[kind].append((costs[old], costs[new]))
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return found
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval."""
+    logs = [math.log(each) for each in ratios]
+    mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = _T_95[len(logs)] * spread
+    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
+
+
+def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int) -> str:
+    """The results as Markdown."""
+    made = look([])
+    rounds = len(found[0])
+    lines = [
+        "# What a request costs, this version beside an earlier one",
+        "",
+        f"`python -m bench.versions`, base {base}, {made.date}, {made.cores} cores, load {made.load:.2f} at "
+        f"the end. {rounds} rounds; each starts a fleet of either version by its own `picker up` (replicas: "
+        f"{replicas}, mode `lean`, bounds so high that nothing waits), and their busy passes take turns. CPU "
+        "in microseconds a request, medians; script calls (FCALL) and all commands of Valkey, those inside "
+        "scripts included, a request. A ratio is present by base within a round: geometric mean, and its 95 % "
+        "interval.",
+        "",
+        "| request | what | base | present | ratio | interval |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (prompt, tokens, *_), pairs in zip(_PASSES, found, strict=True):
+        name = f"{PROMPT_BYTES[prompt]} B prompt, {tokens} token{'s' if tokens > 1 else ''}"
+        for what, label in (
+            ("picker_us", "CPU of replicas"), ("valkey_us", "CPU of Valkey"), ("envoy_us", "CPU of Envoy"),
+            ("calls", "script calls"), ("commands", "commands"),
+        ):  # fmt: skip
+            old = [getattr(one, what) for one, _ in pairs]
+            new = [getattr(one, what) for _, one in pairs]
+            mean, low, high = interval([b / a for a, b in zip(old, new, strict=True)])
+            digits = 2 if what in ("calls", "commands") else 0
+            middles = " | ".join(f"{statistics.median(each):.{digits}f}" for each in (old, new))
+            lines.append(f"| {name} | {label} | {middles} | {mean:.3f} | {low:.3f} to {high:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.versions", description=__doc__)
+    parser.add_argument("base", type=Path, help="a checkout of the version to compare with")
+    parser.add_argument("--name", default="", help="what to call it (default: its commit)")
+    parser.add_argument("--rounds", type=int, choices=sorted(_T_95), default=9)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    args = parser.parse_args(arguments)
+    base = args.base.resolve()
+    commit = ["git", "-C", str(base), "rev-parse", "--short", "HEAD"]
+    name = args.name or subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        found = asyncio.run(measure(base, args.rounds, args.replicas))
+    except WrongAnswer as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "versions.md").write_text(page(found, name, args.replicas), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
