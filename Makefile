@@ -81,7 +81,7 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
 
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions screenshots faults soak lock clean
+
 bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
 	$(BIN)/python -m bench.tuning $(ARGS)
 
@@ -94,6 +94,7 @@ bench-versions: $(VENV)/.installed ## what a request costs beside another checko
 screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
 	bash .ci/packages
 	$(BIN)/python -m bench.screenshots $(ARGS)
+
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
 	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
 

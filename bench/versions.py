@@ -174,8 +174,8 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
         f"the end. {rounds} rounds; each starts a fleet of either version by its own `picker up` (replicas: "
         f"{replicas}, mode `lean`, bounds so high that nothing waits), and their busy passes take turns. CPU "
         "in microseconds a request, medians; script calls (FCALL) and all commands of Valkey, those inside "
-        "scripts included, a request. A ratio is present by base within a round: geometric mean, and its 95 % "
-        "interval.",
+        "scripts included, a request. A ratio is present by base within a round: geometric mean, and its 95 "
+        "% interval.",
         "",
         "| request | what | base | present | ratio | interval |",
         "|---|---|---|---|---|---|",
