@@ -28,6 +28,8 @@ from app.scheduling.session import SessionTokens
 from app.scraping.engines import engine_of
 from app.scraping.task import ScrapingTask
 from app.signing import Keyring
+from app.state.awake import AwakeClock
+from app.state.silence import Silence
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 
@@ -72,6 +74,8 @@ def assemble(settings: Settings, replica: str) -> Parts:
     endpoints = SnapshotCell()
     signing = Keyring()
     traces = _tracing(settings, replica)
+    awake = AwakeClock()
+    silence = Silence(settings.redis.silence, settings.leases.inflight / 2)
     make_store: Callable[..., Store] = Store
     gate_of: Callable[[Gate], Gate] = _as_it_is
     if traces is not None:
@@ -80,13 +84,14 @@ def assemble(settings: Settings, replica: str) -> Parts:
         settings.redis.url,
         pool=settings.pool,
         replica=replica,
-        call_timeout_s=settings.redis.call_timeout,
+        silence=silence,
+        awake=awake,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
         on_news=lambda what, request_id: shared.hear(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
-        on_asking=lambda asking: sturdy.asking(asking),
+        on_away=lambda cause, why: sturdy.away(cause, why),
         signing=signing,
     )
     scraping: ScrapingTask = ScrapingTask(
@@ -135,6 +140,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         chooser=chooser,
         service=service,
         keys=signing,
+        awake=awake,
     )
     sturdy: SturdyGate = SturdyGate(
         store,
@@ -143,7 +149,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         metrics=metrics,
         endpoints=endpoints,
         chooser=chooser,
-        budget_s=settings.redis.decision_budget,
+        silence=silence,
         report_s=settings.leases.access_log_interval,
         effective=lambda: membership.effective,
         load=lambda: membership.in_flight,

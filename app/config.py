@@ -101,6 +101,16 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _silence_within_leases(self) -> Self:
+        # A grant that is answered so late must still be its request's own.
+        silence_s, lease_s = self.redis.silence, self.leases.inflight
+        if silence_s > lease_s / 2:
+            raise ValueError(
+                f"redis.silence {silence_s:g}s must be at most half of leases.inflight {lease_s:g}s"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _two_doors(self) -> Self:
         if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
             raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")

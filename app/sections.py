@@ -71,9 +71,17 @@ class Section(BaseModel):
 
 class Redis(Section):
     url: RedisUrl = "redis://127.0.0.1:6379/0"
-    call_timeout: Duration = Field(0.5, gt=0)  # one script call; past it the answer counts as unknown
     connect_timeout: Duration = Field(1.0, gt=0)
-    decision_budget: Duration = Field(0.05, gt=0)  # no decision waits for more than two of these
+    # Probes unanswered for so long prove that Redis is away; not below what a busy machine takes to answer.
+    silence: Duration = Field(1.0, ge=0.2)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_keys(cls, given: object) -> object:
+        for name in ("call_timeout", "decision_budget"):
+            if isinstance(given, Mapping) and name in given:
+                raise ValueError(f"{name} is retired: redis.silence says how long Redis may say nothing")
+        return given
 
 
 class ExtProc(Section):

@@ -1,13 +1,18 @@
 """The two sides of a replica, with and without the shared state, and its way from one to the other (G8;
 docs/without-redis.md).
 
-    SHARED ──(the breaker opens)──> LOCAL ──(it closes)──> RETURNING ──(all replicas have told)──> SHARED
-                                      ^                        │
-                                      └──(it opens again)──────┘
+| state | event | next | what is done |
+|---|---|---|---|
+| SHARED | AWAY | LOCAL | the purse is opened; who waits goes over |
+| LOCAL | ANSWERS | RETURNING | Redis is told what has ended and what runs |
+| RETURNING | AWAY | LOCAL | the purse keeps no more than its part |
+| RETURNING | ALL_TOLD | SHARED | who waits joins the common queue |
 
-LOCAL spends what its purse holds. RETURNING tells the shared state what runs, and needs both its purse and
-the shared state for each new request. Ends are told then, and again at the end of it: another replica may
-have brought back meanwhile what it had not heard the end of.
+AWAY: Redis refuses, its silence is proven (app/state/silence.py), or a decision failed. ANSWERS: enough
+heartbeats in a row came back. ALL_TOLD: every replica that was live has told it, or 3.5 s have passed.
+Any other event changes nothing. LOCAL spends what its purse holds. RETURNING needs both its purse and the
+shared state for each new request. Ends are told then, and again at the end of it: another replica may have
+brought back meanwhile what it had not heard the end of.
 """
 
 import asyncio
@@ -17,7 +22,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.admission.borrowing import ASK_S, Borrower, Peers
-from app.admission.breaker import Breaker
 from app.admission.fleetmates import Fleetmates
 from app.admission.homecoming import tell_what_runs
 from app.admission.local import LocalGate
@@ -30,22 +34,34 @@ from app.endpoints.snapshot import SnapshotCell
 from app.errors import StateUnavailable, WritesRefused
 from app.request import Completion
 from app.scheduling.chooser import LeastLoaded
+from app.state.silence import Silence
 from app.state.store import Pulse, Store
 from app.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_PROBE_S = 0.2
-_FULL = 1.04  # a timer may come a millisecond early; looks at the full half budget find silence in three
+_TICK_S = 0.2  # also between heartbeats, while not shared or busy
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
-# Between looks while nothing is asked and all is well. Whoever looks much later has slept (waking.py).
-_SELDOM_S = 0.2
 
 
 class Mode(enum.Enum):
     SHARED = "shared"
     LOCAL = "local"
     RETURNING = "returning"
+
+
+class Event(enum.Enum):
+    AWAY = "away"
+    ANSWERS = "answers"
+    ALL_TOLD = "all-told"
+
+
+_NEXT: Mapping[tuple[Mode, Event], Mode] = {
+    (Mode.SHARED, Event.AWAY): Mode.LOCAL,
+    (Mode.LOCAL, Event.ANSWERS): Mode.RETURNING,
+    (Mode.RETURNING, Event.AWAY): Mode.LOCAL,
+    (Mode.RETURNING, Event.ALL_TOLD): Mode.SHARED,
+}
 
 
 class Crossing:
@@ -60,7 +76,7 @@ class Crossing:
         metrics: Metrics,
         endpoints: SnapshotCell,
         chooser: LeastLoaded,
-        budget_s: float,
+        silence: Silence,
         report_s: float,
         effective: Callable[[], Effective],
         load: Callable[[], Mapping[str, int]],
@@ -70,13 +86,11 @@ class Crossing:
     ) -> None:
         self._store, self._shared = store, shared
         self._metrics = metrics
-        self._look_s = budget_s / 2 * _FULL
-        self._soon_s = min(self._look_s, _SELDOM_S)
         self._report_s = report_s
         self._effective, self._fleet_load, self._poke = effective, load, poke
         self._glance = glance
         self._loop = asyncio.get_running_loop()
-        self._breaker = Breaker(budget_s)
+        self._silence = silence
         self._mates = Fleetmates(replica)
         self._local = LocalGate(metrics)
         self._borrower = Borrower(
@@ -96,11 +110,11 @@ class Crossing:
         self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
         self._bound = self._share = 0.0
         self._let_go = 0  # requests, since the shared state was lost
-        self._left_s = self._back_s = self._probed_s = 0.0
+        self._left_s = self._back_s = 0.0
+        self._beats = 0  # heartbeats in a row that came back
         self._told = False
-        self._changed = asyncio.Event()
-        self._ticking: asyncio.TimerHandle | None = None
-        self._looking: asyncio.TimerHandle | None = None  # while decisions wait
+        self._telling: asyncio.Task[None] | None = None
+        metrics.failover(self._mode.value)
 
     @property
     def mode(self) -> Mode:
@@ -117,18 +131,22 @@ class Crossing:
         if self._mode is not Mode.LOCAL and pulse.born != "0":
             self._joined_s = self._joined_s or now_s
             self._pulse, self._pulse_s, self._gained = pulse, now_s, 0.0
-        if not self._breaker.closed:
-            self._breaker.probed(now_s, took_s)
-            self._changed.set()
+        self._beats += 1
+        if self._mode is Mode.LOCAL and self._beats >= self._silence.beats:
+            self._go(Event.ANSWERS, "answers")
 
     def missed(self) -> None:
         """A heartbeat has not come back."""
-        self._breaker.probed(self._loop.time(), None)
+        self._beats = 0
 
-    def asking(self, asking: bool) -> None:
-        """Decisions begin to wait for the shared state, or none waits any more."""
-        _stop(self._looking)
-        self._looking = self._loop.call_later(self._look_s, self._look_on) if asking else None
+    def away(self, cause: str, why: str) -> None:
+        """The shared state cannot be had: `cause` is for the metrics, `why` for the log."""
+        self._beats = 0
+        if self._pulse is None:
+            return  # never joined: nothing is known that could be gone by
+        if self._mode is not Mode.LOCAL:
+            _log.warning("the shared state is away (%s): admitting within this replica's share", why)
+        self._go(Event.AWAY, cause)
 
     def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
         """Who is live, and what each says of itself: `degraded`, and `grpc`, where it is asked for places."""
@@ -145,88 +163,52 @@ class Crossing:
             tasks.create_task(self._borrower.run(), name="borrower")
 
     async def _watch(self) -> None:
-        self._tick_in(0)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    await self._changed.wait()
-                    self._changed.clear()
-                    if self._mode is Mode.LOCAL and self._breaker.closed:
-                        self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
-                        self._regained = 0.0
-                        tasks.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
-                    if self._mode is Mode.RETURNING and self._all_told():
-                        self._finish()
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._tick()
         finally:
-            _stop(self._ticking)
-            _stop(self._looking)
+            if self._telling is not None:
+                self._telling.cancel()
 
     def _tick(self) -> None:
-        # A timer's callback and no task: it comes many times a second and nearly always finds nothing. Waking
-        # for it is most of its cost, so that it comes seldom where there is nothing to find.
-        well = self._mode is Mode.SHARED and self._store.fault is None
-        self._tick_in(_SELDOM_S if well else self._soon_s)
-        self._look()
+        self._shared.drop_expired()
         if self._mode is not Mode.SHARED:
-            self._changed.set()
-
-    def _tick_in(self, seconds: float) -> None:
-        _stop(self._ticking)
-        self._ticking = self._loop.call_later(seconds, self._tick)
-
-    def _look_on(self) -> None:
-        self._looking = self._loop.call_later(self._look_s, self._look_on)
-        self._look()
-
-    def _look(self) -> None:
-        if self._pulse is None:
-            return  # never joined: Redis is still being reached for the first time
-        now_s = self._loop.time()
-        self._shared.waking.look()
-        if not self._waking():
-            self._breaker.look(
-                now_s,
-                asked_s=self._store.asked_s,
-                heard_s=self._store.heard_s,
-                down=self._store.fault is not None,
-            )
-        if self._mode is not Mode.LOCAL and not self._breaker.closed:
-            self._go_local(self._store.fault or "silence")
-        if now_s - self._probed_s < _PROBE_S:
-            return
-        if self._mode is not Mode.SHARED:
-            self._probed_s = now_s
             self._poke()
         elif self._busy:
             # What is known of the stock is never much older than what this replica has done to it.
-            self._probed_s, self._busy = now_s, False
+            self._busy = False
             self._glance()
+        if self._mode is Mode.RETURNING and self._all_told():
+            self._go(Event.ALL_TOLD, "all-told")
 
-    def _waking(self) -> bool:
-        """Whether this process has just slept while the state was shared; else it goes by its purse."""
-        return self._mode is Mode.SHARED and self._shared.waking.now
-
-    def _lose(self, why: str) -> None:
-        if self._mode is Mode.LOCAL or self._pulse is None or self._waking():
+    def _go(self, event: Event, cause: str) -> None:
+        """Change sides as the table says."""
+        before, after = self._mode, _NEXT.get((self._mode, event))
+        if after is None:
             return
-        self._breaker.fail(self._loop.time())
-        self._go_local(why)
+        if after is Mode.LOCAL:
+            self._leave(before)
+        elif after is Mode.RETURNING:
+            self._begin_return()
+        else:
+            self._finish()
+        self._metrics.failover(after.value, cause)
 
-    def _go_local(self, why: str) -> None:
-        if self._pulse is None:
-            return  # never joined: nothing is known that could be gone by
-        if self._mode is Mode.SHARED:
+    def _leave(self, before: Mode) -> None:
+        now_s = self._loop.time()
+        self._silence.left(now_s)
+        if before is Mode.SHARED:
             self._open_purse()
         elif self._pulse_s > self._back_s:
+            assert self._pulse is not None
             # Others may be back already. What it has heard end since is free in the shared state, too.
             part = self._mates.part(self._pulse, whole=self._whole())
             self._local.keep(max(part - self._gained, 0.0) - self._prepaid)
         else:
             self._local.keep(self._local.free - self._regained)
         self._mode, self._told = Mode.LOCAL, False
-        self._tick_in(self._soon_s)
         self._metrics.degraded(True)
-        _log.warning("the shared state is away (%s): admitting within this replica's share", why)
         self._shared.give_up()
 
     def _open_purse(self) -> None:
@@ -251,13 +233,18 @@ class Crossing:
     def _whole(self) -> bool:
         return self._effective().settings.request_queue_controller.unit == "requests"
 
+    def _begin_return(self) -> None:
+        self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
+        self._regained = 0.0
+        self._telling = asyncio.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
+
     async def _tell_what_runs(self, back_s: float) -> None:
         """The shared state answers again, since `back_s`."""
         try:
             running = await tell_what_runs(self._store, self._outbox, self._report_s)
         except (StateUnavailable, WritesRefused):
             if self._back_s == back_s:
-                self._lose("it went again")
+                self.away("failed", "it went again")
             return
         if self._mode is not Mode.RETURNING or self._back_s != back_s:
             return  # it went again meanwhile, and may have come back once more
@@ -281,14 +268,10 @@ class Crossing:
 
     def _finish(self) -> None:
         self._mode = Mode.SHARED
+        self._silence.returned(self._loop.time())
         for completion in self._outbox.take_ended():
             self._shared.tell_end(completion)
         self._local.release_all()
         self._metrics.degraded(False)
         _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
         self._poke()
-
-
-def _stop(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from app.admission import ticket
 from app.admission.service import ServiceMeter
-from app.admission.waking import Waking
 from app.endpoints.snapshot import SnapshotCell
 from app.request import Alive, Completion, InferenceRequest, Placement
 from app.scheduling.chooser import LeastLoaded
 from app.signing import Keyring
+from app.state.awake import AwakeClock
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 
@@ -41,6 +41,7 @@ class RunningRequests:
         chooser: LeastLoaded,
         service: ServiceMeter,
         keys: Keyring,
+        awake: AwakeClock,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -50,7 +51,7 @@ class RunningRequests:
         self.answer_tokens = answer_tokens or 0
         self._service = service
         self._chooser = chooser
-        self.waking = Waking()
+        self.awake = awake
         self._attempts = itertools.count(1)
         self._held: dict[str, _Held] = {}
 
@@ -136,7 +137,7 @@ class RunningRequests:
 
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.
-        note = "" if self.waking.now else alive.ticket
+        note = "" if self.awake.just_woke else alive.ticket
         ignore_loss(self._store.renew(alive.id, None, alive.served or "", note))
 
     def renew_held(self) -> list[asyncio.Future[str]]:

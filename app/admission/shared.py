@@ -26,6 +26,7 @@ from app.errors import (
 from app.request import InferenceRequest, Placement
 from app.scheduling.chooser import Choice, LeastLoaded
 from app.signing import Keyring
+from app.state.awake import AwakeClock
 from app.state.store import Store, Verdict
 from app.telemetry.metrics import Metrics
 
@@ -58,6 +59,7 @@ class SharedGate(RunningRequests):
         chooser: LeastLoaded | None = None,
         service: ServiceMeter | None = None,
         keys: Keyring | None = None,
+        awake: AwakeClock | None = None,
     ) -> None:
         super().__init__(
             store,
@@ -67,6 +69,7 @@ class SharedGate(RunningRequests):
             chooser=chooser or LeastLoaded(endpoints),
             service=service or ServiceMeter(),
             keys=keys or Keyring(),
+            awake=awake or AwakeClock(),
         )
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
@@ -117,6 +120,8 @@ class SharedGate(RunningRequests):
                 self._cancel(request.id, waiter.attempt, "cancelled")
             # Unless others have cancelled it as well: the client went away, or the replica shuts down.
             if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
+                if waiter.expired:
+                    self._accepted(request, Verdict("expired", ""))
                 raise StateUnavailable("the shared state is away", retry_after_s=1) from None
             raise
         finally:
@@ -131,9 +136,19 @@ class SharedGate(RunningRequests):
                 waiter.given_up = True
                 waiter.task.cancel()
 
+    def drop_expired(self) -> None:
+        """End each wait for an answer of the shared state that outlasts its request's time (G5); who waits
+        for its turn has a timer for that."""
+        now_s = self._loop.time()
+        for waiter in self._waiting.values():
+            asking = waiter.asking or waiter.placing
+            if asking and now_s > waiter.arrived + waiter.request.ttl_s and not waiter.given_up:
+                waiter.given_up = waiter.expired = True
+                waiter.task.cancel()
+
     async def _queue(self, waiter: Waiter, verdict: Verdict) -> Verdict:
         """`placed`, once the turn of a queued request has come; every refusal is raised."""
-        request = waiter.request
+        request, waiter.asking = waiter.request, False
         self._metrics.waiting(request.model, request.target_model, 1)
         self._any_queued.set()
         try:
@@ -174,9 +189,9 @@ class SharedGate(RunningRequests):
     async def _admit_known(self, waiter: Waiter) -> Verdict:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
         request = waiter.request
-        if self.waking.now:
+        if self.awake.just_woke:
             # Envoy may have given this stream up since, and another replica have its request.
-            await self.waking.pause()
+            await self.awake.pause()
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived
             choice = self._chooser.choose(request)
@@ -271,8 +286,8 @@ class SharedGate(RunningRequests):
 
         False if it could not be told of all; the call may be repeated.
         """
-        if self.waking.now:
-            await self.waking.pause()  # as in `_admit_known`
+        if self.awake.just_woke:
+            await self.awake.pause()  # as in `_admit_known`
         # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
         renewed = await asyncio.gather(*self.renew_held(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):

@@ -71,10 +71,12 @@ class SturdyGate(Crossing):
                     age_s = self._waited_s(wait)
                     placement = await self._shared.admit(request, held=held, age_s=age_s, wait=wait)
                 except StateUnavailable:
-                    self._lose("a decision could not be had")
-                    if self._mode is Mode.SHARED and not self._waking():
+                    if self._shared.awake.just_woke:
+                        continue  # what was asked before was given up; the next one pauses first
+                    self.away("failed", "a decision could not be had")
+                    if self._mode is Mode.SHARED:
                         raise  # nothing is known that could be gone by
-                    continue  # on waking, the next one pauses first
+                    continue
                 self._gained += self._cost(request)
                 self._busy = True
                 return placement
@@ -101,7 +103,7 @@ class SturdyGate(Crossing):
                 placement = self._shared.placed_elsewhere(request, picked, held=held)
         except StateUnavailable:
             self._local.earn(cost)
-            self._lose("a decision could not be had")
+            self.away("failed", "a decision could not be had")
             return None
         except BaseException:
             self._local.earn(cost)
@@ -131,7 +133,7 @@ class SturdyGate(Crossing):
                 return await self._shared.confirm(request_id, placement, age_s)
             await self._store.renew(request_id, placement.attempt, "", placement.ticket)
         except StateUnavailable:
-            self._lose("a place could not be confirmed")
+            self.away("failed", "a place could not be confirmed")
             if self._mode is Mode.SHARED:
                 raise
         return own

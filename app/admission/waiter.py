@@ -22,8 +22,9 @@ class Wait:
 class Waiter:
     """A request between its admission and its placement. `news` brings what happens to it meanwhile.
 
-    `placing` says that its placement is asked for: it has been granted, and need not be told of again.
-    `given_up` says that its task was cancelled because the shared state is away.
+    `asking` says that its admission is asked for; `placing` that its placement is: it has been granted, and
+    need not be told of again. `given_up` says that its task was cancelled because the shared state is away,
+    or, where it is also `expired`, has not answered in its time.
     """
 
     request: InferenceRequest
@@ -31,8 +32,10 @@ class Waiter:
     arrived: float  # event-loop time
     news: asyncio.Future[Verdict]
     task: asyncio.Task[object]
+    asking: bool = True
     placing: bool = False
     given_up: bool = False
+    expired: bool = False
 
 
 def tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:

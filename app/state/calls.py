@@ -19,6 +19,9 @@ class CallMetrics(Protocol):
 
     def redis_error(self, script: str, kind: str) -> None: ...
 
+    def redis_silence(self, seconds: float, stood_s: float) -> None:
+        """Nothing has come for `seconds`; this replica has stood still for `stood_s` in all."""
+
 
 @dataclass(slots=True)
 class Item:

@@ -8,11 +8,12 @@ decision. Within a message scripts keep a fixed order (`scripts.NAMES`), so that
 takes effect first: a lease is renewed before the same request is settled, an arrival is admitted before it is
 cancelled.
 
-A message has a deadline. If its connection breaks before, or the server is not the primary any more, it is
-sent once more on a new one (scripts are idempotent by request id). Then its items fail with
-StateUnavailable, except the ones marked `lasting`, which stay until Redis has taken them; also where it
-answers that it takes no writes for now. A call therefore takes at most two deadlines, one for each time it is
-sent. Errors that Redis answers: app/state/error_replies.py, app/state/refusals.py.
+A message waits while Redis is slow, until its silence is proven (app/state/silence.py). If its connection
+breaks before, is stuck, or leads to a server that is not the primary any more, it is sent once more on a new
+one (scripts are idempotent by request id). Redis is away when it is silent, or when a new connection is
+refused. Then items fail with StateUnavailable, except the ones marked `lasting`, which stay until Redis has
+taken them; also where it answers that it takes no writes for now. Errors that Redis answers:
+app/state/error_replies.py, app/state/refusals.py.
 """
 
 import asyncio
@@ -20,16 +21,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import hiredis
+from redis import exceptions as redis_errors
 
 from app.errors import StateUnavailable
 from app.state import cancelling
+from app.state.awake import LONG_S, AwakeClock
 from app.state.calls import Argument, Call, CallMetrics, Item, Reply
+from app.state.detector import Detector
 from app.state.error_replies import NO_ANSWER, Meaning, meaning_of
 from app.state.message import Message
 from app.state.pending import Pending
 from app.state.primary import connections
 from app.state.refusals import Refusals
 from app.state.scripts import NAMES, load_library
+from app.state.silence import Silence
 from app.state.underway import UnderWay
 from app.state.wire import DOWN, Wire
 
@@ -40,9 +45,7 @@ _MOST_UNDER_WAY = 64
 _PATIENT = ("settle", "renew")
 _DECISIONS = ("admit", "place")
 _NOT_LOADED = "ERR Function not found"
-# A reply read so long past its deadline finds a process that slept (SIGSTOP, a frozen machine). Its lease may
-# have run out, and what it grants be another's by now. Shorter than the shortest lease, 2 s.
-_SLEPT_S = 1.0
+_SILENT = (TimeoutError, redis_errors.TimeoutError)  # of a connection that is not made: nobody refused it
 _LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
 
 
@@ -50,7 +53,8 @@ class Link:
     """A replica's connection to the shared state; see the module. One event loop.
 
     `on_batch(head)` is called with each batched script's reply head (born, news, attempts, served) right
-    after its items are answered.
+    after its items are answered, `on_away(cause, why)` when Redis is given up, for as long as it is, and
+    before anything fails; `cause` is `refused` or `silence`.
     """
 
     def __init__(
@@ -59,16 +63,19 @@ class Link:
         *,
         key: str,
         caller: str,
-        call_timeout_s: float,
+        silence: Silence,
+        awake: AwakeClock,
         connect_timeout_s: float,
         metrics: CallMetrics,
         on_batch: Callable[[Sequence[Any]], None],
+        on_away: Callable[[str, str], object],
     ) -> None:
         self._pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
         self._key = key
-        self._call_timeout_s = call_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._silence, self._awake = silence, awake
         self._metrics = metrics
-        self._on_batch = on_batch
+        self._on_batch, self._on_away = on_batch, on_away
         self._library = load_library()
         self._functions = {name: self._library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
@@ -80,14 +87,21 @@ class Link:
         self._lost = asyncio.Event()
         self._lost.set()
         self._due: asyncio.TimerHandle | None = None
-        self._under_way = UnderWay(call_timeout_s, self._note_overdue)
+        self._under_way = UnderWay()
         self._astray = ""  # what a server said that is not, or not now, the one to ask
         self.lives = 0  # connections made so far
+        self.heard_s = self._loop.time()  # when the last reply came, or this began
+        self._detector = Detector(self, silence, awake, self._connect, self._tell_time)
 
     @property
     def fault(self) -> str | None:
         """Why Redis cannot be reached at the moment; None while it answers."""
         return self._fault or None
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything waits for Redis: an answer, or a connection."""
+        return bool(self._under_way) or not self._open
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
         """The arguments of the items of script `name` that Redis cannot have seen yet."""
@@ -99,7 +113,7 @@ class Link:
         """Add one item to the next batch of script `name`; the future brings its reply.
 
         Raises (in the future):
-            StateUnavailable: no answer in time (see the module); whether it took effect is unknown.
+            StateUnavailable: Redis is away (see the module); whether it took effect is unknown.
             WritesRefused: Redis takes no writes for now.
             ScriptFailed: Redis answered this item with an error.
         """
@@ -128,10 +142,12 @@ class Link:
     async def run(self) -> None:
         """Keep the connection until cancelled; on the way out everything unanswered fails."""
         try:
-            while True:
-                await self._lost.wait()
-                self._lost.clear()
-                await self._reconnect()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._detector.run(), name="redis-detector")
+                while True:
+                    await self._lost.wait()
+                    self._lost.clear()
+                    await self._reconnect()
         finally:
             self._pending.set_aside(self._under_way.drop(), "the replica has stopped", keep=False)
             for call in (*self._pending.take(), *self._refusals.take()):
@@ -147,12 +163,13 @@ class Link:
             await asyncio.sleep(_RETRY_PAUSE_S)
         while True:
             try:
-                async with asyncio.timeout(self._call_timeout_s):
+                async with asyncio.timeout(self._connect_timeout_s):
                     self._wire = await Wire.connect(self._pool, self._land, self._note_lost)
             except DOWN as fault:
                 cancelling.heed()
                 self._fault = str(fault) or "no answer in time"
-                self._give_up()
+                if not isinstance(fault, _SILENT):
+                    self._give_up("refused")
                 await asyncio.sleep(_RETRY_PAUSE_S)
             else:
                 break
@@ -160,14 +177,18 @@ class Link:
         self._open = True
         rest = self._under_way.unanswered
         if rest and not self._under_way.once_more:
-            self._under_way.forget()
+            self._under_way.clear()
             self._send(rest, again=True)
         else:
             self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
             # Who takes connections may be as silent as before, and of ends that it was sent nobody would know
-            # whether it has them: they wait for its first answer. All else goes out, and has its deadline.
+            # whether it has them: they wait for its first answer. All else goes out.
             self._send(self._pending.take(ends=False) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
+
+    async def _connect(self, on_reply: Callable[[Any], None], on_lost: Callable[[str], None]) -> Wire:
+        """Another connection, for a probe."""
+        return await Wire.connect(self._pool, on_reply, on_lost)
 
     async def _disconnect(self) -> None:
         self._open = False
@@ -196,7 +217,8 @@ class Link:
             self._send(calls, whole=whole)
 
     def _send(self, calls: list[Call], *, whole: bool = True, again: bool = False) -> None:
-        self._under_way.begin(Message(calls, self._loop.time(), whole, again))
+        now_s = self._loop.time()
+        self._under_way.append(Message(calls, now_s, self._awake.stood_until(now_s), whole, again))
         self._write(calls)
 
     def _write(self, calls: Iterable[Call]) -> None:
@@ -207,9 +229,12 @@ class Link:
         """Take the next reply to the first message under way."""
         if not self._open or not self._under_way:
             return  # its message was given up
-        message = self._under_way[0]
-        if self._loop.time() - message.sent_s > self._call_timeout_s + _SLEPT_S:
-            self._note_overdue()
+        message, now_s = self._under_way[0], self._loop.time()
+        self.heard_s = now_s
+        if now_s - message.sent_s > LONG_S and self._stood_s(message, now_s) > LONG_S:
+            # The leases of what it grants may have run out, and it be another's by now.
+            self._awake.woke()
+            self._abandon("this replica stood still")
             return
         call = message.flying.popleft()
         if not isinstance(reply, hiredis.ReplyError):
@@ -217,7 +242,11 @@ class Link:
         else:
             self._take_error(message, call, str(reply))
         if not message.flying:
-            self._finish(message)
+            self._finish(message, now_s - message.sent_s - self._stood_s(message, now_s))
+
+    def _stood_s(self, message: Message, now_s: float) -> float:
+        """For how long this replica stood still since `message` was sent."""
+        return self._awake.stood_until(now_s) - message.stood_s
 
     def _take_error(self, message: Message, call: Call, error: str) -> None:
         if call.name == "load":
@@ -245,7 +274,7 @@ class Link:
         else:
             self._pending.set_aside(calls, self._fault, keep=True)
 
-    def _finish(self, message: Message) -> None:
+    def _finish(self, message: Message, took_s: float) -> None:
         if self._astray:
             self._lose(self._astray)
             return
@@ -253,7 +282,8 @@ class Link:
         if message.anew:
             self._ask_anew(message)
             return
-        self._metrics.redis_call(message.calls[0].name, self._loop.time() - message.sent_s, message.items)
+        self._metrics.redis_call(message.calls[0].name, took_s, message.items)
+        self._silence.took(took_s)
         self._fault = ""
         if self._pending and (message.whole or self._due is None or not self._under_way):
             # Not before those who wait for these replies have had their turn to ask for more.
@@ -279,27 +309,42 @@ class Link:
 
     def _lose(self, why: str) -> None:
         self._fault = why
-        self._under_way.rest()
         self._open = False
         self._lost.set()
 
-    def _note_overdue(self) -> None:
-        """No answer in time: a server that is silent gets no second try of the same messages."""
+    def stuck(self) -> None:
+        """The connection is silent, and others are not: what is under way is sent once more on a new one."""
+        if self._open:
+            self._note_lost("this connection is silent, and others are not")
+
+    def away(self) -> None:
+        """Redis is silent."""
         self._fault = "no answer in time"
+        self._give_up("silence")
+        if self._open:
+            self._lose(self._fault)
+
+    def _abandon(self, why: str) -> None:
+        """What is under way fails, and the connection is made anew."""
         self._count_errors()
-        self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
-        self._open = False
-        self._lost.set()
+        self._pending.set_aside(self._under_way.drop(), why, keep=True)
+        self._lose(why)
 
     def _count_errors(self) -> None:
         for message in self._under_way:
             for call in message.calls:
                 self._metrics.redis_error(call.name, NO_ANSWER)
 
-    def _give_up(self) -> None:
-        """Fail what is pending, and what was on its way, but for what lasts."""
+    def _give_up(self, cause: str) -> None:
+        """Redis is away: what is pending fails, and what was on its way, but for what lasts."""
+        self._on_away(cause, self._fault)
+        self._count_errors()
         self._pending.set_aside(self._under_way.drop(), self._fault, keep=True)
         calls = self._pending.take()
         for call in calls:
             self._metrics.redis_error(call.name, NO_ANSWER)
         self._pending.set_aside(calls, self._fault, keep=True)
+
+    def _tell_time(self) -> None:
+        last_s = max(self.heard_s, self._detector.answered_s)
+        self._metrics.redis_silence(self._loop.time() - last_s, self._awake.stood_s)

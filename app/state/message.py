@@ -10,12 +10,14 @@ from app.state.scripts import ENDS
 
 @dataclass(slots=True)
 class Message:
-    """`sent_s` in event-loop time. `whole`: until it is answered, nothing but decisions goes out beside it.
-    `again`: it was lost with a connection before; there is no third try.
+    """`sent_s` in event-loop time, when this replica had stood still for `stood_s` in all. `whole`: until it
+    is answered, nothing but decisions goes out beside it. `again`: it was lost with a connection before;
+    there is no third try.
     """
 
     calls: list[Call]
     sent_s: float
+    stood_s: float
     whole: bool
     again: bool
     flying: deque[Call] = field(init=False)  # what is not answered yet, in order

@@ -34,6 +34,7 @@ Node = tuple[str, int]
 _ASK_S = 0.3  # until most agree, or for those that have answered by then
 _ASKED = 5  # nodes of a Cluster, at most
 _CONNECT_S = 1.0
+_TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
 # A peer that has vanished is noticed by the system within about this many seconds, whatever waits for it.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -66,7 +67,8 @@ def client(url: str, key: str, **options: Any) -> Redis:
 
 
 async def find(url: str, key: str) -> Node:
-    """Host and port of the server that holds `key` now. Raises ConnectionError: nobody could tell."""
+    """Host and port of the server that holds `key` now. Raises redis-py's ConnectionError: nobody could tell;
+    its TimeoutError: some did not answer."""
     return await _finder(Address.parse(url), key)()
 
 
@@ -159,7 +161,7 @@ class _Nodes:
         asked = random.sample(sorted(self._known), min(_ASKED, len(self._known)))
         try:
             return await _agreed([self._ask(node) for node in asked])
-        except redis_errors.ConnectionError:
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError):
             self._known |= set(self._address.nodes)
             raise
 
@@ -187,7 +189,7 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
     """What more than half of those asked say, or most of those that answer in time."""
     pending = {asyncio.ensure_future(ask) for ask in asks}
     votes: Counter[Node] = Counter()
-    fault = "no answer in time"
+    fault, silent = "no answer in time", False
     end = asyncio.get_running_loop().time() + _ASK_S
     try:
         while pending and not any(count > len(asks) // 2 for count in votes.values()):
@@ -196,10 +198,13 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
                 pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
+                silent = True
                 break
             for task in done:
                 try:
                     votes[task.result()] += 1
+                except _TIMEOUTS:
+                    silent = True
                 except _FAULTS as told:
                     fault = str(told) or fault
     finally:
@@ -208,7 +213,9 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
         await asyncio.gather(*pending, return_exceptions=True)
     cancelling.heed()
     if not votes:
-        raise redis_errors.ConnectionError(f"the primary cannot be found: {fault}")
+        # Some may only be slow: that is no proof that there is no primary.
+        kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
+        raise kind(f"the primary cannot be found: {fault}")
     return votes.most_common(1)[0][0]
 
 

@@ -3,7 +3,6 @@ replies. Arguments and replies are those of the files in `lua/`; times in second
 """
 
 import asyncio
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,12 @@ from app.endpoints.snapshot import Endpoint
 from app.request import InferenceRequest, Outcome
 from app.signing import Keyring
 from app.state.arrival import arrival
+from app.state.awake import AwakeClock
 from app.state.calls import CallMetrics
 from app.state.keys import Keys, joined
 from app.state.link import Link
 from app.state.reads import Reads
+from app.state.silence import Silence
 from app.state.survey import Survey
 
 _ALL = "*"
@@ -71,11 +72,11 @@ class Store:
 
     `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
-    was already known; `on_asking(asking)` when decisions begin to wait for answers, and when none does.
+    was already known; `on_away(cause, why)` when Redis is given up (app/state/link.py).
     `reads` is what an operator sees, `survey` what of it is read once for all replicas. Heartbeats keep
     `signing` in step with the fleet's keys.
-    Every method raises StateFault where Redis does not do it: StateUnavailable if it does not answer in time,
-    the others if it answers with an error (app/state/link.py).
+    Every method raises StateFault where Redis does not do it: StateUnavailable if it is away, the others if
+    it answers with an error (app/state/link.py).
     """
 
     def __init__(
@@ -84,35 +85,33 @@ class Store:
         *,
         pool: str,
         replica: str,
-        call_timeout_s: float,
+        silence: Silence,
+        awake: AwakeClock,
         connect_timeout_s: float,
         metrics: CallMetrics,
         on_news: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
-        on_asking: Callable[[bool], object],
+        on_away: Callable[[str, str], object],
         signing: Keyring | None = None,
     ) -> None:
         self.keys = Keys.of(pool)
         self._signing = signing or Keyring()
         self.born = "0"
-        self._asked: dict[int, float] = {}  # since when each decision waits for its answer, oldest first
-        self._decisions = itertools.count()
-        self.heard_s = 0.0  # event-loop time of the last answer of a script
-        self._clock = asyncio.get_running_loop().time
         self._replica = replica
         self._on_news = on_news
         self._on_dequeued = on_dequeued
         self._on_adopted = on_adopted
-        self._on_asking = on_asking
         self._link = Link(
             url,
             key=self.keys.pool,
             caller=replica,
-            call_timeout_s=call_timeout_s,
+            silence=silence,
+            awake=awake,
             connect_timeout_s=connect_timeout_s,
             metrics=metrics,
             on_batch=self._take_head,
+            on_away=on_away,
         )
         self.reads = Reads(self._link, self.keys.log)
         self.survey = Survey(self._link, self.reads, self.keys.lanes)
@@ -135,24 +134,6 @@ class Store:
         """Ids of ends that the shared state cannot have seen yet, oldest first."""
         return [str(args[0]) for args in self._link.unsent("settle")]
 
-    @property
-    def asked_s(self) -> float | None:
-        """Event-loop time since when the oldest unanswered decision waits; None: none does."""
-        return next(iter(self._asked.values()), None)
-
-    def _begin_asking(self) -> int:
-        """A decision is about to be asked for; its number, for `_end_asking`."""
-        number = next(self._decisions)
-        if not self._asked:
-            self._on_asking(True)
-        self._asked[number] = self._clock()
-        return number
-
-    def _end_asking(self, number: int) -> None:
-        del self._asked[number]
-        if not self._asked:
-            self._on_asking(False)
-
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
     ) -> Verdict:
@@ -160,11 +141,7 @@ class Store:
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
         """
-        number = self._begin_asking()
-        try:
-            reply: str = await self._link.submit("admit", (arrival(request, attempt, candidates, age_s),))
-        finally:
-            self._end_asking(number)
+        reply: str = await self._link.submit("admit", (arrival(request, attempt, candidates, age_s),))
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
             self._on_adopted()
@@ -172,12 +149,7 @@ class Store:
 
     async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        number = self._begin_asking()
-        try:
-            reply: str = await self._link.submit("place", (request_id, attempt, candidates))
-        finally:
-            self._end_asking(number)
-        return _verdict(reply)
+        return _verdict(await self._link.submit("place", (request_id, attempt, candidates)))
 
     def settle(
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
@@ -334,7 +306,7 @@ class Store:
         }
 
     def _take_head(self, head: Sequence[Any]) -> None:
-        self.born, self.heard_s = head[0], self._clock()
+        self.born = head[0]
         if head[2]:
             self._on_dequeued(head[2], head[3])
         for item in head[1]:

@@ -34,6 +34,14 @@ _MODEL = ("model", "target_model")
 _SCRIPTS = ("bury", "renew", "suspect", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
 _CLIENT_GONE = str(ClientGone.status)
+_SIDES = ("shared", "local", "returning")
+_CHANGES = (
+    ("local", "refused"),
+    ("local", "silence"),
+    ("local", "failed"),
+    ("returning", "answers"),
+    ("shared", "all-told"),
+)
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
@@ -105,6 +113,12 @@ class Metrics:
             "redis_errors", "Script calls that failed, by what Redis answered.", ("script", "kind")
         )
 
+        self._sides = gauges("failover_state", "1 for the side this replica is on.", ("state",))
+        self._changes = counters(
+            "failover_transitions", "Changes of side, by what caused them.", ("to", "cause")
+        )
+        self._stood = counters("stood_still_seconds", "Seconds in which this replica itself did not run.")
+        self._unheard = gauges("redis_answer_age_seconds", "How long ago Redis answered anything.")
         self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters("scrapes", "Metrics pages read, by how it went.", ("endpoint", "result"))
         self._probes = counters("probes", "Signs of life of model servers, between two pages.", ("endpoint",))
@@ -121,6 +135,8 @@ class Metrics:
             self._evictions.add((band.label,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
             self._errors.add((script, kind), 0)
+        for change in _CHANGES:
+            self._changes.add(change, 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """One decision was sent: `code` is `ok` or the RequestError's code."""
@@ -246,6 +262,17 @@ class Metrics:
     def pool(self, state: Mapping[str, Any]) -> None:
         """Show shared state, of the shape of `app.admin.view.StateView.state`."""
         self._pool.show(state)
+
+    def redis_silence(self, seconds: float, stood_s: float) -> None:
+        """Redis last answered anything `seconds` ago; this replica has stood still for `stood_s` in all."""
+        self._unheard.set(seconds)
+        self._stood.follow(stood_s)
+
+    def failover(self, state: str, cause: str = "") -> None:
+        """The side this replica is on (app/admission/crossing.py), and what made it change to it."""
+        self._sides.replace({(side,): float(side == state) for side in _SIDES})
+        if cause:
+            self._changes.add((state, cause))
 
     def degraded(self, on: bool) -> None:
         """This replica works without the shared state, or with it again."""

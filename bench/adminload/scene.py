@@ -70,7 +70,7 @@ async def replica(redis_port: int, addresses: list[str]) -> AsyncIterator[Bound]
     """A replica of the pool as a process, ready; RuntimeError if it does not get so far."""
     tree: dict[str, Any] = {
         "pool": POOL,
-        "redis": {"url": f"redis://{LOOPBACK}:{redis_port}/0", "call_timeout": "5s"},
+        "redis": {"url": f"redis://{LOOPBACK}:{redis_port}/0", "silence": "5s"},
         "extproc": {"listen": f"{LOOPBACK}:0", "drain_grace": "0s"},
         "admin": {"listen": f"{LOOPBACK}:0"},
         "discovery": {"static": [{"address": address} for address in addresses]},

@@ -27,7 +27,7 @@ def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict
     return {
         **tree,
         "pool": pool,
-        "redis": {"url": url, "call_timeout": 5.0, "connect_timeout": 5.0},
+        "redis": {"url": url, "silence": 5.0, "connect_timeout": 5.0},
         "request_queue_controller": controller,
         "fair_request_queue": queue,
     }

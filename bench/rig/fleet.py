@@ -102,7 +102,7 @@ async def running(
             addresses = tuple(endpoints) or tuple(model.address for model in models)
             tree = {
                 **config,
-                "redis": {"url": valkey.url, "call_timeout": "5s"},
+                "redis": {"url": valkey.url, "silence": "5s"},
                 "discovery": {"static": [{"address": address} for address in addresses]},
             }
             fleet = [_Variant(number, folder, tree, variant) for number in range(1, replicas + 1)]

@@ -16,7 +16,7 @@ def configuration(url: str) -> dict[str, Any]:
     """Small bounds and capacities, so that everything there is to refuse and preempt happens."""
     return {
         "pool": POOL,
-        "redis": {"url": url, "call_timeout": 5.0, "connect_timeout": 5.0},
+        "redis": {"url": url, "silence": _LEASE_S / 2, "connect_timeout": 5.0},
         "discovery": {"static": [{"address": f"10.0.0.{n + 1}:8000"} for n in range(_ENDPOINTS)]},
         "request_queue_controller": {"watermark_per_backend": 200, "unit": "tokens"},
         "fair_request_queue": {"total_capacity": 200, "flow_capacity": 60, "queue_ttl": 30.0},

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from app.fleet.ports import LOOPBACK
+from app.state.awake import AwakeClock
 from app.state.keys import Keys
+from app.state.silence import Silence
 from app.state.store import Store
 from app.telemetry.metrics import Metrics
 from bench.fairness.job import Job
@@ -58,10 +60,10 @@ class Upheaval:
         self._over = False
         self.deeds = Deeds()
         self._store = Store(
-            self._url, pool=POOL, replica="operator", call_timeout_s=_CALL_S, connect_timeout_s=_CALL_S,
-            metrics=Metrics(), on_news=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
-            on_adopted=lambda: None,
-            on_asking=lambda asking: None,
+            self._url, pool=POOL, replica="operator", silence=Silence(_CALL_S, _CALL_S),
+            awake=AwakeClock(), connect_timeout_s=_CALL_S, metrics=Metrics(),
+            on_news=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
+            on_adopted=lambda: None, on_away=lambda cause, why: None,
         )  # fmt: skip
 
     async def run(self, requests: int) -> None:

@@ -58,7 +58,7 @@ def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
 async def test_every_function_runs_as_that_user(redis7: Server, restricted: str, pool: str) -> None:
     # Given two replicas, of which one is that user
     redis7.ask("CONFIG", "RESETSTAT")
-    async with running(redis7.url, pool, "a", "b", through={"a": restricted}, call_timeout_s=5.0) as it:
+    async with running(redis7.url, pool, "a", "b", through={"a": restricted}, silence_s=5.0) as it:
         # When it does everything there is to do, then nothing is denied
         await use_everything(it, it.replicas[0].store)
         assert denied(redis7) == []
@@ -71,7 +71,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
     redis7: Server, restricted: str, pool: str
 ) -> None:
     through = dict.fromkeys("ab", restricted)
-    async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, call_timeout_s=5.0) as it:
+    async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, silence_s=5.0) as it:
         # Given replicas that listen, scrape and route as that user too
         feed = RouteFeed(
             restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
@@ -107,7 +107,7 @@ async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
     # Given the user of an earlier page
     redis7.ask("ACL", "SETUSER", PICKER[0], "-get", "-set", "-pttl")
     through = {"a": restricted}
-    async with running(redis7.url, pool, "a", "b", through=through, call_timeout_s=5.0, upper_per=1) as it:
+    async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
         a, b = it.replicas
         assert (await b.admit("runs")).what == "placed"
         for number in range(9):

@@ -22,7 +22,7 @@ async def between(redis7: Server) -> AsyncIterator[Proxy]:
 async def far(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
     """A fleet whose one replica is as far from Redis as `between` says."""
     through = {"a": f"redis://{LOOPBACK}:{between.port}/0"}
-    async with running(redis7.url, pool, "a", through=through, call_timeout_s=PATIENT_S, upper_per=8) as it:
+    async with running(redis7.url, pool, "a", through=through, silence_s=PATIENT_S, upper_per=8) as it:
         yield it
 
 

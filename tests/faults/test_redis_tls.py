@@ -58,7 +58,7 @@ async def test_what_is_wrong_with_a_certificate_is_told(
         ),
         "no such file": (f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs=/nowhere", "No such file"),
     }[case]  # fmt: skip
-    replica = Replica(url, pool, "a", call_timeout_s=2.0)
+    replica = Replica(url, pool, "a", silence_s=2.0)
     running = asyncio.create_task(replica.store.run())
     # When it tries, then it says what is wrong
     await until(lambda: told in (replica.store.fault or ""))
@@ -72,7 +72,7 @@ async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_m
 ) -> None:
     # Given a certificate for an address, and a URL that says a name
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
-    replica = Replica(named, pool, "a", call_timeout_s=2.0)
+    replica = Replica(named, pool, "a", silence_s=2.0)
     running_task = asyncio.create_task(replica.store.run())
     await until(lambda: "ostname mismatch" in (replica.store.fault or ""))
     running_task.cancel()

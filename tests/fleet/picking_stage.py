@@ -191,7 +191,7 @@ async def staged(redis_url: str, config: Mapping[str, Any], folder: Path, pool: 
     settings = parse(
         {
             "pool": pool,
-            "redis": {"url": redis_url, "call_timeout": "5s", "decision_budget": "2s"},
+            "redis": {"url": redis_url, "silence": "5s"},
             "extproc": {
                 "listen": "127.0.0.1:0",
                 "trusted_headers": [pair[0] for pair in STEERING],  # the cases are a gateway that says them

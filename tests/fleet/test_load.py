@@ -3,7 +3,6 @@
 import asyncio
 import csv
 import json
-import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
@@ -12,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from whole_fleet import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 END_S = 200.0  # some scenarios take more than a minute where the machine is busy
@@ -24,7 +22,6 @@ async def started(*arguments: str) -> Process:
         stdout=PIPE,
         stderr=STDOUT,
         cwd=ROOT,
-        env={**os.environ, **PATIENCE},
     )
 
 

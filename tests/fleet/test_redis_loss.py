@@ -27,9 +27,6 @@ OF_AGE_S = 6.0  # three seconds since it joined, which it did in the first three
 
 def config(servers: CountingServers) -> dict[str, Any]:
     return {
-        # Tests beside this one may keep a replica from the processor for longer than the default budget. It
-        # would rightly go by itself, alone, and add its share.
-        "redis": {"decision_budget": "300ms"},
         "discovery": {"static": [{"address": address} for address in servers.addresses]},
         # less room than clients, so that some are refused, in common and by each alone
         "fair_request_queue": {"total_capacity": 6, "flow_capacity": 6},

@@ -7,12 +7,11 @@ from typing import Any
 import judged_log
 from fleet_load import PATIENT, complete, shared
 from redis_servers import LOOPBACK, certificate, debian, running
-from whole_fleet import AS_BY_DEFAULT
 
 import app
 
 CONFIG = {
-    **AS_BY_DEFAULT, "fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True},
+    "fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True},
 }  # fmt: skip
 LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import openai
 
 DRAIN_GRACE = "PICKER_EXTPROC__DRAIN_GRACE"
-PATIENCE = {"PICKER_REDIS__DECISION_BUDGET": "2s", "PICKER_REDIS__CALL_TIMEOUT": "5s"}
-AS_BY_DEFAULT: dict[str, Any] = {"redis": {}}  # in a configuration: no such patience
 READY_S = 90.0
 STOP_S = 30.0
 _POLL_S = 0.02
@@ -65,16 +63,13 @@ class Fleet:
         # Nothing is sent any more when a test's fleet ends: its replicas need not announce it for long.
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {DRAIN_GRACE: "100ms"}
-        # Where Redis is not what a test is about, one that stands still with the whole machine is waited for:
-        # replicas would rightly go by themselves, and serve past the log that tests judge.
-        patience = {} if "redis" in given else PATIENCE
         log = judged_log.environment(given)
         self._to_judge = judged_log.is_on(given) and not unjudged
         self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
         self._said: list[str] = []
         self._news = threading.Condition()
-        inherited = {**os.environ, **grace, **patience, **log, "TMPDIR": str(folder), **(environment or {})}
+        inherited = {**os.environ, **grace, **log, "TMPDIR": str(folder), **(environment or {})}
         self.process = (_typed if typed or environment else BegunUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -15,14 +15,16 @@ from app.admission.shared import SharedGate
 from app.config import parse
 from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from app.request import Band, Completion, InferenceRequest, Outcome, Workload
+from app.state.awake import AwakeClock
 from app.state.keys import Keys
 from app.state.primary import client
+from app.state.silence import Silence
 from app.state.store import Pulse, Store, Sweep, Verdict
 from app.state.wakeups import listen
 from app.telemetry.metrics import Metrics
 
 DEADLINE_S = 20.0  # generous: what has not happened by then will not
-CALL_TIMEOUT_S = 5.0
+SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
     "silence_ms": 60_000, "fallbacks": 2, "log_max": 100_000, "window_ms": 60_000, "ema_alpha": 0.2,
@@ -85,23 +87,23 @@ def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Replica:
-    """One replica. `news` is what its store has told it, `adopted` how many requests it took over, `asking`
-    when its decisions began to wait and when none did any more."""
+    """One replica. `news` is what its store has told it, `adopted` how many requests it took over, `lost`
+    why Redis was given up, each time."""
 
-    def __init__(self, url: str, pool: str, name: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
         self.news: list[tuple[str, str]] = []
         self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
         self.adopted = 0
-        self.asking: list[bool] = []
+        self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
         self.membership: Membership | None = None
         self.store = Store(
-            url, pool=pool, replica=name, call_timeout_s=call_timeout_s,
-            connect_timeout_s=max(1.0, call_timeout_s),  # as patient with a machine that is busy
+            url, pool=pool, replica=name, silence=Silence(silence_s, silence_s), awake=AwakeClock(),
+            connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_news=self.hear, on_dequeued=self.metrics.dequeued,
-            on_adopted=self._count_adopted, on_asking=self.asking.append,
+            on_adopted=self._count_adopted, on_away=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
             self.store, metrics=self.metrics, endpoints=self.cell, fallbacks=2, on_unknown_pool=self._poke
@@ -243,7 +245,7 @@ async def running(
     endpoints: int = 1,
     listening: bool = False,
     joined: Mapping[str, Any] | None = None,
-    call_timeout_s: float = CALL_TIMEOUT_S,
+    silence_s: float = SILENCE_S,
     through: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
@@ -252,13 +254,13 @@ async def running(
     `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
     nothing happens by itself: the first replica has published SETTINGS with `settings` in their place, and
     each has beaten once. `listening` replicas hear wake-ups. `through` gives the named ones another URL;
-    `call_timeout_s` is theirs alone, so that the others stay patient on a busy machine.
+    `silence_s` is theirs alone, so that the others stay patient on a busy machine.
     """
     through = through or {}
-    patience_s = dict.fromkeys(through, call_timeout_s)
+    patience_s = dict.fromkeys(through, silence_s)
     async with _client(url, pool) as redis, asyncio.TaskGroup() as tasks:
         replicas = tuple(
-            Replica(through.get(name, url), pool, name, call_timeout_s=patience_s.get(name, CALL_TIMEOUT_S))
+            Replica(through.get(name, url), pool, name, silence_s=patience_s.get(name, SILENCE_S))
             for name in names
         )
         fleet = Fleet(redis, pool, replicas)

@@ -22,10 +22,11 @@ from app.admission.crossing import Mode
 from app.admission.sturdy import SturdyGate
 from app.errors import ScriptFailed, WritesRefused
 from app.state.error_replies import ERROR_REPLIES
+from app.state.silence import Silence
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 ASK_ANEW = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
-BUDGET_S = 5.0  # nothing here is to look like silence
+SILENCE_S = 5.0  # nothing here is to look like silence
 Provoked = Callable[[Redis], contextlib.AbstractAsyncContextManager[Any]]
 
 
@@ -43,7 +44,7 @@ class Watched:
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
         self.gate: SturdyGate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, BUDGET_S
+            replica.store, replica.gate, replica.metrics, replica.cell, Silence(SILENCE_S, SILENCE_S)
         )
         self.gate.newcomer_s = 0.0
         self.waiting: asyncio.Task[Any]

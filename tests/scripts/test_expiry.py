@@ -68,7 +68,7 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
     # Given a waiter whose connection to Redis answers nothing any more
     async with (
         wire(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=0.75) as it,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=0.75) as it,
     ):
         a, b = it.replicas
         await b.admit("runs")

@@ -133,7 +133,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
 async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> None:
     # Given a replica whose Redis is not there
     port = free_port()
-    a = Replica(url_of(port), pool, "a", call_timeout_s=2.0)
+    a = Replica(url_of(port), pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
         # When it asks, then it is told in time that the shared state is away
@@ -162,7 +162,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
 ) -> None:
     async with (
         wire(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, call_timeout_s=1.5) as it,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.5) as it,
     ):
         a, b = it.replicas
         # Given a request in flight and a connection that takes everything and answers nothing
@@ -251,6 +251,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
             await asyncio.sleep(0)
         # When it wakes long after, and comes upon the reply before its own timer has had a turn
         link._under_way[0].sent_s -= 10
+        link._under_way[0].stood_s -= 10
         # Then what it grants counts for nothing, for it may be another's by now
         with pytest.raises(StateUnavailable):
             await admission

@@ -11,6 +11,7 @@ from sturdy_bench import gate_over
 
 from app.admission.crossing import Mode
 from app.errors import ExpiredTtl, WritesRefused
+from app.state.silence import Silence
 
 ROOM = 400_000  # bytes for what is to wait
 UPPER = 2
@@ -28,7 +29,7 @@ class Clients:
     def __init__(self, fleet: Fleet) -> None:
         self.replica: Replica = fleet.replicas[0]
         replica = self.replica
-        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, 5.0)
+        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, Silence(5.0, 5.0))
         self.gate.newcomer_s = 0.0
         self.running: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []

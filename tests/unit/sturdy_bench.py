@@ -16,11 +16,12 @@ from app.errors import StateUnavailable
 from app.fleet import probe
 from app.request import Completion, InferenceRequest, Outcome, Placement
 from app.scheduling.chooser import LeastLoaded
+from app.state.awake import AwakeClock
+from app.state.silence import Silence
 from app.state.store import Pulse, Store, Verdict
 from app.telemetry.metrics import Metrics
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
-BUDGET_S = 0.01
 PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
 
 
@@ -30,9 +31,6 @@ class FickleStore(ScriptedStore):
     def __init__(self) -> None:
         super().__init__()
         self.away = self.silent = self.deaf = False
-        self.asked_s: float | None = None
-        self.on_asking: Callable[[bool], None] = lambda asking: None
-        self.heard_s, self.fault = 0.0, None
         self.ages_s: list[float] = []
         self.renewed: list[str] = []
         self.notes: list[str] = []  # the tickets of those renewals
@@ -44,13 +42,7 @@ class FickleStore(ScriptedStore):
     ) -> Verdict:
         self.ages_s.append(age_s)
         if self.silent:
-            self.asked_s = asyncio.get_running_loop().time()
-            self.on_asking(True)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.asked_s = None
-                self.on_asking(False)
+            await asyncio.Event().wait()
         if self.away:
             raise StateUnavailable("away")
         return await super().admit(request, attempt, candidates, age_s)
@@ -81,7 +73,7 @@ def gate_over(
     shared: SharedGate,
     metrics: Metrics,
     cell: SnapshotCell,
-    budget_s: float,
+    silence: Silence,
     poke: Callable[[], None] = lambda: None,
 ) -> SturdyGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
@@ -92,7 +84,7 @@ def gate_over(
         metrics=metrics,
         endpoints=cell,
         chooser=LeastLoaded(cell),
-        budget_s=budget_s,
+        silence=silence,
         report_s=0.0,
         effective=lambda: Effective(parse({}), {}),
         load=lambda: {E1: 3, E2: 1},
@@ -106,19 +98,27 @@ class Bench:
     """A gate that has beaten once, beside one other replica."""
 
     def __init__(self, pulse: Pulse | None = PULSE) -> None:
+        self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
         store = cast(Store, self.store)
+        self.awake, self.silence = AwakeClock(lambda: self.now_s, lambda: 0.0), Silence(1.0, 8.0)
+        self.awake.tick()
         self.shared = SharedGate(
-            store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None
-        )
+            store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
+            awake=self.awake,
+        )  # fmt: skip
         self.pokes = 0
-        self.gate = gate_over(store, self.shared, self.metrics, self.cell, BUDGET_S, self._poked)
-        self.store.on_asking = self.gate.asking
+        self.gate = gate_over(store, self.shared, self.metrics, self.cell, self.silence, self._poked)
         self.gate.newcomer_s = 0.0
         if pulse is not None:
             self.tell_peers()
             self.gate.beat(pulse, 0.001)
+
+    def stand_still(self) -> None:
+        """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
+        self.now_s += 10.0
+        assert self.awake.just_woke
 
     def _poked(self) -> None:
         self.pokes += 1

@@ -225,6 +225,17 @@ def test_given_an_unknown_key_when_parsed_then_the_fault_lists_the_valid_ones() 
     assert message.startswith("fair_request_queue.capacity: unknown key; valid here: total_capacity,")
 
 
+@pytest.mark.parametrize("key", ["call_timeout", "decision_budget"])
+def test_given_a_retired_key_when_parsed_then_the_fault_names_the_new_one(key: str) -> None:
+    message = fault({"redis": {key: "50ms"}})
+    assert message == f"redis: {key} is retired: redis.silence says how long Redis may say nothing"
+
+
+def test_given_a_silence_that_outlasts_a_lease_when_parsed_then_the_fault_names_both() -> None:
+    assert "redis.silence 8s" in (message := fault({"redis": {"silence": "8s"}}))
+    assert "leases.inflight 15s" in message
+
+
 def test_given_several_faults_when_parsed_then_each_has_its_line() -> None:
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]

@@ -1,14 +1,13 @@
 """The gate over a store that answers as told: refusals, waiting, being sent back, and what is charged."""
 
 import asyncio
-import time
 from typing import Any, cast
 
 import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from app.admission import ticket, waking
+from app.admission import ticket
 from app.admission.shared import SharedGate
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import (
@@ -177,21 +176,11 @@ async def test_given_a_placement_under_way_when_registering_again_then_it_is_lef
     await task
 
 
-def stand_still(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing runs in the event loop for a while, as between SIGSTOP and SIGCONT."""
-    monkeypatch.setattr(waking, "_SLEPT_S", 0.1)
-    monkeypatch.setattr(waking, "_WAKING_S", 60.0)  # however slow the machine is
-    bench.gate.waking.look()
-    time.sleep(0.2)
-
-
-async def test_given_a_process_that_slept_when_a_stream_ends_on_waking_then_its_request_is_not_brought_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_given_a_process_that_slept_when_a_stream_ends_then_it_is_not_brought_again() -> None:
     # Given a stream that waits, and whose grant is another replica's since the process slept
     bench = Bench()
     task = await bench.queued(GONE)
-    stand_still(bench, monkeypatch)
+    bench.gate.awake.woke()
     bench.gate.hear("granted", "r")
     await bench.store.placed.wait()
     # When Envoy has given it up meanwhile
@@ -203,13 +192,11 @@ async def test_given_a_process_that_slept_when_a_stream_ends_on_waking_then_its_
     assert len(bench.store.admitted) == 1
 
 
-async def test_given_a_process_that_slept_when_it_registers_again_then_only_streams_that_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_given_a_process_that_slept_when_it_registers_again_then_only_streams_that_are_left() -> None:
     # Given a stream that waits, of a process that slept
     bench = Bench()
     task = await bench.queued()
-    stand_still(bench, monkeypatch)
+    bench.gate.awake.woke()
     # When it tells a shared state that has lost it, while Envoy has given the stream up
     telling = asyncio.create_task(bench.gate.register_again())
     for _ in range(3):
@@ -220,13 +207,11 @@ async def test_given_a_process_that_slept_when_it_registers_again_then_only_stre
     assert len(bench.store.admitted) == 1
 
 
-async def test_given_a_process_that_slept_when_it_reads_old_signs_of_life_then_they_restore_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_given_a_process_that_slept_when_it_reads_old_signs_of_life_then_they_restore_nothing() -> None:
     # Given a sign of life before a process slept, when one is read on waking
     bench = Bench()
     bench.gate.renew(Alive("before", E1, "ticket"))
-    stand_still(bench, monkeypatch)
+    bench.gate.awake.woke()
     bench.gate.renew(Alive("after", E1, "ticket"))
     # Then that renews what is known, and brings nothing back
     assert bench.store.alive == [("before", "ticket"), ("after", "")]

@@ -1,18 +1,17 @@
 """The gate that goes on without the shared state: going over, working alone, coming back."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
 from local_requests import ask
 from metrics_page import page_of, samples
 from scripted_store import until
-from sturdy_bench import BUDGET_S, E1, E2, PULSE, Bench, eventually, watched
+from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from app.admission import crossing, waking
+from app.admission import crossing
 from app.admission.crossing import Mode
-from app.errors import Preempted, RequestError, StateUnavailable
+from app.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
 from app.request import Alive, Band, Completion, Outcome
 from app.state.store import Verdict
 
@@ -102,7 +101,7 @@ async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() 
         await task
 
 
-async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_with_their_age() -> None:
+async def test_given_waiting_requests_when_redis_is_silent_then_they_go_over_with_their_age() -> None:
     bench = Bench()
     async with watched(bench):
         # Given one that waits for its turn in the shared queue, and one whose admission is not answered
@@ -111,25 +110,56 @@ async def test_given_waiting_requests_when_redis_falls_silent_then_they_go_over_
         await until(lambda: bench.shared.waiting == 1)
         bench.store.silent = True
         asked = asyncio.create_task(bench.gate.admit(ask("asked"), held=False))
+        await until(lambda: bench.shared.waiting == 2)
+        # When that silence is proven
+        bench.gate.away("silence", "no answer in time")
         # Then both are placed alone, and taken back from the shared queue
         assert (await queued).endpoints
         assert (await asked).endpoints
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
 
 
-async def test_given_a_decision_that_waits_when_redis_falls_silent_then_it_is_noticed_for_its_sake(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Given a replica that hardly ever looks while nothing is asked
-    monkeypatch.setattr(crossing, "_SELDOM_S", 1e6)
+async def test_given_an_admission_without_an_answer_when_its_time_is_up_then_it_is_refused() -> None:
+    # Given a Redis that is silent, and not yet for long enough
     bench = Bench()
     async with watched(bench):
-        await asyncio.sleep(3 * BUDGET_S)
-        # When a decision is not answered / Then it is taken alone, and so is the next one
         bench.store.silent = True
-        assert (await bench.gate.admit(ask("first"), held=False)).endpoints
-        assert bench.gate.mode is Mode.LOCAL
-        assert (await bench.gate.admit(ask("second"), held=False)).endpoints
+        # When a request's time is up, then it has its answer, and is taken back
+        with pytest.raises(ExpiredTtl):
+            await bench.gate.admit(ask("r", ttl_s=0.1), held=False)
+        assert bench.gate.mode is Mode.SHARED
+    assert bench.store.cancelled == [("r", "cancelled")]
+
+
+@pytest.mark.usefixtures("no_end_by_itself")
+async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_are_wanted() -> None:
+    bench = Bench()
+    wanted = []
+    async with watched(bench):
+        for _ in range(6):
+            bench.gate.away("silence", "no answer in time")
+            beats = 0
+            while bench.gate.mode is Mode.LOCAL:
+                bench.gate.beat(PULSE, 0.001)
+                beats += 1
+            wanted.append(beats)
+            await eventually(lambda: bench.gate.mode is Mode.SHARED)
+    # Then up to a limit
+    assert wanted == [2, 4, 8, 16, 16, 16]
+    found = samples(bench.metrics)
+    changes = {key: n for key, n in found.items() if key[0] == "epp_failover_transitions_total"}
+    assert sorted(changes.values()) == [0, 0, 6, 6, 6]
+    assert found["epp_failover_transitions_total", "cause=silence", "to=local"] == 6
+
+
+@pytest.mark.usefixtures("no_end_by_itself")
+async def test_given_a_heartbeat_that_is_missed_when_others_come_back_then_they_count_from_there() -> None:
+    bench = Bench()
+    bench.gate.away("refused", "refused")
+    bench.gate.beat(PULSE, 0.001)
+    bench.gate.missed()
+    bench.gate.beat(PULSE, 0.001)
+    assert bench.gate.mode is Mode.LOCAL
 
 
 @pytest.mark.parametrize("client_first", [False, True])
@@ -235,56 +265,41 @@ async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_count
     assert waits(bench) == {"false": 1}
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
-async def test_given_a_process_that_stood_still_when_redis_seems_away_then_it_asks_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waking, "_SLEPT_S", 0.1)
-    monkeypatch.setattr(waking, "_WAKING_S", 60.0)  # however slow the machine is
+async def test_given_a_process_that_stood_still_when_its_question_was_given_up_then_it_asks_again() -> None:
     bench = Bench()
-    async with watched(bench):
-        await asyncio.sleep(3 * BUDGET_S)
-        # Given that nothing ran in it for a while, as between SIGSTOP and SIGCONT
-        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
-        # When its first question on waking has no answer
-        bench.store.away = True
-        asking = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
-        await eventually(lambda: len(bench.store.ages_s) >= 3)
-        # Then it does not go by itself: it was away, not Redis
-        assert bench.gate.mode is Mode.SHARED
-        bench.store.away = False
-        assert (await asking).endpoints == (E1,)
-        assert bench.gate.mode is Mode.SHARED
+    # Given that nothing ran in it for a while, as between SIGSTOP and SIGCONT, and its question was given up
+    bench.stand_still()
+    bench.store.away = True
+    asking = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    await eventually(lambda: len(bench.store.ages_s) >= 3)
+    # Then it does not go by itself: it was away, not Redis
+    assert bench.gate.mode is Mode.SHARED
+    bench.store.away = False
+    assert (await asking).endpoints == (E1,)
+    assert bench.gate.mode is Mode.SHARED
 
 
-async def test_given_a_process_that_stood_still_when_a_stream_ends_on_waking_then_it_is_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waking, "_SLEPT_S", 0.1)
-    monkeypatch.setattr(waking, "_WAKING_S", 60.0)  # however slow the machine is
+async def test_given_a_process_that_stood_still_when_a_stream_ends_then_it_is_not_asked_for() -> None:
     bench = Bench()
-    async with watched(bench):
-        await asyncio.sleep(3 * BUDGET_S)
-        # Given two streams that came while nothing ran in it
-        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
-        given_up, wanted = (
-            asyncio.create_task(bench.gate.admit(ask(name), held=False)) for name in ("gone", "here")
-        )
-        # When Envoy has given one of them up since
-        await asyncio.sleep(0)
-        given_up.cancel()
-        # Then that one, which another replica may have by now, is not asked for
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        assert (await wanted).endpoints == (E1,)
+    # Given two streams that came while nothing ran in it
+    bench.stand_still()
+    given_up, wanted = (
+        asyncio.create_task(bench.gate.admit(ask(name), held=False)) for name in ("gone", "here")
+    )
+    # When Envoy has given one of them up since
+    await asyncio.sleep(0)
+    given_up.cancel()
+    # Then that one, which another replica may have by now, is not asked for
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert (await wanted).endpoints == (E1,)
     assert len(bench.store.ages_s) == 1
 
 
-async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again(
-    no_end_by_itself: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waking, "_SLEPT_S", 0.1)
-    monkeypatch.setattr(waking, "_WAKING_S", 60.0)  # however slow the machine is
+@pytest.mark.usefixtures("no_end_by_itself")
+async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again() -> (
+    None
+):
     bench = Bench()
     bench.store.away = True
     await bench.gate.admit(ask("r"), held=False)
@@ -292,9 +307,8 @@ async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_
         bench.store.away = False
         for _ in range(2):
             bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING)
         # Given that nothing ran in it for a while
-        time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
+        bench.stand_still()
         # When a decision cannot be had, then it goes by itself, and does not wait on its way for ever
         bench.store.away = True
         assert (await bench.gate.admit(ask("s"), held=False)).endpoints
@@ -412,7 +426,7 @@ async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_
     full = replace(PULSE, stock=10.0)
     bench = Bench(full)
     placed = await bench.gate.admit(ask("before"), held=False)
-    bench.gate._lose("it went")
+    bench.gate.away("silence", "it went")
     bench.tell_peers(b=True)
     async with watched(bench):
         for _ in range(2):
@@ -424,7 +438,7 @@ async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_
         # When the shared state, which has heard them too and given the places to others, goes again
         if pulsed:
             bench.gate.beat(full, 0.001)
-        bench.gate._lose("it went again")
+        bench.gate.away("silence", "it went again")
         # Then they are not this replica's to give
         assert bench.free == 0
 
@@ -453,7 +467,7 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
             await eventually(lambda: bench.gate.mode is Mode.SHARED)
         # When the shared state, in which others have filled the stock, goes again
         bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
-        bench.gate._lose("it went again")
+        bench.gate.away("silence", "it went again")
         await until(lambda: bench.gate.status()["queued"] == free)  # type: ignore[index]
         # Then what they had paid is not theirs any more
         assert not any(task.done() for task in waiting)
@@ -464,13 +478,9 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
 
 async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_the_beginning() -> None:
     bench = Bench(pulse=None)
-    bench.store.fault = "not connected yet"
-    async with watched(bench):
-        await asyncio.sleep(0.3)
-        bench.store.fault = None
-        bench.gate.beat(PULSE, 0.001)
-        await asyncio.sleep(0.1)
-        assert bench.gate.mode is Mode.SHARED
+    bench.gate.away("refused", "not there yet")
+    bench.gate.beat(PULSE, 0.001)
+    assert bench.gate.mode is Mode.SHARED
 
 
 async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
@@ -504,7 +514,3 @@ async def test_given_an_endpoint_that_cannot_be_connected_to_when_alone_then_it_
     )
     for n in range(3):
         assert failed not in (await bench.gate.admit(ask(str(n)), held=False)).endpoints
-
-
-def test_looks_come_well_before_a_process_counts_as_asleep() -> None:
-    assert 4 * crossing._SELDOM_S <= waking._SLEPT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fault_case import FULL, Case
-from whole_fleet import AS_BY_DEFAULT, Fleet, started, stop_all
+from whole_fleet import Fleet, started, stop_all
 
 _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
@@ -53,8 +53,7 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         unjudged: str = "",
     ) -> Fleet:
         folder = tmp_path_factory.mktemp("fleet")
-        given = {**AS_BY_DEFAULT, **(config or {})} if FULL else config
-        running.append(started(folder, ("--debug-headers", *options), given, environment, unjudged))
+        running.append(started(folder, ("--debug-headers", *options), config, environment, unjudged))
         return running[-1]
 
     yield start

@@ -17,7 +17,6 @@ from fleet_load import shared
 from redis_clustered import Cluster, clustered
 from redis_servers import Server, debian, valkey_binary, wait
 from redis_watched import Watched, watched
-from whole_fleet import AS_BY_DEFAULT
 
 from bench.witness.asking import Wish
 from bench.witness.load import loaded
@@ -56,9 +55,10 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
     what, starting = KINDS[kind]
     case.is_about(f"{what} killed under load, {kills} times")
     with starting(tmp_path) as redis:
-        async with counted(
-            *(faulty, redis.url), servers=SERVERS, each=EACH, service_s=SERVICE_S, **AS_BY_DEFAULT
-        ) as (here, servers):
+        async with counted(*(faulty, redis.url), servers=SERVERS, each=EACH, service_s=SERVICE_S) as (
+            here,
+            servers,
+        ):
             # Given three replicas under load that fills the pool
             async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
                 for number in range(kills):

@@ -12,7 +12,6 @@ import pytest
 from counted_fleet import all_at_rest, all_shared, counted, told_ms, turned_away
 from fault_case import FULL, Case
 from own_valkey import OwnValkey, own_valkey
-from whole_fleet import AS_BY_DEFAULT
 
 from bench.witness.asking import Asked, Wish
 from bench.witness.load import loaded
@@ -47,7 +46,6 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
             each=EACH,
             service_s=SERVICE_S,
             fair_request_queue=ROOM,
-            **AS_BY_DEFAULT,
         ) as (here, servers),
     ):
         # Given more clients than there is room for

@@ -1,4 +1,5 @@
-"""Redis answers late, in fits and starts, or on some connections not at all: decisions stay quick."""
+"""Redis answers late, in fits and starts, or on some connections not at all: decisions wait for it, and no
+replica goes by itself."""
 
 import asyncio
 import time
@@ -12,14 +13,14 @@ from fault_case import FULL, Case
 from own_valkey import own_valkey
 from paced import paced
 from proxy import Proxy, proxy
-from whole_fleet import AS_BY_DEFAULT, Fleet
+from whole_fleet import Fleet
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
 SERVERS, EACH = 4, 200.0  # so much room that nobody waits for a turn
 EVERY_S, STALL_S, LATE_S = 5.0, 1.0, 0.05
-BUDGET_S = 0.05  # `redis.decision_budget`
-MOST_S = BUDGET_S + 0.05  # of 99 in 100 decisions; a bound of the replicas' own histogram
+# Of 99 in 100 decisions: `redis.silence` (1 s) and what comes before; a bound of the replicas' own histogram.
+MOST_S = 2.5
 
 
 async def late(between: Proxy, for_s: float) -> None:
@@ -60,7 +61,7 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
     case.is_about(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
     async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
         url = f"redis://127.0.0.1:{between.port}/0"
-        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0, **AS_BY_DEFAULT) as (
+        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0) as (
             here,
             servers,
         ):
@@ -85,7 +86,10 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
             case.tell(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
             case.tell(f"whole requests {told_ms(ill)}, without the fault {told_ms(usual)}")
             case.tell(f"less its median {told_ms(took_s - median_s for took_s in ill)}")
+            departures = await _departures(here)
+            case.tell(f"replicas went by themselves {departures} times")
             assert failed == []
+            assert departures == 0
             assert slow <= decided * 0.01 or not FULL
             # And when Redis is well again, the counts are exact
             await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
@@ -95,6 +99,12 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
 
 async def _asked(load: Any, count: float) -> bool:
     return len(load.history) >= count
+
+
+async def _departures(here: Fleet) -> int:
+    pages = [(await here.admin("/metrics", replica)).text.splitlines() for replica in REPLICAS]
+    found = (line for page in pages for line in page if line.startswith("epp_failover_transitions_total{"))
+    return _sum(line for line in found if 'to="local"' in line)
 
 
 async def _decisions(here: Fleet) -> tuple[int, int]:

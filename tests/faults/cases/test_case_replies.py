@@ -23,8 +23,6 @@ CLIENTS = 24
 SERVICE_S = 0.02
 BETWEEN = 3  # answers, at most, from one loss to the next
 SPARED = 20  # replies a connection passes on first: no message, which is sent twice, loses more than one
-# Who serves alone for a moment, since a slow machine looks like a slow Redis, leaves no log of it to check.
-REDIS = {True: {"decision_budget": "2s", "call_timeout": "5s"}, False: {}}
 FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
 
 
@@ -38,7 +36,11 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
         between.spared = FORMS[form]
         url = f"redis://127.0.0.1:{between.port}/0"
         async with counted(
-            faulty, url, servers=SERVERS, each=EACH, service_s=SERVICE_S, redis=REDIS[form != "in_a_row"]
+            faulty,
+            url,
+            servers=SERVERS,
+            each=EACH,
+            service_s=SERVICE_S,
         ) as (here, servers):
             # Given three replicas behind one wire, under load that fills the pool
             async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
