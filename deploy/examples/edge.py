@@ -1,0 +1,50 @@
+"""What the examples of this folder share: the bootstrap of `picker envoy-config` read, changed and written.
+
+Clients' own fairness ids are gone before the first filter runs: the bootstrap removes them, in both
+spellings. So what a filter sets is what the picker sees, which counts it if `extproc.trusted_headers` has it.
+"""
+
+import sys
+from typing import Any
+
+import yaml
+
+Tree = dict[str, Any]
+
+FAIRNESS_ID = "x-gateway-inference-fairness-id"
+
+
+def read() -> Tree:
+    """The bootstrap on stdin."""
+    tree = yaml.safe_load(sys.stdin)
+    if not isinstance(tree, dict) or "staticResources" not in tree:
+        sys.exit("no bootstrap on stdin: picker envoy-config … | python " + sys.argv[0])
+    return tree
+
+
+def filter_chain(tree: Tree) -> Tree:
+    """Where clients connect."""
+    chain: Tree = tree["staticResources"]["listeners"][0]["filterChains"][0]
+    return chain
+
+
+def first_filter(tree: Tree, name: str, config: Tree) -> None:
+    """Put an HTTP filter before all others, the picker's among them."""
+    manager = filter_chain(tree)["filters"][0]["typedConfig"]
+    removed = [each["remove"] for each in _early(manager) if "remove" in each]
+    if FAIRNESS_ID not in removed:
+        sys.exit(f"the bootstrap lets clients set {FAIRNESS_ID}: write it without --trust-headers")
+    manager["httpFilters"].insert(0, {"name": name, "typedConfig": config})
+
+
+def _early(manager: Tree) -> list[Tree]:
+    return [
+        mutation
+        for extension in manager.get("earlyHeaderMutationExtensions", ())
+        for mutation in extension["typedConfig"]["mutations"]
+    ]
+
+
+def write(tree: Tree) -> None:
+    """The bootstrap to stdout."""
+    yaml.safe_dump(tree, sys.stdout, sort_keys=False, width=110)

@@ -1,0 +1,231 @@
+"""The examples of `deploy/examples`: a request's flow is that of its client, whatever the client says."""
+
+import base64
+import hashlib
+import hmac
+import json
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from edge_envoy import Edge, started
+from fleet_load import at_rest, decisions
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
+# What a client might say to be somebody else; the last of it in ways that only the wire knows.
+SPOOFED = [
+    ("x-gateway-inference-fairness-id", "victim"),
+    ("X-Gateway-Inference-Fairness-Id", "victim"),
+    ("x-llm-d-inference-fairness-id", "victim"),
+    ("x-gateway-inference-objective", "gold"),
+    ("x-forwarded-client-cert", "URI=spiffe://example.org/victim"),
+    ("x-jwt-payload", "victim"),
+]
+CONFIG = {
+    "decision_log": {"enabled": True},
+    "objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}],
+}
+
+
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    return shared_fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", config=CONFIG)
+
+
+@contextmanager
+def example(fleet: Any, folder: Path, name: str, *arguments: str, mode: str = "lean") -> Iterator[Edge]:
+    """Envoy as an example's two commands make it."""
+    listen = ("--listen", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--mode", mode)
+    pickers = [each for replica in fleet.state["replicas"] for each in ("--picker", replica["grpc"])]
+    plain = run(["-m", "app.cli", "envoy-config", *listen, *pickers])
+    bootstrap = run([str(EXAMPLES / name), *arguments], plain)
+    with started(bootstrap, folder / "envoy") as running:
+        yield running
+
+
+def run(command: list[str], text: str = "") -> str:
+    """What a Python program says on stdout, given `text` on stdin."""
+    done = subprocess.run(
+        [sys.executable, *command], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def asked(url: str, headers: list[tuple[str, str]], **options: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30, **options) as client:
+        return await client.post("/v1/completions", json=ASK, headers=headers)
+
+
+async def flows(fleet: Any) -> list[tuple[str, int]]:
+    """Flow and band of each request that was let in so far."""
+    await at_rest(fleet)
+    return [(entry.flow, entry.band) for entry in await decisions(fleet) if entry.flow]
+
+
+@pytest.mark.parametrize("mode", ["lean", "headers"])
+async def test_an_api_key_is_its_flow_by_a_table_of_hashes(here: Any, tmp_path: Path, mode: str) -> None:
+    # Given keys of every length about a block of the hash, and a table without any of them
+    sizes = (5, 55, 56, 63, 64, 119, 512)
+    keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
+    table = tmp_path / "keys.yaml"
+    hashed = {hashlib.sha256(key.encode()).hexdigest(): flow for flow, key in keys.items()}
+    table.write_text(yaml.safe_dump(hashed))
+    with example(here, tmp_path, "api_key.py", str(table), mode=mode) as edge:
+        for flow, key in keys.items():
+            answer = await asked(edge.url, [*SPOOFED, ("authorization", f"Bearer {key}")])
+            assert answer.status_code == 200
+            assert (await flows(here))[-1] == (flow, 1)
+        # When there is no key of the table, Then nothing is let in
+        before = len(await flows(here))
+        digest = next(iter(hashed))
+        for refused in (
+            "x",
+            "Bearer",
+            "Bearer another",
+            f"Bearer {digest}",
+            "Basic a2V5",
+            f"Bearer {'y' * 513}",
+        ):
+            answer = await asked(edge.url, [*SPOOFED, ("authorization", refused)])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await asked(edge.url, SPOOFED)).status_code == 401
+        assert len(await flows(here)) == before
+
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+def b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def token(secret: bytes = SECRET, **claims: Any) -> tuple[str, str]:
+    """The header of a token of these claims; those that are None are left out."""
+    usual = {
+        "iss": "https://login.example.org",
+        "aud": "inference",
+        "sub": "team-b",
+        "exp": time.time() + 600,
+    }
+    body = {name: value for name, value in {**usual, **claims}.items() if value is not None}
+    signed = ".".join(b64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "1"}, body))
+    return ("authorization", f"Bearer {signed}.{b64(hmac.digest(secret, signed.encode(), 'sha256'))}")
+
+
+async def test_a_tokens_claim_is_its_flow(here: Any, tmp_path: Path) -> None:
+    jwks = tmp_path / "jwks.json"
+    jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "1", "k": b64(SECRET)}]}))
+    options = ("--issuer", "https://login.example.org", "--audience", "inference", "--jwks", str(jwks))
+    with example(here, tmp_path, "jwt_claim.py", *options) as edge:
+        for flow in ("team-b", "https://login.example.org/users/7"):
+            assert (await asked(edge.url, [*SPOOFED, token(sub=flow)])).status_code == 200
+            assert (await flows(here))[-1] == (flow, 1)
+        # When the token is not good, or names nobody, Then nothing is let in
+        before = len(await flows(here))
+        for refused, status in (
+            (("x-other", "1"), 401),
+            (token(b"another secret of thirty-two byt"), 401),
+            (token(exp=time.time() - 600), 401),
+            (token(exp=None), 401),
+            (token(iss="https://other.example.org"), 401),
+            (token(aud="other"), 403),
+            (token(sub=None), 403),
+            (token(sub=""), 403),
+        ):
+            assert (await asked(edge.url, [*SPOOFED, refused])).status_code == status, refused
+        assert len(await flows(here)) == before
+
+
+class Certificates:
+    """An authority of `folder`, and certificates that it signs."""
+
+    def __init__(self, folder: Path, name: str = "authority") -> None:
+        self._folder = folder
+        self._name = name
+        self.file = folder / f"{name}.pem"
+        self._openssl("req", "-x509", *self._new(name), "-days", "2", "-out", str(self.file))
+
+    def signed(self, name: str, alternative: str) -> tuple[Path, Path]:
+        """Certificate and key for `alternative`, a subject alternative name as openssl writes it."""
+        request, extensions, out = (self._folder / f"{name}.{each}" for each in ("csr", "ext", "pem"))
+        extensions.write_text(f"subjectAltName={alternative}\n")
+        self._openssl("req", *self._new(name), "-out", str(request))
+        authority = (
+            "-CA",
+            str(self.file),
+            "-CAkey",
+            str(self._folder / f"{self._name}.key"),
+            "-CAcreateserial",
+        )
+        signing = ("-in", str(request), "-extfile", str(extensions), "-days", "2", "-out", str(out))
+        self._openssl("x509", "-req", *authority, *signing)
+        return out, self._folder / f"{name}.key"
+
+    def _new(self, name: str) -> tuple[str, ...]:
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        return (*key, "-keyout", str(self._folder / f"{name}.key"), "-subj", f"/CN={name}")
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+
+
+async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None:
+    authority, stranger = Certificates(tmp_path), Certificates(tmp_path, "stranger")
+    server, key = authority.signed("server", "IP:127.0.0.1")
+    files = ("--certificate", str(server), "--key", str(key), "--client-ca", str(authority.file))
+    with example(
+        here, tmp_path, "client_certificate.py", *files, "--uri-prefix", "spiffe://example.org/"
+    ) as edge:
+        url = edge.url.replace("http://", "https://")
+
+        def of(certificate: tuple[Path, Path] | None) -> ssl.SSLContext:
+            context = ssl.create_default_context(cafile=str(authority.file))
+            if certificate is not None:
+                context.load_cert_chain(*certificate)
+            return context
+
+        for number in (1, 2):
+            flow = f"spiffe://example.org/team-{number}"
+            certificate = authority.signed(f"client{number}", f"URI:{flow}")
+            assert (await asked(url, SPOOFED, verify=of(certificate))).status_code == 200
+            assert (await flows(here))[-1] == (flow, 1)
+        # When the certificate is another authority's, names nobody, or there is none, Then nothing is let in
+        before = len(await flows(here))
+        for refused in (
+            stranger.signed("forged", "URI:spiffe://example.org/team-1"),
+            authority.signed("elsewhere", "URI:spiffe://example.com/team-1"),
+            authority.signed("nameless", "DNS:team-1"),
+            None,
+        ):
+            with pytest.raises(httpx.TransportError):
+                await asked(url, SPOOFED, verify=of(refused))
+        with pytest.raises(httpx.TransportError):
+            await asked(edge.url, SPOOFED)
+        assert len(await flows(here)) == before
+
+
+def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "keys.yaml"
+    table.write_text(yaml.safe_dump({"ab" * 32: "flow"}))
+    trusting = run(["-m", "app.cli", "envoy-config", "--trust-headers", "x-llm-d-inference-fairness-id"])
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "api_key.py", table],
+        input=trusting,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "without --trust-headers" in done.stderr
+    assert done.stdout == ""
