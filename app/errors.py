@@ -120,6 +120,8 @@ class ClientGone(RequestError):
 
 
 class DeadlineExceeded(RequestError):
+    """Waited past the client's own deadline (app/intake.py has the headers that tell it)."""
+
     status = 504
     code = "deadline_exceeded"
     reason = "rejected-context-cancelled"

@@ -24,6 +24,7 @@ ALWAYS_KEPT = (
     "x-llm-d-inference-ttl",
     "x-request-timeout",
     "grpc-timeout",
+    "x-envoy-expected-rq-timeout-ms",
     "x-session-token",
     "traceparent",
 )

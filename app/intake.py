@@ -6,6 +6,7 @@ workload context (DESIGN, "Decisions where the specifications differ"): whatever
 on, as an anonymous workload of criticality 3 if need be.
 """
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -30,9 +31,15 @@ METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
 TTL = ("x-llm-d-inference-ttl",)
+# A client's own deadline. The last is the timeout of the route by which another Envoy has sent the request;
+# Envoys pass it on only from whoever they take for internal.
+REQUEST_TIMEOUT = "x-request-timeout"
+GRPC_TIMEOUT = "grpc-timeout"
+ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
+DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = ("x-workload-context",)
 TRACE = "traceparent"
-HEADERS = frozenset((METHOD, PATH, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, SESSION))
+HEADERS = frozenset((METHOD, PATH, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION))
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
@@ -54,6 +61,10 @@ _NUMBER = b"-0123456789"
 _SALT_BYTES = 1024
 
 _ANYWHERE: Mapping[str, str] = {}
+
+_GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's TimeoutValue and TimeoutUnit
+_GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_WHOLE_MS = re.compile(r"[0-9]{1,15}")
 
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -175,12 +186,16 @@ class Intake:
         """
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
-        fairness_id = objective = rewrite = ttl = context = session = trace = ""
+        fairness_id = objective = rewrite = context = session = trace = ""
+        ttl_s, by_client = self._ttl_s, False
         if not headers.keys() <= _PLAIN:
             fairness_id = _name(headers, FAIRNESS_ID)
             objective = _name(headers, OBJECTIVE)
             rewrite = _name(headers, REWRITE)
-            ttl = _text(headers, TTL)
+            ttl_s = self._ttl(_text(headers, TTL))
+            deadline_s = _deadline_s(headers)
+            by_client = deadline_s <= ttl_s
+            ttl_s = deadline_s if by_client else ttl_s
             context = _text(headers, WORKLOAD)
             session = session_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
@@ -198,7 +213,8 @@ class Intake:
             weight=weight,
             workload=_workload(context, request_id),
             cost=cost,
-            ttl_s=self._ttl(ttl) if ttl else self._ttl_s,
+            ttl_s=ttl_s,
+            by_client=by_client,
             subset=subset,
             limit=self._limits.get(model, 0),
             learn=learn,
@@ -221,13 +237,45 @@ class Intake:
         return names[min(bisect_right(bounds, self._choose() * bounds[-1]), len(names) - 1)]
 
     def _ttl(self, text: str) -> float:
-        try:
-            ttl_s = duration_s(text)
-        except ValueError as fault:
-            raise BadRequest(f"header {TTL[0]}: {fault}") from None
-        if ttl_s <= 0:
-            raise BadRequest(f"header {TTL[0]}: must be above zero")
-        return min(max(ttl_s, _MIN_TTL_S), self._ttl_s)
+        """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
+        return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
+
+
+def _deadline_s(headers: Mapping[str, bytes]) -> float:
+    """Seconds until the first of a client's own deadlines; infinite without any.
+
+    `x-request-timeout` is in seconds or a duration such as `500ms`, `grpc-timeout` as gRPC has it, the
+    route's timeout in milliseconds, where 0 is none.
+
+    Raises:
+        BadRequest: one of them is malformed; the message names it.
+    """
+    told_s = math.inf
+    if text := _text(headers, (REQUEST_TIMEOUT,)):
+        told_s = _duration_s(REQUEST_TIMEOUT, text)
+    if text := _text(headers, (GRPC_TIMEOUT,)):
+        match = _GRPC_TIMEOUT.fullmatch(text)
+        if match is None:
+            raise BadRequest(
+                f"header {GRPC_TIMEOUT}: {text[:40]!r} is no gRPC timeout: write 500m, 30S or 5M"
+            )
+        told_s = min(told_s, int(match[1]) * _GRPC_UNIT_S[match[2]])
+    if text := _text(headers, (ROUTE_TIMEOUT,)):
+        if not _WHOLE_MS.fullmatch(text):
+            raise BadRequest(f"header {ROUTE_TIMEOUT}: {text[:40]!r} is no number of milliseconds")
+        told_s = min(told_s, int(text) / 1000 or math.inf)
+    return max(told_s, _MIN_TTL_S)
+
+
+def _duration_s(name: str, text: str) -> float:
+    """The duration that header `name` tells, above zero."""
+    try:
+        seconds = duration_s(text)
+    except ValueError as fault:
+        raise BadRequest(f"header {name}: {fault}") from None
+    if seconds <= 0:
+        raise BadRequest(f"header {name}: must be above zero")
+    return seconds
 
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:

@@ -59,7 +59,7 @@ class InferenceRequest(NamedTuple):
     prompt's blocks, empty where nobody asks for them. `limit` is how many requests of the flow may be in
     flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the
     flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody
-    asks for it.
+    asks for it. `by_client` says that `ttl_s` is a deadline of the client's own.
     """
 
     id: str
@@ -79,6 +79,7 @@ class InferenceRequest(NamedTuple):
     prefix: tuple[bytes, ...] = ()
     selector: Mapping[str, str] = _NO_LABELS
     trace: str = ""
+    by_client: bool = False
 
 
 class Placement(NamedTuple):

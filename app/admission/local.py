@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from app.admission.local_queue import LocalQueue, Waiting
 from app.admission.local_rules import Rules
 from app.admission.purse import Purse
+from app.admission.refusal import time_up
 from app.admission.waiter import Wait
-from app.errors import ClientGone, ExpiredTtl, Preempted, RequestError
+from app.errors import ClientGone, Preempted, RequestError
 from app.request import InferenceRequest
 from app.telemetry.metrics import Metrics
 
@@ -88,6 +89,7 @@ class LocalGate:
 
         Raises:
             Dropped: refused, preempted or expired.
+            DeadlineExceeded: its client's own deadline passed.
             ClientGone: its stream has been taken over by a newer one.
         """
         assert self._queue is not None
@@ -224,9 +226,10 @@ class LocalGate:
         if not queued.turn.done():
             queued.turn.set_exception(error or self._late(queued.waiting.request))
 
-    def _late(self, request: InferenceRequest) -> ExpiredTtl:
-        self._metrics.expired(request.model, request.target_model)
-        return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=1)
+    def _late(self, request: InferenceRequest) -> RequestError:
+        if not request.by_client:
+            self._metrics.expired(request.model, request.target_model)
+        return time_up(request, retry_after_s=1)
 
     def _leave(self, queued: _Queued) -> None:
         queued.queue.remove(queued.waiting)

@@ -1,6 +1,7 @@
 """What a verdict of the shared queue means to the client whose request it ends."""
 
 from app.errors import (
+    DeadlineExceeded,
     Evicted,
     ExpiredTtl,
     InsufficientFlowCapacity,
@@ -10,6 +11,7 @@ from app.errors import (
     Saturated,
     TotalCapacity,
 )
+from app.request import InferenceRequest
 from app.state.store import Verdict
 
 _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
@@ -20,8 +22,15 @@ _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
 }
 
 
-def refusal(verdict: Verdict, *, ttl_s: float, retry_after_s: int) -> RequestError | None:
-    """The error that `verdict` amounts to; None if it ends nothing.
+def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
+    """The error of a request that has waited for all of its time: its client's (504) or the queue's (503)."""
+    if request.by_client:
+        return DeadlineExceeded(f"the client's deadline of {request.ttl_s:g} s passed in the queue")
+    return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
+
+
+def refusal(verdict: Verdict, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
+    """The error that `verdict` of `request` amounts to; None if it ends nothing.
 
     A refusal brings its own Retry-After; `retry_after_s` is for what ends after it has waited.
     """
@@ -30,7 +39,7 @@ def refusal(verdict: Verdict, *, ttl_s: float, retry_after_s: int) -> RequestErr
         error, message = _REFUSALS[reason]
         return error(message, retry_after_s=int(seconds))
     if verdict.what == "expired":
-        return ExpiredTtl(f"waited longer than {ttl_s:g} s", retry_after_s=retry_after_s)
+        return time_up(request, retry_after_s)
     if verdict.what == "preempted":
         return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
     if verdict.what == "evicted":

@@ -16,6 +16,7 @@ from app.admission.waiter import Wait, Waiter, tell
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import (
     ClientGone,
+    ExpiredTtl,
     NoEndpoints,
     RequestError,
     ScriptFailed,
@@ -216,16 +217,16 @@ class SharedGate(RunningRequests):
             raise
 
     def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
-        error = refusal(verdict, ttl_s=request.ttl_s, retry_after_s=self.retry_after_s)
+        error = refusal(verdict, request, self.retry_after_s)
         if error is None:
             return verdict
         if verdict.what == "refused":
             self._metrics.push_error(request.model, error.code, request.target_model)
-        elif verdict.what == "expired":
+        elif isinstance(error, ExpiredTtl):
             self._metrics.expired(request.model, request.target_model)
         elif verdict.what == "preempted":
             self._metrics.preempted(request.band)
-        else:
+        elif verdict.what == "evicted":
             self._metrics.evicted(request.band)
         raise error
 

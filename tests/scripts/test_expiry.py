@@ -7,7 +7,7 @@ from decision_ledger import events_of, order_of
 from script_backends import wire
 from script_fleet import Fleet, OpenFleet, ask, until
 
-from app.errors import ExpiredTtl
+from app.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFleet) -> None:
@@ -58,6 +58,10 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), held=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
+        # And one whose time is its client's own deadline is told that
+        with pytest.raises(DeadlineExceeded) as told:
+            await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), held=False)
+        assert told.value.status == 504
         assert events_of(await it.log(), "q") == ["queued", "expired"]
         await a.settle("runs")
         assert await it.at_rest()

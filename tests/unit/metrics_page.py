@@ -12,11 +12,16 @@ def page_of(metrics: Metrics) -> bytes:
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Every sample of the page by (name, label=value…)."""
+    return samples_of(page_of(metrics).decode())
+
+
+def samples_of(page: str) -> dict[tuple[str, ...], float]:
+    """As `samples`, of a page as it is served."""
     return {
         (
             sample.name,
             *sorted(f"{key}={value}" for key, value in sample.labels.items() if value),
         ): sample.value
-        for family in text_string_to_metric_families(page_of(metrics).decode())
+        for family in text_string_to_metric_families(page)
         for sample in family.samples
     }

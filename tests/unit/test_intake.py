@@ -390,6 +390,14 @@ def test_the_model_is_the_flow_if_so_configured() -> None:
         ("x-llm-d-inference-ttl", "1e3", "'1e3' is no duration"),
         ("x-llm-d-inference-ttl", "0", "must be above zero"),
         ("x-llm-d-inference-ttl", b"\xb2", "is not valid UTF-8"),
+        ("x-request-timeout", "soon", "'soon' is no duration"),
+        ("x-request-timeout", "0", "must be above zero"),
+        ("x-request-timeout", b"\xb2", "is not valid UTF-8"),
+        ("grpc-timeout", "30", "'30' is no gRPC timeout"),
+        ("grpc-timeout", "123456789S", "'123456789S' is no gRPC timeout"),
+        ("grpc-timeout", "-1S", "'-1S' is no gRPC timeout"),
+        ("x-envoy-expected-rq-timeout-ms", "1.5", "'1.5' is no number of milliseconds"),
+        ("x-envoy-expected-rq-timeout-ms", "-1", "'-1' is no number of milliseconds"),
     ],
 )
 def test_a_bad_header_is_named(name: str, value: str | bytes, says: str) -> None:
@@ -412,7 +420,39 @@ def test_a_bad_header_is_named(name: str, value: str | bytes, says: str) -> None
     ],
 )
 def test_a_deadline_shortens_the_ttl(ttl: str, expected_s: float) -> None:
-    assert asked({"x-llm-d-inference-ttl": ttl}).ttl_s == pytest.approx(expected_s)
+    request = asked({"x-llm-d-inference-ttl": ttl})
+    assert (request.ttl_s, request.by_client) == (pytest.approx(expected_s), False)
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected_s", "by_client"),
+    [
+        ({"x-request-timeout": "5"}, 5.0, True),
+        ({"x-request-timeout": "500ms"}, 0.5, True),
+        ({"x-request-timeout": "31"}, 30.0, False),
+        ({"grpc-timeout": "7S"}, 7.0, True),
+        ({"grpc-timeout": "250m"}, 0.25, True),
+        ({"grpc-timeout": "5000u"}, 0.005, True),
+        ({"grpc-timeout": "99999999n"}, 0.099999999, True),
+        ({"grpc-timeout": "0n"}, 0.001, True),
+        ({"grpc-timeout": "1M"}, 30.0, False),
+        ({"grpc-timeout": "1H"}, 30.0, False),
+        ({"x-envoy-expected-rq-timeout-ms": "1500"}, 1.5, True),
+        ({"x-envoy-expected-rq-timeout-ms": "0"}, 30.0, False),
+        (
+            {"x-request-timeout": "9", "grpc-timeout": "8S", "x-envoy-expected-rq-timeout-ms": "7000"},
+            7.0,
+            True,
+        ),
+        ({"x-request-timeout": "9", "x-llm-d-inference-ttl": "4"}, 4.0, False),
+        ({"x-request-timeout": "3", "x-llm-d-inference-ttl": "4"}, 3.0, True),
+    ],
+)
+def test_a_clients_own_deadline_shortens_the_ttl_and_is_known_as_such(
+    headers: dict[str, str | bytes], expected_s: float, by_client: bool
+) -> None:
+    request = asked(headers)
+    assert (request.ttl_s, request.by_client) == (pytest.approx(expected_s), by_client)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from local_requests import ask, rules
+from metrics_page import samples
 from scripted_store import until
 
 from app.admission import ticket
@@ -15,7 +16,7 @@ from app.admission.local_pick import pick
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import Purse, share
 from app.admission.waiter import Wait
-from app.errors import ClientGone, ExpiredTtl, Preempted, TotalCapacity
+from app.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from app.request import Alive, Band, Completion, Outcome
 from app.telemetry.metrics import Metrics
 
@@ -166,14 +167,21 @@ async def test_given_one_that_waits_when_its_client_leaves_then_its_place_is_giv
 
 
 async def test_given_one_past_its_time_when_admitted_or_waiting_then_it_is_refused() -> None:
-    gate = gate_of(0.0)
+    metrics = Metrics()
+    gate = LocalGate(metrics)
+    gate.open(0.0, 100.0, rules())
     now_s = asyncio.get_running_loop().time()
     with pytest.raises(ExpiredTtl):
         await gate.admit(ask("old"), 1.0, Wait(now_s - 31))
     with pytest.raises(ExpiredTtl) as caught:
         await gate.admit(ask("short", ttl_s=0.01), 1.0, Wait(now_s))
     assert caught.value.retry_after_s == 1
+    # a client's own deadline is told apart
+    for ask_s, arrived_s in ((30.0, now_s - 31), (0.01, now_s)):
+        with pytest.raises(DeadlineExceeded):
+            await gate.admit(ask("own", ttl_s=ask_s, by_client=True), 1.0, Wait(arrived_s))
     assert gate.waiting == 0
+    assert samples(metrics)["epp_requests_expired_total", "model=m", "target_model=m"] == 2
 
 
 async def test_given_a_full_queue_when_a_higher_band_comes_then_who_makes_room_is_told() -> None:

@@ -12,6 +12,7 @@ from app.admission.shared import SharedGate
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import (
     ClientGone,
+    DeadlineExceeded,
     Dropped,
     Evicted,
     ExpiredTtl,
@@ -133,6 +134,25 @@ async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_
         await task
     assert caught.value.retry_after_s == 4
     assert bench.count("epp_requests_expired_total", "model=m", "target_model=m-v2") == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
+async def test_given_a_clients_own_deadline_when_it_passes_then_the_answer_is_504(when: str) -> None:
+    # Given a request whose time to live is its client's deadline
+    bench = Bench()
+    bench.store.admitting = [QUEUED if when != "admitted" else Verdict("expired", "")]
+    bench.store.placing = [Verdict("expired", "")]
+    task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), held=False))
+    # When that passes while it waits, before it could be placed, or before it arrived
+    if when != "admitted":
+        await until(lambda: bench.gate.waiting)
+        bench.gate.hear("expired" if when == "waiting" else "granted", "r")
+    # Then it is told so, and it is not the queue that has expired it
+    with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
+        await task
+    assert (caught.value.status, caught.value.reason) == (504, "rejected-context-cancelled")
+    assert bench.count("epp_requests_expired_total", "model=m", "target_model=m-v2") == 0
+    assert bench.count("epp_evictions_total", "band=Sheddable") == 0
 
 
 async def test_given_a_grant_that_cannot_be_placed_when_sent_back_then_it_waits_for_the_next() -> None:
