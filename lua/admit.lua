@@ -61,13 +61,17 @@ end
 -- lowest band below (specs/003).
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
-    local lane, newest
-    if pool[QUEUED[band]] > 0 then lane, newest = victims.next(band) end
-    if newest then
-      pool.pressed = 1
-      redis.call('ZADD', key.victims[band], pool.arrival(0), lane)
-      turn_away(record.read(newest), 'preempted')
-      return true
+    for _ = 1, pool[QUEUED[band]] > 0 and STRAYS or 0 do
+      local lane, newest = victims.next(band)
+      if not newest then break end
+      local other = record.read(newest)
+      if other and other.state == 'queued' then
+        pool.pressed = 1
+        later('ZADD', key.victims[band], pool.arrival(0), lane)
+        turn_away(other, 'preempted')
+        return true
+      end
+      queue.drop_stray(newest, band, lane)
     end
   end
   return false

@@ -41,18 +41,20 @@ local function keep_keys(kept, offered)
   end
   local text = table.concat(keys, ' ')
   local anew = full(since_ms) .. ' ' .. text
-  if text ~= '' and anew ~= kept then redis.call('HSET', key.pool, 'signing_keys', anew) end
+  if text ~= '' and anew ~= kept then later('HSET', key.pool, 'signing_keys', anew) end
   return text
 end
 local function heartbeat(args)
   local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
   forget_news(owner)
-  local last = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0)
+  local last = redis.call('ZSCORE', key.replicas, owner)
+  remember(key.replicas, owner, last)
+  last = tonumber(last or 0)
   local was_known = last > now_ms - silence_ms and 1 or 0
-  redis.call('ZADD', key.replicas, now_ms, owner)
-  redis.call('HSET', key.about, owner, about)
+  write_now('ZADD', key.replicas, now_ms, owner)
+  later('HSET', key.about, owner, about)
   -- A sweep may have begun on what it queued before; the next silence is walked from the start.
-  if was_known == 0 then redis.call('HDEL', key.orphans, owner) end
+  if was_known == 0 then later('HDEL', key.orphans, owner) end
   local others = redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf')
   local leader = 1
   for _, other in ipairs(others) do
@@ -60,18 +62,32 @@ local function heartbeat(args)
   end
   local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys')
-  local inbox, left = news_in(key.inbox[owner]), {}
+  local inbox, left, granted = news_in(key.inbox[owner]), {}, {}
   for i = 1, #inbox, 2 do
-    left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
-    -- A grant stays until place takes it; an ending has no other trace and is told once.
-    if inbox[i + 1] ~= 'granted' then later('HDEL', key.inbox[owner], inbox[i]) end
+    if inbox[i + 1] == 'granted' then
+      granted[#granted + 1] = inbox[i]
+    else
+      left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
+      later('HDEL', key.inbox[owner], inbox[i]) -- it has no other trace, and is told once
+    end
   end
+  record.prefetch(granted, #granted)
+  for _, id in ipairs(granted) do
+    local r = record.read(id)
+    if r and r.state == 'granted' and r.owner == owner then
+      left[#left + 1] = 'granted ' .. id -- it stays until place takes it
+    else
+      strays = strays + 1
+      news.forget(owner, id)
+    end
+  end
+  local signing_keys = keep_keys(versions[5], args[4] or '')
   local head = conclude()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end
   return {
     head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', full(pool.stock), pool.queued, full(pool.upper), full(pool.lower), pool.ready,
-    settings.paused or 0, keep_keys(versions[5], args[4] or ''), 0,
+    settings.paused or 0, signing_keys, 0,
   }
 end

@@ -31,10 +31,14 @@ local function publish(args)
   for i = 1, #known, 2 do
     local address = known[i]
     if not wanted[address] then
-      redis.call('HDEL', key.endpoints, address)
+      write_now('HDEL', key.endpoints, address)
       endpoints.forget_marks(address)
       endpoints.unlist(address)
     end
+  end
+  -- What is counted at an endpoint that nobody has published stays counted, but takes nothing new.
+  for _, address in ipairs(redis.call('ZRANGE', key.load, 0, -1)) do
+    if not (wanted[address] or former[address]) then endpoints.unlist(address) end
   end
   if not pool.known then
     pool.born = now_us
@@ -42,7 +46,9 @@ local function publish(args)
     pool.known = true
   end
   local overrides = redis.call('HGET', key.pool, 'overrides')
-  redis.call('HSET', key.pool, 'config_version', args[2], 'endpoints_version', args[3], 'base', args[4])
+  later('HSET', key.pool, 'config_version', args[2])
+  later('HSET', key.pool, 'endpoints_version', args[3])
+  later('HSET', key.pool, 'base', args[4])
   put_settings(cjson.decode(args[4]), overrides and cjson.decode(overrides) or {})
   pool.ready = ready
   pool.bound()

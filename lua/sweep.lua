@@ -23,11 +23,25 @@ local TRANSIT_MS = 1000 -- a request may take so long from its placement to its 
 local MOST_RECENT = 1000 -- requests whose endpoints a call counts, at most; above, ghosts end with their lease
 local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted ends
 
+local function is_running(r) return r and (r.state == 'placed' or r.state == 'granted') end
+
 local function reap(most)
-  local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, most)
-  record.prefetch(ids, #ids)
-  for _, id in ipairs(ids) do finish_request(record.read(id), 'reclaimed') end
-  return #ids
+  local reaped = 0
+  for _ = 1, STRAYS do
+    local ids = redis.call('ZRANGEBYSCORE', key.inflight, '-inf', now_ms, 'LIMIT', 0, most)
+    record.prefetch(ids, #ids)
+    for _, id in ipairs(ids) do
+      local r = record.read(id)
+      if is_running(r) then
+        finish_request(r, 'reclaimed')
+        reaped = reaped + 1
+      else
+        drop_stray('ZREM', key.inflight, id)
+      end
+    end
+    if reaped > 0 or #ids < most then break end
+  end
+  return reaped
 end
 
 -- How many requests an endpoint has, by each of its last two pages: the higher count, and the moment of the older
@@ -81,7 +95,7 @@ local function silent_requests(unseen_ms, limit)
     if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) and seen_ms > now_ms - unseen_ms then
       table.insert(found, {id = id, seen_ms = seen_ms, by_ms = seen_ms + TRANSIT_MS})
     else
-      redis.call('ZREM', key.suspects, id) -- it has ended, lives, or is found by its silence alone
+      later('ZREM', key.suspects, id) -- it has ended, lives, or is found by its silence alone
     end
   end
   return found
@@ -98,7 +112,10 @@ local function reclaim_ghosts(unseen_ms, limit)
   record.prefetch(ids, #ids)
   for _, one in ipairs(found) do
     one.r = record.read(one.id)
-    if one.r and one.r.state == 'placed' then
+    if not is_running(one.r) then
+      drop_stray('ZREM', key.inflight, one.id)
+      later('ZREM', key.suspects, one.id)
+    elseif one.r.state == 'placed' then
       local address = endpoints.first(one.r.endpoints)
       if not silent[address] then
         silent[address] = {}
@@ -138,14 +155,13 @@ local function hold_orphans(grace_ms, most)
     if r and r.owner == silent and r.state == 'queued' then queue.hold(r, now_ms + grace_ms) end
   end
   if scan[1] ~= '0' then
-    redis.call('HSET', key.orphans, silent, scan[1])
+    later('HSET', key.orphans, silent, scan[1])
     return true
   end
-  redis.call('ZREM', key.replicas, silent)
-  redis.call('HDEL', key.about, silent)
-  redis.call('HDEL', key.orphans, silent)
-  send(key.inbox[silent]) -- what this call has told it goes too
-  redis.call('DEL', key.inbox[silent])
+  later('ZREM', key.replicas, silent)
+  later('HDEL', key.about, silent)
+  later('HDEL', key.orphans, silent)
+  unlink_later(key.inbox[silent]) -- what this call has told it goes too
   return false
 end
 
@@ -185,8 +201,36 @@ end
 -- Whether more is due than one call forgets.
 local function forget_buried()
   local due = redis.call('ZRANGEBYSCORE', key.buried, '-inf', now_ms, 'LIMIT', 0, LIGHT)
-  if #due > 0 then redis.call('ZREM', key.buried, unpack(due)) end
+  for _, id in ipairs(due) do later('ZREM', key.buried, id) end
   return #due == LIGHT
+end
+
+-- Of a set beyond MOST_IDLE_LANES, its lowest, behind `from` others that leave it anyway. Returns how many.
+local function drop_lowest(sorted, from)
+  local surplus = math.min(redis.call('ZCARD', sorted) - from - MOST_IDLE_LANES, LIGHT)
+  if surplus > 0 then
+    for _, lane in ipairs(redis.call('ZRANGE', sorted, from, from + surplus - 1)) do later('ZREM', sorted, lane) end
+  end
+  return surplus
+end
+
+-- Where nobody waits, no lane does, and nothing is overdue: what stands there is a stray.
+local function drop_idle(band)
+  if pool[QUEUED[band]] > 0 then return end
+  for _, places in ipairs({key.flows[band], key.parked[band]}) do
+    for _, lane in ipairs(redis.call('ZRANGE', ahead.anew(places), 0, CHUNK - 1)) do
+      for _, id in ipairs(redis.call('ZRANGE', ahead.anew(key.queue[band][lane]), 0, CHUNK - 1)) do
+        local r = record.read(id)
+        if not (r and r.state == 'queued') then queue.drop_stray(id, band, lane) end
+      end
+      if queue.length(band, lane) == 0 then drop_stray('ZREM', places, lane) end
+    end
+  end
+end
+local function drop_overdue()
+  if pool.queued > 0 then return end
+  pool.overdue = 0
+  for _, id in ipairs(redis.call('ZRANGE', key.overdue, 0, CHUNK - 1)) do drop_stray('ZREM', key.overdue, id) end
 end
 
 -- At rest no lane has a claim: tags start anew from the highest, and finish tags at or below v say nothing.
@@ -200,13 +244,11 @@ local function age_tags(band)
   end
   -- Not all at once: a million of them would hold everyone up.
   local stale = redis.call('ZRANGEBYSCORE', key.finish[band], '-inf', v, 'LIMIT', 0, LIGHT)
-  if #stale > 0 then redis.call('ZREM', key.finish[band], unpack(stale)) end
+  for _, lane in ipairs(stale) do later('ZREM', key.finish[band], lane) end
   -- A client with a new flow for each request keeps v where it is. What is forgotten is what is owed least: at
   -- most one charge of a flow that has nothing waiting.
-  local surplus = math.min(redis.call('ZCARD', key.finish[band]) - MOST_IDLE_LANES, LIGHT)
-  if surplus > 0 then redis.call('ZREMRANGEBYRANK', key.finish[band], 0, surplus - 1) end
-  local memories = math.min(redis.call('ZCARD', key.preempted[band]) - MOST_IDLE_LANES, LIGHT)
-  if memories > 0 then redis.call('ZREMRANGEBYRANK', key.preempted[band], 0, memories - 1) end
+  local surplus = drop_lowest(key.finish[band], #stale)
+  local memories = drop_lowest(key.preempted[band], 0)
   return #stale == LIGHT or surplus == LIGHT or memories == LIGHT
 end
 
@@ -236,8 +278,10 @@ local function sweep(args)
   end
   for _, band in ipairs(BANDS) do
     for _, lane in ipairs(redis.call('ZRANGE', key.parked[band], 0, CHUNK - 1)) do queue.unpark(band, lane) end
+    drop_idle(band)
     if age_tags(band) then more = true end
   end
+  drop_overdue()
   if forget_buried() then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
     if victims.relax(LIGHT) then more = true else pool.pressed = 0 end
@@ -246,11 +290,13 @@ local function sweep(args)
     endpoints.lapse(DOWN_MS)
     victims.complete(LIGHT)
     measure_rate(swept_ms, tonumber(state[7] or 0))
-    redis.call('HSET', key.pool, 'swept_ms', now_ms, 'swept_dispatches', pool.dispatches)
+    later('HSET', key.pool, 'swept_ms', now_ms)
+    later('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
-  redis.call('HSET', key.pool, 'sweep_more', more and 1 or 0, 'walk', walked, 'walks', walks,
-    'workload_cursor', forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
-    'answer_cursor', forget_idle(key.answers, state[4] or '0', answers, idle_ms))
+  local stands = {sweep_more = more and 1 or 0, walk = walked, walks = walks,
+    workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
+    answer_cursor = forget_idle(key.answers, state[4] or '0', answers, idle_ms)}
+  for field, value in pairs(stands) do later('HSET', key.pool, field, value) end
   local head = conclude()
   head[5], head[6], head[7], head[8], head[9], head[10] = 1, expired, reaped, more and 1 or 0, ghosts, suspects
   return head

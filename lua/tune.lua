@@ -12,7 +12,7 @@ local function overlay(field, change)
   for name, value in pairs(cjson.decode(change)) do
     if value == cjson.null then all[name] = nil else all[name] = value end
   end
-  redis.call('HSET', key.pool, field, next(all) and cjson.encode(all) or '{}')
+  later('HSET', key.pool, field, next(all) and cjson.encode(all) or '{}')
   return all
 end
 local function tune(args)
@@ -21,7 +21,8 @@ local function tune(args)
   if pool.known then
     local overrides = overlay('overrides', args[2])
     overlay('tuned', args[3])
-    version = redis.call('HINCRBY', key.pool, 'tuned_version', 1)
+    version = (tonumber(redis.call('HGET', key.pool, 'tuned_version') or 0) or 0) + 1
+    later('HSET', key.pool, 'tuned_version', version)
     put_settings(cjson.decode(redis.call('HGET', key.pool, 'base')), overrides)
     pool.bound()
   end

@@ -22,6 +22,8 @@ class CallMetrics(Protocol):
     def redis_silence(self, seconds: float, stood_s: float) -> None:
         """Nothing has come for `seconds`; this replica has stood still for `stood_s` in all."""
 
+    def strays(self, n: int) -> None: ...
+
 
 @dataclass(slots=True)
 class Item:

@@ -2,8 +2,8 @@
 
 A batch in which a script comes upon an error is asked again item by item, so that only the one fails whose
 fault it is. What Redis denies to everyone is asked once more after a moment. What lasts is kept, and asked
-again and again, where Redis denies it or takes no writes for now. Redis keeps what a script wrote before it
-failed; an item that is repeated counts it once, but for a flow's corrected charge (`settle`).
+again and again, where Redis denies it or takes no writes for now. A script that fails leaves nothing of
+what it did (lua/lib/writes.lua), so an item that is repeated counts once.
 """
 
 import asyncio

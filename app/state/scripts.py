@@ -30,7 +30,7 @@ _READING = ("state", "view_")  # what they begin with: these run on a Redis that
 _ADDING = ("admit", "publish", "survey")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
-    "  callback=function(keys, args) begin(keys[1]) return finish(%s(args)) end}"
+    "  callback=function(keys, args) return run(%s, keys, args) end}"
 )
 
 

@@ -102,6 +102,7 @@ class Store:
         self._on_news = on_news
         self._on_dequeued = on_dequeued
         self._on_adopted = on_adopted
+        self._on_strays = metrics.strays
         self._link = Link(
             url,
             key=self.keys.pool,
@@ -310,8 +311,11 @@ class Store:
         if head[2]:
             self._on_dequeued(head[2], head[3])
         for item in head[1]:
-            what, _, request_id = item.partition(" ")
-            self._on_news(what, request_id)
+            what, _, about = item.partition(" ")
+            if what == "strays":
+                self._on_strays(int(about))
+            else:
+                self._on_news(what, about)
 
 
 def _told(text: str) -> dict[str, Any]:

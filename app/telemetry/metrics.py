@@ -119,6 +119,7 @@ class Metrics:
         )
         self._stood = counters("stood_still_seconds", "Seconds in which this replica itself did not run.")
         self._unheard = gauges("redis_answer_age_seconds", "How long ago Redis answered anything.")
+        self._strays = counters("strays", "Entries of the shared state without what they stood for, dropped.")
         self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters("scrapes", "Metrics pages read, by how it went.", ("endpoint", "result"))
         self._probes = counters("probes", "Signs of life of model servers, between two pages.", ("endpoint",))
@@ -224,6 +225,9 @@ class Metrics:
 
     def ghosts(self, n: int) -> None:
         self._ghosts.add(amount=n)
+
+    def strays(self, n: int) -> None:
+        self._strays.add(amount=n)
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
         """One answered call of `script` that carried `items` items."""

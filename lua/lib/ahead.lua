@@ -14,6 +14,7 @@ local function give_front(name, front)
   local scores = front.scores
   if not scores then
     if front.at > 1 then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
+    front.at = 1
     return
   end
   local moved, gone = 0, 0
@@ -29,12 +30,17 @@ local function give_front(name, front)
   write_all('ZADD', name, scored_members, moved)
   write_all('ZREM', name, gone_members, gone)
 end
+-- In the middle of a call: what stood there is remembered, as by `send`.
 function ahead.forget(name)
   local front = fronts[name]
-  if front then
-    fronts[name] = nil
-    give_front(name, front)
+  if not front then return end
+  if front.scores then
+    for i = 1, front.at - 1, 2 do remember(name, front[i], front[i + 1]) end
+  elseif front.at > 1 then
+    remember_all('ZREM', name, front, front.at - 1)
   end
+  fronts[name] = nil
+  give_front(name, front)
 end
 function ahead.anew(name)
   if fronts[name] then ahead.forget(name) end
@@ -42,7 +48,10 @@ function ahead.anew(name)
   return name
 end
 function ahead.save()
-  for name, front in pairs(fronts) do give_front(name, front) end
+  for name, front in pairs(fronts) do
+    give_front(name, front)
+    fronts[name] = nil
+  end
 end
 -- Of members that only ever leave: the first. One more than is asked for is read, to know whether it is the last.
 local function read_members(name, more)

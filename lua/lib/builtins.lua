@@ -1,7 +1,7 @@
 -- What a life uses of Lua and Redis, as locals: among the globals, which Redis guards, one is found in three
 -- steps. A library that is being loaded has none of them but `redis`, so the first call brings them.
-local function builtins() return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack end
-local redis, struct, string, table, math, ipairs, pairs, tonumber, unpack = redis
+local function builtins() return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall end
+local redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall = redis
 local function use_builtins()
-  if not math then redis, struct, string, table, math, ipairs, pairs, tonumber, unpack = builtins() end
+  if not math then redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall = builtins() end
 end

@@ -6,26 +6,34 @@ local timed -- once a call is enough
 local function run_timers(limit)
   timed = true
   if not timers.due() then return 0, 0 end
-  local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
   local ran, expired = 0, 0
-  for i = 1, #due, 2 do
-    local id = due[i]
-    local r = record.read(id)
-    if r then
-      ran = ran + 1
-      if r.state == 'held' then
-        finish_request(r, 'abandoned')
-        expired = expired + 1
-      elseif r.deadline_ms <= now_ms then
-        turn_away(r, 'expired')
-        expired = expired + 1
+  for _ = 1, STRAYS do
+    local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
+    local ids, found = {}, #due / 2
+    for i = 1, found do ids[i] = due[2 * i - 1] end
+    record.prefetch(ids, found)
+    for i, id in ipairs(ids) do
+      local r = record.read(id)
+      if not r or (r.state ~= 'queued' and r.state ~= 'held') then
+        drop_stray('ZREM', key.timers, id)
       else
-        redis.call('ZADD', key.overdue, due[i + 1] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
-        timers.set(id, r.deadline_ms)
-        pool.overdue = pool.overdue + 1
+        ran = ran + 1
+        if r.state == 'held' then
+          finish_request(r, 'abandoned')
+          expired = expired + 1
+        elseif r.deadline_ms <= now_ms then
+          turn_away(r, 'expired')
+          expired = expired + 1
+        else
+          later('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
+          timers.set(id, r.deadline_ms)
+          pool.overdue = pool.overdue + 1
+        end
       end
     end
+    if ran > 0 or found < limit then break end
   end
+  send(key.overdue)
   return ran, expired
 end
 local live -- owner -> whether it has been heard of lately, as this call knows it
@@ -80,7 +88,7 @@ local function dispatch()
     local r = known_records[id] or record.read(id)
     attempts = attempts + 1
     if lane and not (r and r.state == 'queued') then
-      queue.drop_stray(id, band, lane, tag)
+      queue.drop_stray(id, band, lane)
     elseif r.deadline_ms <= now_ms then
       turn_away(r, 'expired')
     elseif not (live[r.owner] or is_live(r.owner)) then
@@ -96,12 +104,8 @@ local function dispatch()
   end
   return served, attempts
 end
-local born, born_text -- of the last call
--- Every call that may change the queue ends here. Returns what each reply begins with:
--- the pool's birth, the caller's news, dispatch attempts and successes.
-local function conclude(replies)
-  local served, attempts = 0, 0
-  if pool.known then served, attempts = dispatch() end
+-- What a call has decided, written. Nothing is read from here on, and each step may be repeated.
+local function commit()
   ahead.save()
   record.save()
   workloads.save()
@@ -110,6 +114,30 @@ local function conclude(replies)
   send_all()
   send_log()
   news.send()
+end
+local committing = false
+-- A write has failed with others already done: the rest follows, and what fails twice is left out and told.
+local function commit_again()
+  local server, failed = redis, nil
+  redis = {call = function(...)
+    local done, reply = pcall(server.call, ...)
+    if not done then done, reply = pcall(server.call, ...) end
+    if not done then failed = reply end
+    return reply
+  end}
+  local done, why = pcall(commit)
+  redis = server
+  if failed then error(failed, 0) elseif not done then error(why, 0) end
+end
+local born, born_text -- of the last call
+-- Every call that may change the queue ends here. Returns what each reply begins with:
+-- the pool's birth, the caller's news, dispatch attempts and successes.
+local function conclude(replies)
+  local served, attempts = 0, 0
+  if pool.known then served, attempts = dispatch() end
+  if strays > 0 then news.mine[#news.mine + 1] = 'strays ' .. strays end
+  committing = true
+  if not pcall(commit) then commit_again() end
   if born ~= pool.born then born, born_text = pool.born, full(pool.born) end
   return {born_text, news.mine, attempts, served, unpack(replies or {})}
 end
@@ -140,9 +168,8 @@ local function column(args, size, n)
 end
 local under_way = false -- also after a call that failed
 local function begin(pool_key)
-  use_builtins()
   local failed = under_way
-  under_way = true
+  under_way, committing, strays = true, false, 0
   use_keys(pool_key)
   forget_writes()
   forget_records()
@@ -156,7 +183,22 @@ local function begin(pool_key)
   timers.forget()
   forget_workloads()
 end
-local function finish(reply)
+local function perform(act, keys, args)
+  begin(keys[1])
+  local reply = act(args)
   under_way = false
   return reply
+end
+-- Redis tells what it answered with by the first word, and puts ERR before a text alone.
+local function fail(why)
+  local text = type(why) == 'table' and why.err or tostring(why)
+  error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
+end
+-- What each function of the library does: all of it, or, where it fails before its end, nothing.
+local function run(act, keys, args)
+  use_builtins()
+  local done, reply = pcall(perform, act, keys, args)
+  if done then return reply end
+  if not committing then undo() end
+  fail(reply)
 end

@@ -107,6 +107,21 @@ local function read_window(picks, want)
   end
   loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
 end
+-- Requests in flight of limited flows, by their fields of `limits`: as this call knows them, and what it has changed.
+local limit_counts, changed_limits = {}, {}
+local function flow_counts(fields)
+  local counts, asked = {}, {}
+  for i, field in ipairs(fields) do
+    counts[i] = limit_counts[field]
+    if not counts[i] then asked[#asked + 1] = field end
+  end
+  if #asked > 0 then
+    local texts = redis.call('HMGET', key.limits, unpack(asked))
+    for i, field in ipairs(asked) do limit_counts[field] = tonumber(texts[i] or 0) or 0 end
+    for i, field in ipairs(fields) do counts[i] = limit_counts[field] end
+  end
+  return counts
+end
 -- The addresses of a list, and their scores by address if it has scores.
 local function listed(candidates)
   local found, seen, scores = {}, {}, nil
@@ -132,9 +147,8 @@ local function below_limit(r, among)
     end
   end
   if #able == 0 then return free, false end
-  local counts = redis.call('HMGET', key.limits, unpack(fields))
-  for i, address in ipairs(able) do
-    if tonumber(counts[i] or 0) < r.limit then free[#free + 1] = address end
+  for i, count in ipairs(flow_counts(fields)) do
+    if count < r.limit then free[#free + 1] = able[i] end
   end
   return free, true
 end
@@ -231,13 +245,14 @@ function endpoints.mark(what, on, address)
   if not about then return false end
   local before = endpoints.is_marked(address)
   if on then
-    redis.call('HSET', key.marks, joined(what, address), now_ms)
+    write_now('HSET', key.marks, joined(what, address), now_ms)
   else
-    redis.call('HDEL', key.marks, joined(what, address))
+    write_now('HDEL', key.marks, joined(what, address))
   end
   local after = endpoints.is_marked(address)
   if before == after then return true end
-  redis.call('HINCRBY', key.pool, 'marks_version', 1)
+  local version = tonumber(redis.call('HGET', key.pool, 'marks_version') or 0) or 0
+  write_now('HSET', key.pool, 'marks_version', version + 1)
   if endpoints.is_draining(about) then return true end
   set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
   pool.ready = pool.ready + (after and -1 or 1)
@@ -248,30 +263,36 @@ end
 function endpoints.marked()
   local found = {}
   for _, mark in ipairs(redis.call('HKEYS', key.marks)) do
-    found[string.match(mark, '\31(.*)$')] = true
+    local address = string.match(mark, '\31(.*)$')
+    if address then found[address] = true else drop_stray('HDEL', key.marks, mark) end
   end
   return found
 end
 function endpoints.forget_marks(address)
-  for _, what in ipairs(MARKS) do redis.call('HDEL', key.marks, joined(what, address)) end
+  for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
 end
 -- A mark `down` that nobody has confirmed for so long lapses: the next request tries the endpoint.
 function endpoints.lapse(down_ms)
   local marks = redis.call('HGETALL', key.marks)
   for i = 1, #marks, 2 do
-    local address = string.match(marks[i], '^down\31(.*)$')
-    if address and now_ms - tonumber(marks[i + 1]) > down_ms then endpoints.mark('down', false, address) end
+    local what, address = string.match(marks[i], '^(%l+)\31(.*)$')
+    local since_ms = tonumber(marks[i + 1])
+    if not since_ms or redis.call('HEXISTS', key.endpoints, address or '') == 0 then
+      drop_stray('HDEL', key.marks, marks[i])
+    elseif what == 'down' and now_ms - since_ms > down_ms then
+      endpoints.mark('down', false, address)
+    end
   end
 end
 -- A limited flow's requests in flight: all of them (granted and placed), and those on one endpoint.
 -- What is granted will need a place too, so the total decides before any endpoint's count does.
 function endpoints.flow_full(r)
-  return r.limit > 0 and tonumber(redis.call('HGET', key.limits, r.flow) or 0) >= r.limit * pool.ready
+  return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
 end
-function endpoints.count_flow(r, endpoint, change)
+function endpoints.count_flow(r, endpoint, difference)
   if r.limit == 0 then return end
   local field = endpoint and joined(r.flow, endpoint) or r.flow
-  if redis.call('HINCRBY', key.limits, field, change) <= 0 then redis.call('HDEL', key.limits, field) end
+  limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
 end
 local scored_addresses = {} -- load, address, and so on: filled again by each call
 function endpoints.save()
@@ -286,9 +307,13 @@ function endpoints.save()
     end
   end
   write_all('ZADD', key.load, scored_addresses, count)
+  for field in pairs(changed_limits) do
+    local held = limit_counts[field]
+    if held > 0 then redis.call('HSET', key.limits, field, held) else redis.call('HDEL', key.limits, field) end
+  end
 end
 local function forget_endpoints()
-  changed_loads = {}
+  changed_loads, limit_counts, changed_limits = {}, {}, {}
   if not remembered or loads_known > MOST_LOADS then
     loads, loads_known, window = {}, 0, nil
   elseif window_left ~= math.huge then

@@ -18,7 +18,10 @@ local function log(event, r, tag, by, about)
     'note', type(about) == 'number' and full(about) or about or ''}
 end
 local function send_log()
-  for i = 1, logged do redis.call('XADD', key.log, unpack(entries[i])) end
+  for i = 1, logged do
+    if entries[i] then redis.call('XADD', key.log, unpack(entries[i])) end
+    entries[i] = false
+  end
 end
 local function forget_log() entries, logged = {}, 0 end
 -- Something about a lane or the whole pool rather than a request.

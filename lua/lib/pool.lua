@@ -20,6 +20,7 @@ do -- a chunk may have 200 locals
     'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2',
   }
   local counters_text, saved = nil, {} -- as they were last read or saved: packed, and in their order
+  local unsaved = false -- packed, but not yet written
   -- The first of them change with each request, the others seldom: those stay packed while they do not.
   local BUSY = 8
   local calm_text
@@ -48,7 +49,7 @@ do -- a chunk may have 200 locals
       calm_text = text and string.sub(text, 8 * BUSY + 1)
     end
     remembered = same and v[3] == endpoints_version and now_ms - called_ms < REMEMBERED_MS
-    called_ms, endpoints_version = now_ms, v[3]
+    called_ms, endpoints_version, unsaved = now_ms, v[3], false
     pool.ended_before = pool.ended
     if not v[2] then
       settings, settings_text = NO_SETTINGS, nil
@@ -63,10 +64,12 @@ do -- a chunk may have 200 locals
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
     end
-    if changed == 0 then return end
+    if changed == 0 and not unsaved then return end
+    unsaved = true
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
     redis.call('HSET', key.pool, 'counters', counters_text)
+    unsaved = false
   end
 end
 -- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.

@@ -19,7 +19,8 @@ local function standing_lane(r)
   return redis.call('ZSCORE', ahead.anew(lanes[other]), r.id) and other or lane
 end
 local lengths = {} -- of lanes, by the key of their requests, as this call knows them
-local function forget_lengths() lengths = {} end
+local standing = {} -- those of them that this call knows to have their place in the order
+local function forget_lengths() lengths, standing = {}, {} end
 function queue.length(band, lane)
   local requests = key.queue[band][lane]
   local length = lengths[requests]
@@ -63,6 +64,11 @@ local function join(band, lane, tag)
   ahead.forget(flows)
   later('ZADD', flows, tag, lane)
 end
+-- Whether a lane in which ids stand is in the order.
+local function has_place(band, lane)
+  return redis.call('ZSCORE', ahead.anew(key.flows[band]), lane)
+    or redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
+end
 -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
 -- written by the caller. Writes are put off to the end of the call, so that one which fails halfway, and is then
 -- repeated, has left nothing of it; what may be left all the same is dropped at its turn (`drop_stray`).
@@ -70,6 +76,8 @@ function queue.insert(r)
   local band, lane = r.band, settings.fairness == 'none' and '' or r.flow
   local requests = key.queue[band][lane]
   local length = lengths[requests] or queue.length(band, lane)
+  local is_new = length == 0 or not (standing[requests] or has_place(band, lane)) -- or only strays are there
+  standing[requests] = true
   if fronts[requests] then ahead.forget(requests) end
   later('ZADD', requests, order.score(r), r.id)
   lengths[requests] = length + 1
@@ -81,7 +89,7 @@ function queue.insert(r)
   r.due_ms = due_ms
   timers.set(r.id, due_ms)
   grow(band, 1)
-  if length > 0 then return nil end
+  if not is_new then return nil end
   send(key.finish[band])
   local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
   join(band, lane, tag)
@@ -105,30 +113,30 @@ local function unqueue(r, lane)
   end
   if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, lane) end
   timers.stop(id)
-  if pool.overdue > 0 then pool.overdue = pool.overdue - redis.call('ZREM', key.overdue, id) end
+  if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
   grow(band, -1)
   return emptied
 end
 -- Take r out without serving it: its lane's tag stays as it is.
+local function retire_empty(band, lane)
+  local tag = redis.call('ZSCORE', ahead.anew(key.flows[band]), lane)
+  if not tag then
+    tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
+    write_now('ZREM', key.parked[band], lane)
+  end
+  if tag then retire(band, lane, tag) end
+end
 function queue.remove(r)
   local lane = standing_lane(r)
-  if not unqueue(r, lane) then return end
-  local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane)
-  if not tag then
-    tag = redis.call('ZSCORE', key.parked[r.band], lane)
-    redis.call('ZREM', key.parked[r.band], lane)
-  end
-  if tag then retire(r.band, lane, tag) end
+  if unqueue(r, lane) then retire_empty(r.band, lane) end
 end
--- Take out an id that no queued request has: a call that put it there has failed, and was not repeated.
-function queue.drop_stray(id, band, lane, tag)
+-- Take out an id that no queued request has.
+function queue.drop_stray(id, band, lane)
   local requests = ahead.anew(key.queue[band][lane])
-  redis.call('ZREM', requests, id)
-  for _, index in ipairs({key.growing, key.static}) do
-    redis.call('ZREM', ahead.anew(index[band][lane]), id)
-  end
+  drop_stray('ZREM', requests, id)
+  for _, index in ipairs({key.growing, key.static}) do write_now('ZREM', index[band][lane], id) end
   lengths[requests] = redis.call('ZCARD', requests)
-  if lengths[requests] == 0 then retire(band, lane, tag) end
+  if lengths[requests] == 0 then retire_empty(band, lane) end
 end
 -- Take r out and charge it to its lane, whose start tag is `tag`. The turn of a lane (`turn_of`) moves v to
 -- the tag; what the guard serves out of turn (nil) does not.
@@ -147,15 +155,19 @@ function queue.serve(r, tag, turn_of)
   end
   return share
 end
--- Change what a lane has been charged, by what is now known to be right; `floor` is the least its tag can be.
--- Returns the lane's tag after it.
-function queue.correct(r, lane, change, floor)
+-- Change what a lane has been charged by `difference`; `floor` is the least its tag can be. Returns the lane's tag
+-- after it.
+function queue.correct(r, lane, difference, floor)
   for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
-    ahead.anew(place)
-    if redis.call('ZSCORE', place, lane) then return tonumber(redis.call('ZINCRBY', place, change, lane)) end
+    local tag = redis.call('ZSCORE', ahead.anew(place), lane)
+    remember(place, lane, tag)
+    if tag then
+      later('ZADD', place, tag + difference, lane)
+      return tag + difference
+    end
   end
-  redis.call('ZADD', key.finish[r.band], floor + change, lane)
-  return floor + change
+  later('ZADD', key.finish[r.band], floor + difference, lane)
+  return floor + difference
 end
 -- Charge its band `cost` more, where bands have shares; negative, it takes back what was charged.
 function queue.charge_band(r, cost)
@@ -166,13 +178,14 @@ end
 -- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
 function queue.park(band, lane, tag)
   ahead.move(key.flows[band], lane)
-  redis.call('ZADD', key.parked[band], tag, lane)
+  later('ZADD', key.parked[band], tag, lane)
   log_lane('parked', band, lane, tag)
 end
 function queue.unpark(band, lane)
-  local tag = redis.call('ZSCORE', key.parked[band], lane)
+  local tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
   if not tag then return end
-  redis.call('ZREM', key.parked[band], lane)
+  if queue.length(band, lane) == 0 then return drop_stray('ZREM', key.parked[band], lane) end
+  write_now('ZREM', key.parked[band], lane)
   tag = math.max(pool[V[band]], tonumber(tag))
   join(band, lane, tag)
   log_lane('unparked', band, lane, tag)
@@ -216,7 +229,7 @@ function queue.look_ahead(count)
   ahead.expect(count)
   if count < 2 or settings.ordering == 'workload-aware' then return end
   local bands, at = bands_in_turn(), 1
-  while pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
+  while at < 3 and pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
   local band, ids = bands[at], {}
   local lanes, requests = ahead.front(key.flows[band]), key.queue[band]
   local each, odd = math.floor(2 * count / #lanes), 2 * count % #lanes
@@ -233,9 +246,14 @@ function queue.turn()
     local band = bands[i]
     if pool[QUEUED[band]] > 0 then
       local lane, tag = ahead.scored(key.flows[band])
-      if lane then
-        local best = settings.ordering == 'workload-aware' and order.head(band, lane)
-        return best or ahead.member(key.queue[band][lane]), tag, band, lane
+      for _ = 1, STRAYS do
+        if not lane then break end
+        local id = settings.ordering == 'workload-aware' and order.head(band, lane)
+          or ahead.member(key.queue[band][lane])
+        if id then return id, tag, band, lane end
+        strays = strays + 1 -- nobody waits there
+        ahead.move(key.flows[band], lane)
+        lane, tag = ahead.scored(key.flows[band])
       end
     end
   end
@@ -245,7 +263,12 @@ local GUARD_LOOKS_AT = 16
 function queue.most_overdue()
   for _, id in ipairs(redis.call('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
     local r = record.read(id)
-    local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), standing_lane(r))
-    if tag then return id, tonumber(tag) end
+    if r and r.state == 'queued' then
+      local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), standing_lane(r))
+      if tag then return id, tonumber(tag) end
+    else
+      drop_stray('ZREM', key.overdue, id)
+      pool.overdue = redis.call('ZCARD', key.overdue) -- it may have been counted
+    end
   end
 end

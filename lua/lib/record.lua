@@ -20,7 +20,15 @@ function record.new(id)
   r.id, r.due_ms = id, false
   return r
 end
--- A table is found as `record.new` finds it, without the call: this is done for each request at each step.
+local function fill(r, number, text)
+  r.state, number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model,
+    r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag = STATES[number],
+    struct.unpack(LAYOUTS[number], text)
+  if number < 3 then r.endpoints, r.taken, r.tag = '', 0, -1 end
+end
+local changed_ids, changed_count = {}, 0 -- what `save` writes
+-- A table is found as `record.new` finds it, without the call: this is done for each request at each step. One that
+-- can't be read, or has a band that there is not, is a stray: dropped as if it were not there.
 local function parse_record(id, text)
   records_used = records_used + 1
   local r = record_tables[records_used]
@@ -28,11 +36,12 @@ local function parse_record(id, text)
     r = {}
     record_tables[records_used] = r
   end
-  local number = string.byte(text)
-  r.id, r.due_ms, r.state, number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality,
-    r.model, r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag = id, false, STATES[number],
-    struct.unpack(LAYOUTS[number], text)
-  if number < 3 then r.endpoints, r.taken, r.tag = '', 0, -1 end
+  r.id, r.due_ms = id, false
+  if not (pcall(fill, r, string.byte(text), text) and r.band < 3) then
+    strays, changed_count = strays + 1, changed_count + 1
+    known_records[id], changed_ids[changed_count] = false, id
+    return nil
+  end
   known_records[id] = r
   return r
 end
@@ -60,7 +69,6 @@ function record.read(id)
   if r == nil then return record.meet(id, redis.call('HGET', key.requests, id)) end
 end
 -- Both are done at the end of the call, once for each id: what is then known of it is what is written.
-local changed_ids, changed_count = {}, 0
 function record.write(r)
   local id = r.id
   known_records[id] = r

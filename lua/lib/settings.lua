@@ -11,10 +11,10 @@ local function put_settings(base, overrides)
   local text = cjson.encode(base)
   if base.log_max == 0 then log_change('tuned', text) end -- the last entry says that there will be no more
   settings, settings_text = base, nil
-  redis.call('HSET', key.pool, 'settings', text)
+  later('HSET', key.pool, 'settings', text)
   if changed and pool.queued > 0 then
     pool.refiling = 1
-    redis.call('HSET', key.pool, 'walk', '0')
+    later('HSET', key.pool, 'walk', '0')
   end
   log_change('tuned', text)
 end
