@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions screenshots faults soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions screenshots faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -97,6 +97,9 @@ screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard
 
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
 	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
+
+pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (ARGS='calm 1 2')
+	$(BIN)/python -m bench.pulses $(ARGS)
 
 soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)

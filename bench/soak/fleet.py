@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from redis.asyncio import Redis
 _READY_S = 90.0
 _STOP_S = 60.0
 _CALL_S = 10.0
-_CONFIG = {
+_CONFIG: Mapping[str, Any] = {
     "request_queue_controller": {"watermark_per_backend": 4},
     "fair_request_queue": {"flow_capacity": 500},
 }
+_SIM = ("--sim-ttft", "20", "--sim-itl", "5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,21 @@ class Fleet:
         self._state = state
         self._client = client
         self._redis = Redis.from_url(state["redis"], socket_timeout=_CALL_S)
-        self._replicas = [psutil.Process(replica["pid"]) for replica in state["replicas"]]
-        self._envoy = next(child for child in process.children(recursive=True) if "envoy" in child.name())
+        self.replicas = [psutil.Process(replica["pid"]) for replica in state["replicas"]]
+        children = process.children(recursive=True)
+        self._envoy = next(child for child in children if "envoy" in child.name())
+        self.redis = next(child for child in children if "valkey" in child.name())
 
     async def read(self, at_s: float, served: int) -> Reading:
         """Everything now."""
         memory = await self._redis.info("memory")
         return Reading(
             at_s,
-            max(replica.memory_info().rss for replica in self._replicas),
+            max(replica.memory_info().rss for replica in self.replicas),
             self._envoy.memory_info().rss,
             int(memory["used_memory"]),
             int(await self._redis.dbsize()),
-            sum(replica.num_fds() for replica in self._replicas),
+            sum(replica.num_fds() for replica in self.replicas),
             served,
             await self.drift(),
         )
@@ -78,6 +81,17 @@ class Fleet:
             differences += abs(state["in_flight"].get(address, 0) - _busy(page))
         return int(differences + state["stock"] + state["queued"] + state["leases"])
 
+    async def engaged(self) -> int:
+        """Requests that the simulators have at this moment, by their own pages."""
+        pages = await asyncio.gather(
+            *(self._client.get(f"http://{each['address']}/metrics") for each in self._state["endpoints"])
+        )
+        return sum(_busy(page.text) for page in pages)
+
+    async def page(self, replica: int) -> str:
+        """A replica's metrics."""
+        return (await self._client.get(f"{self._state['replicas'][replica]['admin']}/metrics")).text
+
     async def finished(self) -> int:
         """Requests that the simulators themselves count as finished."""
         total = 0.0
@@ -91,17 +105,18 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[Fleet]:
-    """Three replicas, four simulators, Envoy in `lean`, a Valkey; ended with the block.
+async def running(config: Mapping[str, Any] = _CONFIG, options: Sequence[str] = _SIM) -> AsyncIterator[Fleet]:
+    """Three replicas, four simulators, Envoy in `lean`, a Valkey, unless `options` of `picker up` say
+    otherwise; ended with the block.
 
     Raises:
         RuntimeError: it did not become ready, or did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
+        (folder / "config.yaml").write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
         files = ["--config", str(folder / "config.yaml"), "--state-file", str(folder / "state.json")]
-        arguments = ["--port", "0", *files, "--debug-headers", "--sim-ttft", "20", "--sim-itl", "5"]
+        arguments = ["--port", "0", *files, "--debug-headers", *options]
         with (folder / "up.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "app.cli", "up", *arguments), stdout=log, stderr=log

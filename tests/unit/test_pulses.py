@@ -1,0 +1,65 @@
+"""The pulses bench: what it stops goes on in the end, and its verdict finds each fault."""
+
+import asyncio
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from app.fleet import probe
+from bench.pulses.stops import pulses
+from bench.pulses.verdict import Run, faults_of, page, verdict
+
+CALM = Run(40.0, 2400, 0, 0.4, 0.6, 0.8, 13, 0, 0, 0.0)
+WELL = Run(40.0, 1300, 0, 0.8, 1.8, 2.1, 15, 0, 1, 11.0)
+
+
+def test_given_a_run_as_it_should_be_when_judged_then_there_is_no_fault() -> None:
+    assert verdict({1: WELL, 2: WELL}, CALM) == []
+    assert "**as it should be**" in page("about", {1: WELL}, CALM)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"longest_s": 3.1}, "waited 3.1 s"),
+        ({"p99_s": 2.1}, "p99 2.10 s"),
+        ({"served": 1000}, "0.42 of the calm"),
+        ({"failed": 1}, "1 requests failed"),
+        ({"engaged": 16}, "16 at the engines"),
+        ({"left_over": 1}, "counts were 1"),
+    ],
+)
+def test_given_a_run_that_is_not_when_judged_then_the_fault_is_named(
+    change: dict[str, float], said: str
+) -> None:
+    (fault,) = faults_of(replace(WELL, **change), CALM)  # type: ignore[arg-type]
+    assert said in fault
+    assert said in page("about", {1: replace(WELL, **change)}, CALM)  # type: ignore[arg-type]
+
+
+def test_given_seeds_that_serve_little_when_judged_then_their_mean_is_a_fault() -> None:
+    (fault,) = verdict({1: replace(WELL, served=1100), 2: replace(WELL, served=1200)}, CALM)
+    assert "on average" in fault
+
+
+async def test_given_a_child_that_is_stopped_when_the_block_ends_then_it_runs() -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+    )
+    try:
+        process = psutil.Process(child.pid)
+
+        async def stopped() -> bool | None:
+            return True if process.status() == psutil.STATUS_STOPPED else None
+
+        async def runs() -> bool | None:
+            return True if process.status() != psutil.STATUS_STOPPED else None
+
+        async with pulses(1, {"child": process}):
+            assert await probe.until(stopped, within_s=30)
+        assert await probe.until(runs, within_s=30)
+    finally:
+        child.kill()
+        await child.wait()
