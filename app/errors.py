@@ -20,7 +20,6 @@
         └── Dropped              503, or 429 by configuration: overload
             ├── Saturated
             ├── TotalCapacity
-            ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
             ├── Preempted
@@ -172,12 +171,6 @@ class TotalCapacity(Dropped):
     """The queue's total capacity is in use, whoever asks (docs/fairness.md, "Capacity and preemption")."""
 
     code = "total_capacity"
-
-
-class TooManyFlows(Dropped):
-    """ErrTooManyFlows: its flow would be one too many."""
-
-    code = "too_many_flows"
 
 
 class InsufficientFlowCapacity(Dropped):
