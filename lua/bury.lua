@@ -1,16 +1,19 @@
--- include: dispatch
--- Remember ends that were heard while the shared state was away. Another replica that let such a request go, and
--- has not heard of its end, would bring it back (renew) just then: stock that nobody uses.
+-- include: dispatch tombstones
+-- Remember ends, in tombstones: a replica that was without the shared state, and has not heard of them, would bring
+-- such requests back (renew), as stock that nobody uses.
 --
--- Guarantees: a buried id is not restored; what is known of it, and its own next admission, stay as they are.
+-- Guarantees: a request is not restored that was last seen alive before the end that is told here; what is known of
+-- its id, and its own next admission, stay as they are.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then the ids of requests that have ended
--- Returns {born, news, attempts, served, reply...}: 'buried'
-local BURIED_MS = 10000 -- longer than replicas take to come back (app/admission/homecoming.py)
+-- args[1] the calling replica; then for each end: id, how long ago it was heard, ms
+-- Returns {born, news, attempts, served, reply...}: 'buried' | 'back' (buried, and it counts: it has been restored)
+local BURY_ITEM = 2
 local function bury(args)
-  return batch(args, 1, function(_, id)
-    later('ZADD', key.buried, now_ms + BURIED_MS, id)
-    return 'buried'
+  record.prefetch(column(args, BURY_ITEM, 1))
+  return batch(args, BURY_ITEM, function(_, id, ago_ms)
+    tombstones.put(id, now_ms - tonumber(ago_ms))
+    local r = record.read(id)
+    return r and record.is_restored(r) and 'back' or 'buried'
   end)
 end

@@ -1,16 +1,17 @@
--- include: dispatch
+-- include: dispatch tombstones
 -- Renew the leases of requests seen alive. One whose record is lost (FLUSHALL, or a lease that ran out
 -- while nobody could report) is taken back into the stock from the ticket it carries.
 --
--- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted.
+-- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted; what has ended
+-- since it was last seen alive is not restored, as far as its end was told (bury).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
 --   served endpoint ('' unknown), ticket ('' none): flow, band, weight, cost, workload, criticality,
---   model, endpoint, limit, joined by tabs; what follows is the replicas' own
+--   model, endpoint, limit, joined by tabs, what follows is the replicas' own; how long ago it was last seen alive, ms
 -- Returns {born, news, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
-local RENEW_ITEM = 4
+local RENEW_ITEM = 5
 local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
 
 local MOST = 1e12 -- sums of so much stay exact
@@ -24,7 +25,7 @@ end
 
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
-local function restore(id, attempt, served, ticket)
+local function restore(id, attempt, served, ticket, ago_ms)
   if string.find(ticket, '%z') then return 'unknown' end -- it would end a packed string early
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
   if not (pool.known and flow) then return 'unknown' end
@@ -35,11 +36,11 @@ local function restore(id, attempt, served, ticket)
     and is_address(endpoint)) then
     return 'unknown'
   end
-  if redis.call('ZSCORE', key.buried, id) then return 'unknown' end
+  if tombstones.covers(id, now_ms - tonumber(ago_ms)) then return 'unknown' end
   local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
     r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'placed', news.caller, attempt, flow, band, weight, cost,
-    workload_id, criticality, model, now_us, 0, endpoint, limit, cost, -1
+    workload_id, criticality, model, now_us, record.NO_DEADLINE, endpoint, limit, cost, -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then
@@ -68,9 +69,9 @@ end
 
 local function renew(args)
   record.prefetch(column(args, RENEW_ITEM, 1))
-  return batch(args, RENEW_ITEM, function(_, id, attempt, served, ticket)
+  return batch(args, RENEW_ITEM, function(_, id, attempt, served, ticket, ago_ms)
     local r = record.read(id)
-    if not r then return restore(id, attempt, served, ticket) end
+    if not r then return restore(id, attempt, served, ticket, ago_ms) end
     if r.state == 'queued' or r.state == 'held' then return 'waiting' end
     later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
     if r.state == 'placed' then move(r, served) end

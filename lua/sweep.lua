@@ -1,4 +1,4 @@
--- include: dispatch answers
+-- include: dispatch answers tombstones
 -- Find what nobody will report: expired requests, leases that ran out, replicas that fell silent,
 -- workloads gone idle; and walk the waiting requests whose order time or a new policy has changed. Any
 -- replica may call it at any time.
@@ -198,13 +198,6 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = pool.rate == 0 and rate or (pool.rate + rate) / 2
 end
 
--- Whether more is due than one call forgets.
-local function forget_buried()
-  local due = redis.call('ZRANGEBYSCORE', key.buried, '-inf', now_ms, 'LIMIT', 0, LIGHT)
-  for _, id in ipairs(due) do later('ZREM', key.buried, id) end
-  return #due == LIGHT
-end
-
 -- Of a set beyond MOST_IDLE_LANES, its lowest, behind `from` others that leave it anyway. Returns how many.
 local function drop_lowest(sorted, from)
   local surplus = math.min(redis.call('ZCARD', sorted) - from - MOST_IDLE_LANES, LIGHT)
@@ -282,7 +275,7 @@ local function sweep(args)
     if age_tags(band) then more = true end
   end
   drop_overdue()
-  if forget_buried() then more = true end
+  if tombstones.forget(LIGHT) then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
     if victims.relax(LIGHT) then more = true else pool.pressed = 0 end
   end

@@ -4,7 +4,7 @@ docs/without-redis.md).
 | state | event | next | what is done |
 |---|---|---|---|
 | SHARED | AWAY | LOCAL | the purse is opened; who waits goes over |
-| LOCAL | ANSWERS | RETURNING | Redis is told what has ended and what runs |
+| LOCAL | ANSWERS | RETURNING | Redis is told what has ended and, once others have told that too, what runs |
 | RETURNING | AWAY | LOCAL | the purse keeps no more than its part |
 | RETURNING | ALL_TOLD | SHARED | who waits joins the common queue |
 
@@ -29,6 +29,7 @@ from app.admission.local_pick import LocalPicker
 from app.admission.local_rules import rules_of
 from app.admission.outbox import Outbox
 from app.admission.shared import SharedGate
+from app.admission.tombstones import Tombstones
 from app.admission.tuning import Effective
 from app.endpoints.snapshot import SnapshotCell
 from app.errors import StateUnavailable, WritesRefused
@@ -97,7 +98,16 @@ class Crossing:
             self._local, via, peers=self._mates.others, active=lambda: self._mode is not Mode.SHARED
         )
         self._mode = Mode.SHARED
-        self._outbox = Outbox()
+        self._outbox = Outbox(self._loop.time)
+        self._tombstones = Tombstones(
+            store,
+            replica,
+            report_s=report_s,
+            may_tell=lambda: self._mode is not Mode.LOCAL,
+            may_free=lambda: self._mode is Mode.SHARED or self._told,
+            poke=poke,
+            clock=self._loop.time,
+        )
         self._picker = LocalPicker(chooser, endpoints, self._loop.time)
         self._pulse: Pulse | None = None  # the last one while all was well
         self._pulse_s = 0.0
@@ -122,8 +132,12 @@ class Crossing:
 
     @property
     def degraded(self) -> bool:
-        """Whether this replica's part of the state is not all in the shared one. What others are told."""
+        """Whether this replica's part of the state is not all in the shared one."""
         return self._mode is Mode.LOCAL or (self._mode is Mode.RETURNING and not self._told)
+
+    def says(self) -> Mapping[str, object]:
+        """What the other replicas are told of this one with its heartbeat."""
+        return {"degraded": self.degraded, **self._tombstones.says()}
 
     def beat(self, pulse: Pulse, took_s: float) -> None:
         """A heartbeat has come back."""
@@ -149,8 +163,10 @@ class Crossing:
         self._go(Event.AWAY, cause)
 
     def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
-        """Who is live, and what each says of itself: `degraded`, and `grpc`, where it is asked for places."""
+        """Who is live, and what each says of itself: `degraded`, `grpc` (where it is asked for places), and
+        what `Tombstones.says` gives."""
         self._mates.heard(about, shared=self._mode is Mode.SHARED)
+        self._tombstones.peers(about)
 
     async def lend(self, least: float, most: float) -> float:
         """What another replica may have of this one's places."""
@@ -161,6 +177,7 @@ class Crossing:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(), name="redis-watch")
             tasks.create_task(self._borrower.run(), name="borrower")
+            tasks.create_task(self._tombstones.run(), name="tombstones")
 
     async def _watch(self) -> None:
         try:
@@ -191,6 +208,7 @@ class Crossing:
             self._leave(before)
         elif after is Mode.RETURNING:
             self._begin_return()
+            self._telling = asyncio.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
         else:
             self._finish()
         self._metrics.failover(after.value, cause)
@@ -236,24 +254,41 @@ class Crossing:
     def _begin_return(self) -> None:
         self._mode, self._told, self._back_s = Mode.RETURNING, False, self._loop.time()
         self._regained = 0.0
-        self._telling = asyncio.create_task(self._tell_what_runs(self._back_s), name="tell-what-runs")
+        self._tombstones.begin_return()
 
     async def _tell_what_runs(self, back_s: float) -> None:
         """The shared state answers again, since `back_s`."""
         try:
-            running = await tell_what_runs(self._store, self._outbox, self._report_s)
+            running = await tell_what_runs(
+                self._store,
+                self._outbox,
+                self._tombstones,
+                self._others_told,
+                self._report_s,
+                self._loop.time,
+            )
         except (StateUnavailable, WritesRefused):
             if self._back_s == back_s:
                 self.away("failed", "it went again")
             return
         if self._mode is not Mode.RETURNING or self._back_s != back_s:
             return  # it went again meanwhile, and may have come back once more
+        self._note_told()
+        _log.info("the shared state is back; told it of %d requests in flight", running)
+
+    def _note_told(self) -> None:
+        """All that runs has been told: what has ended may be given back."""
         self._shared.renew_held()
         for completion in self._outbox.ends():
             self._shared.tell_end(completion)
         self._told = True
+        self._tombstones.free()
         self._poke()
-        _log.info("the shared state is back; told it of %d requests in flight", running)
+
+    async def _others_told(self) -> None:
+        """Wait until the others have told of the ends they heard while this replica heard none of them."""
+        self._poke()
+        await self._tombstones.others_told(self._mates.live)
 
     def _all_told(self) -> bool:
         """Whether nothing that runs can be missing in the shared state any more."""

@@ -1,22 +1,29 @@
 """What a replica tells the shared state that answers again: what is over, and what runs."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from app.admission.outbox import Outbox
+from app.admission.outbox import Outbox, unseen_s
+from app.admission.tombstones import Tombstones
 from app.errors import ScriptFailed
 from app.state.store import Store
 
-_AT_ONCE = 512  # requests; the link sends 64 a call
+_AT_ONCE = 512  # requests; the link sends 16 a call
 _JITTER_S = 0.1  # replicas that come back together do not all begin at once
-_SPREAD_S = 0.5  # within which replicas that come back together have all told what has ended
-_REPORT_SLACK_S = 1.0  # by which the access log may be late with a sign of life
 
 
-async def tell_what_runs(store: Store, outbox: Outbox, report_s: float) -> int:
-    """Tell it, in batches, of all that `outbox` has; how many requests run.
+async def tell_what_runs(
+    store: Store,
+    outbox: Outbox,
+    tombstones: Tombstones,
+    others_told: Callable[[], Awaitable[None]],
+    report_s: float,
+    clock: Callable[[], float],
+) -> int:
+    """Tell it of the ends in `tombstones` and, when the other replicas have told theirs, of the requests that
+    run by `outbox`; how many those are.
 
     `report_s` is how often the access log gives a sign of life.
 
@@ -25,18 +32,20 @@ async def tell_what_runs(store: Store, outbox: Outbox, report_s: float) -> int:
         WritesRefused: it takes no writes for now.
     """
     await asyncio.sleep(random.random() * _JITTER_S)
-    await _tell([(end.id,) for end in outbox.ends()], store.bury)
-    await asyncio.sleep(_SPREAD_S)
-    since_s = asyncio.get_running_loop().time() - report_s - _REPORT_SLACK_S
-    running = outbox.in_flight(since_s)
-    await _tell(running, store.renew)
+    await tombstones.tell()
+    await others_told()
+    return await bring(store, outbox, report_s, clock)
+
+
+async def bring(store: Store, outbox: Outbox, report_s: float, clock: Callable[[], float]) -> int:
+    """Tell the shared state of what runs by `outbox`, as `tell_what_runs`."""
+    running = outbox.in_flight(clock() - unseen_s(report_s))
+    for at in range(0, len(running), _AT_ONCE):
+        asked = [
+            store.renew(each.id, each.attempt, each.served, each.ticket, clock() - each.seen_s)
+            for each in running[at : at + _AT_ONCE]
+        ]
+        for answer in asked:
+            with contextlib.suppress(ScriptFailed):  # its lease makes it good
+                await answer
     return len(running)
-
-
-async def _tell(items: Sequence[Any], how: Callable[..., asyncio.Future[str]]) -> None:
-    for at in range(0, len(items), _AT_ONCE):
-        asked = (how(*each) for each in items[at : at + _AT_ONCE])
-        for fault in await asyncio.gather(*asked, return_exceptions=True):
-            # What one of them is at fault itself the others must not wait for; its lease makes it good.
-            if isinstance(fault, BaseException) and not isinstance(fault, ScriptFailed):
-                raise fault

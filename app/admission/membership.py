@@ -30,9 +30,8 @@ _RENEWALS = 3  # of a lease, by who holds the request's stream
 class Watch(Protocol):
     """Who goes by the heartbeat: the gate that can do without the shared state (app/admission/sturdy.py)."""
 
-    @property
-    def degraded(self) -> bool:
-        """What the other replicas are told of this one."""
+    def says(self) -> Mapping[str, object]:
+        """What the other replicas are told of this one: `degraded`, and what goes with it."""
         ...
 
     def beat(self, pulse: Pulse, took_s: float) -> None: ...
@@ -255,7 +254,7 @@ class Membership:
         clock = self._loop.time
         about = dict(self._about())
         served = about.pop("served", None)
-        about["degraded"] = self._watch is not None and self._watch.degraded
+        about |= self._watch.says() if self._watch is not None else {"degraded": False}
         parts = [about] if served is None else [about, {"served": served}]
         began_s = clock()
         text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)

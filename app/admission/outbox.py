@@ -1,8 +1,10 @@
 """What happened while the shared state was away, and has to be told to it when it is back. Bounded."""
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from app.admission import ticket
 from app.request import Alive, Completion
@@ -10,6 +12,13 @@ from app.request import Alive, Completion
 T = TypeVar("T")
 
 MOST = 50_000  # requests of each kind that are remembered; the oldest go, and their leases end them
+_REPORT_SLACK_S = 1.0  # by which the access log may be late with a sign of life
+
+
+def unseen_s(report_s: float) -> float:
+    """What has given no sign of life for so long is not brought back; the access log gives one each
+    `report_s`. If it runs, whoever hears its next sign brings it."""
+    return report_s + _REPORT_SLACK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +32,24 @@ class Placed:
     placed_s: float
 
 
-class Outbox:
-    """Requests seen in flight, and ends heard; each end counts once."""
+class Running(NamedTuple):
+    """A request that is believed to run: what the shared state is told of it. Only one that was let go here
+    has an attempt. `seen_s` is when it was let go or, if it has been, last seen alive."""
 
-    def __init__(self) -> None:
+    id: str
+    attempt: int | None
+    served: str
+    ticket: str
+    seen_s: float
+
+
+class Outbox:
+    """Requests seen in flight, and ends heard; each end counts once. `clock` gives seconds as in `Placed`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._placed: OrderedDict[str, Placed] = OrderedDict()
-        self._alive: OrderedDict[str, Alive] = OrderedDict()
+        self._alive: OrderedDict[str, tuple[Alive, float]] = OrderedDict()  # with when it was told
         self._ended: OrderedDict[str, Completion | None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -48,7 +69,7 @@ class Outbox:
 
     def alive(self, alive: Alive) -> None:
         if alive.ticket and alive.id not in self._ended:
-            _keep(self._alive, alive.id, alive)
+            _keep(self._alive, alive.id, (alive, self._clock()))
 
     def ended(self, completion: Completion, note: str) -> float | None:
         """What the end of a request frees, in the stock's unit: 0 for one that never ran, None if it has been
@@ -72,19 +93,21 @@ class Outbox:
         placed = self._placed.get(request_id)
         return placed.endpoint if placed is not None else ""
 
-    def in_flight(self, since_s: float) -> list[tuple[str, int | None, str, str]]:
-        """(id, attempt, served endpoint, ticket) of all believed to run; only own ones have an attempt.
+    def in_flight(self, since_s: float) -> list[Running]:
+        """All believed to run: let go, or seen alive, since `since_s`.
 
-        Own ones placed before `since_s` must have been seen alive: if they run, whoever is told of them by
-        the access log brings them, and if they have ended nobody else may have told this replica.
+        Of others the end may have been told to another replica; if they run, whoever is told of them next by
+        the access log brings them.
         """
-        own = [
-            (name, each.attempt, "", each.ticket)
-            for name, each in self._placed.items()
-            if each.placed_s >= since_s or name in self._alive
-        ]
-        heard = (each for name, each in self._alive.items() if name not in self._placed)
-        return own + [(each.id, None, each.served or "", each.ticket) for each in heard]
+        found = []
+        for name, placed in self._placed.items():
+            seen_s = self._alive[name][1] if name in self._alive else placed.placed_s
+            if seen_s >= since_s:
+                found.append(Running(name, placed.attempt, "", placed.ticket, seen_s))
+        for name, (alive, seen_s) in self._alive.items():
+            if name not in self._placed and seen_s >= since_s:
+                found.append(Running(name, None, alive.served or "", alive.ticket, seen_s))
+        return found
 
     def ends(self) -> list[Completion]:
         """Every end heard, oldest first."""

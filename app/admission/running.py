@@ -130,10 +130,17 @@ class RunningRequests:
             # Placed without the shared state, or lost with it, or its lease had ended. It is told of once.
             self._metrics.completed(completion, ticket.model_of(note))
             if completion.ticket:  # who placed it may not hear that it is over
-                ignore_loss(self._store.bury(completion.id))
+                self._bury(completion)
 
     def suspect(self, request_id: str) -> None:
         ignore_loss(self._store.suspect(request_id))
+
+    def _bury(self, completion: Completion) -> None:
+        def buried(answer: asyncio.Future[str]) -> None:
+            if not answer.cancelled() and answer.exception() is None and answer.result() == "back":
+                self.tell_end(completion)  # brought back meanwhile
+
+        self._store.bury(completion.id).add_done_callback(buried)
 
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.

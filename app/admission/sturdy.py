@@ -79,6 +79,7 @@ class SturdyGate(Crossing):
                     continue
                 self._gained += self._cost(request)
                 self._busy = True
+                self._tombstones.anew(request.id)
                 return placement
             placed = await self._admit_alone(request, wait, held)
             if placed is not None:
@@ -108,6 +109,7 @@ class SturdyGate(Crossing):
         except BaseException:
             self._local.earn(cost)
             raise
+        self._tombstones.anew(request.id)
         if self._mode is not Mode.SHARED:  # it may have come back just now
             endpoint = placement.endpoints[0]
             now_s = self._loop.time()
@@ -146,6 +148,8 @@ class SturdyGate(Crossing):
 
     def settle(self, completion: Completion) -> None:
         note = completion.ticket or self._shared.held_ticket(completion.id)
+        if note or self._outbox.knows(completion.id):
+            self._tombstones.heard(completion.id)
         if self._mode is Mode.SHARED:
             self._busy = True
             self._unanswered[completion.id] = completion, note
@@ -173,7 +177,8 @@ class SturdyGate(Crossing):
             self._shared.suspect(request_id)
 
     def renew(self, alive: Alive) -> None:
-        if self._mode is not Mode.SHARED:
+        # What was written while this process slept may be long over.
+        if self._mode is not Mode.SHARED and not self._shared.awake.just_woke:
             self._outbox.alive(alive)
         if self._mode is not Mode.LOCAL:
             self._shared.renew(alive)

@@ -163,9 +163,10 @@ class Store:
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
         return self._link.submit("settle", (request_id, outcome.value, *known), lasting=True)
 
-    def bury(self, request_id: str) -> asyncio.Future[str]:
-        """buried: for 10 s nobody restores a request that has ended while Redis was away."""
-        return self._link.submit("bury", (request_id,))
+    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+        """buried | back (buried, and it counts, having been restored): nobody restores a request that was
+        last seen alive before its end, which was heard `ago_s` ago."""
+        return self._link.submit("bury", (request_id, _milliseconds(ago_s)))
 
     def suspect(self, request_id: str) -> asyncio.Future[str]:
         """suspected | unknown: the request's client may have gone; its endpoint's next pages decide."""
@@ -179,10 +180,13 @@ class Store:
         """Give back a grant that nobody here waits for: ended | foreign | unknown. Told of again if lost."""
         return self._link.submit("cancel", (request_id, "", "unclaimed"))
 
-    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
-        """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it."""
+    def renew(
+        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+    ) -> asyncio.Future[str]:
+        """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it. It was
+        last seen alive `ago_s` ago."""
         mine = "" if attempt is None else attempt
-        return self._link.submit("renew", (request_id, mine, served, ticket))
+        return self._link.submit("renew", (request_id, mine, served, ticket, _milliseconds(ago_s)))
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
         signing = self._signing
@@ -316,6 +320,10 @@ class Store:
                 self._on_strays(int(about))
             else:
                 self._on_news(what, about)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1000))
 
 
 def _told(text: str) -> dict[str, Any]:

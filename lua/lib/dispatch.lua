@@ -142,13 +142,13 @@ local function conclude(replies)
   return {born_text, news.mine, attempts, served, unpack(replies or {})}
 end
 -- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at
--- most four. An answer to fewer does not look at the others, which are the next one's.
+-- most five. An answer to fewer does not look at the others, which are the next one's.
 local function batch(args, size, answer)
   forget_news(args[1])
   local replies, count = {}, 0
   for at = 2, #args, size do
     count = count + 1
-    replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3])
+    replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3], args[at + 4])
   end
   return conclude(replies)
 end

@@ -32,7 +32,7 @@
 -- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep
 -- about        hash    replica incarnation -> JSON it gave of itself             sweep
 -- suspects     zset    placed id whose client may have gone -> since when, ms  sweep
--- buried       zset    id whose end was heard without Redis -> until when, ms    sweep
+-- buried       zset    id whose end somebody has heard -> when, ms               sweep
 -- orphans      hash    silent replica -> cursor of the sweep's walk              sweep, heartbeat
 -- inbox:R      hash    request id -> news for replica R                          place, heartbeat, sweep
 -- log          stream  the decision log, when it is on                           its own cap

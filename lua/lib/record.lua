@@ -68,6 +68,9 @@ function record.read(id)
   if r then return r end
   if r == nil then return record.meet(id, redis.call('HGET', key.requests, id)) end
 end
+-- One that came back by its ticket; every other has a deadline.
+record.NO_DEADLINE = 0
+function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
 -- Both are done at the end of the call, once for each id: what is then known of it is what is written.
 function record.write(r)
   local id = r.id

@@ -134,7 +134,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "admit":
         return [caller, *map(packed_arrival, rest[0])]
     if name == "renew":
-        return [caller, *(v for id, attempt, served, r in rest[0] for v in (id, attempt, served, ticket(r)))]
+        fields = ((id, attempt, served, ticket(r), 0) for id, attempt, served, r in rest[0])
+        return [caller, *(value for each in fields for value in each)]
     if name in ("place", "settle", "cancel"):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from decision_ledger import events_of
 from packed import doubles
-from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
+from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
 
 from app.admission import ticket
 from app.request import Alive, Outcome
@@ -183,11 +183,11 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
         assert await a.store.bury("ended") == "buried"
         assert await b.store.renew("ended", None, "", notes["ended"]) == "renewed"
         await a.settle("ended", "runs")
-        # And after 10 s what is buried is forgotten
+        # And a lease and 10 s later what is buried is forgotten
         buried = it.keys.prefix + "buried"
         await a.sweep()
         assert await it.redis.zcard(buried) == 1
-        await it.redis.zincrby(buried, -10_000, "ended")
+        await it.redis.zincrby(buried, -SETTINGS["lease_ms"] - 10_000, "ended")
         await it.after(1)
         await a.sweep()
         assert await it.redis.exists(buried) == 0

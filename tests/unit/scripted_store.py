@@ -57,7 +57,7 @@ class ScriptedStore:
         self.settled.append((request_id, actual, answer_tokens))
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
-    def bury(self, request_id: str) -> asyncio.Future[str]:
+    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         self.buried.append(request_id)
         return _answered("buried")
 
@@ -75,7 +75,9 @@ class ScriptedStore:
         self.cancelled.append((request_id, "unclaimed"))
         return _answered("ended")
 
-    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+    def renew(
+        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+    ) -> asyncio.Future[str]:
         self.alive.append((request_id, ticket))
         return _answered(self.renewing)
 

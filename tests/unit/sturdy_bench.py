@@ -1,7 +1,7 @@
 """A gate that goes on without the shared state, over a store that may be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -47,14 +47,16 @@ class FickleStore(ScriptedStore):
             raise StateUnavailable("away")
         return await super().admit(request, attempt, candidates, age_s)
 
-    def renew(self, request_id: str, attempt: int | None, served: str, ticket: str) -> asyncio.Future[str]:
+    def renew(
+        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+    ) -> asyncio.Future[str]:
         self.renewed.append(request_id)
         self.notes.append(ticket)
         if self.deaf:
             lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             lost.set_exception(StateUnavailable("away"))
             return lost
-        return super().renew(request_id, attempt, served, ticket)
+        return super().renew(request_id, attempt, served, ticket, ago_s)
 
     def unsent_ends(self) -> list[str]:
         return self.unsent
@@ -75,12 +77,13 @@ def gate_over(
     cell: SnapshotCell,
     silence: Silence,
     poke: Callable[[], None] = lambda: None,
+    replica: str = "a",
 ) -> SturdyGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
     return SturdyGate(
         store,
         shared,
-        replica="a",
+        replica=replica,
         metrics=metrics,
         endpoints=cell,
         chooser=LeastLoaded(cell),
@@ -123,9 +126,12 @@ class Bench:
     def _poked(self) -> None:
         self.pokes += 1
 
-    def tell_peers(self, **degraded: bool) -> None:
+    def tell_peers(self, told: Sequence[str] | None = None, **degraded: bool) -> None:
+        """What the live replicas say: those named that they are degraded, and all which returns they have
+        `told` their ends for; None, as a version that does not say."""
+        said = {} if told is None else {"told": told}
         about: Mapping[str, Mapping[str, Any]] = {
-            name: {"degraded": degraded.get(name, False)} for name in ("a", "b")
+            name: {"degraded": degraded.get(name, False), **said} for name in ("a", "b")
         }
         self.gate.peers(about)
 

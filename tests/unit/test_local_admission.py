@@ -95,19 +95,24 @@ def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_sa
 
 
 def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_ended_is_told() -> None:
-    book = Outbox()
+    now_s = 6.0
+    book = Outbox(lambda: now_s)
     note = ticket.write(ask(), E1)
     for name in ("mine", "over", "old"):
         book.placed(name, Placed(9, note, E1, 1.0, 0.0))
     book.placed("new", Placed(10, note, E1, 1.0, 8.0))
+    book.alive(Alive("silent since", E3, note))
+    now_s = 9.0
     for name in ("theirs", "over-too", "mine"):
         book.alive(Alive(name, E3, note))
     book.alive(Alive("no-ticket", E3, ""))
     book.ended(ended("over"), note)
     book.ended(ended("over-too"), note)
     book.alive(Alive("over-too", E3, note))  # a late sign of life
-    # An old one that nobody has seen alive is whose end another replica may have heard
-    assert book.in_flight(7.0) == [("mine", 9, "", note), ("new", 10, "", note), ("theirs", None, E3, note)]
+    # Of one that nobody has seen alive lately another replica may have heard the end
+    assert book.in_flight(7.0) == [
+        ("mine", 9, "", note, 9.0), ("new", 10, "", note, 8.0), ("theirs", None, E3, note, 9.0),
+    ]  # fmt: skip
     assert [each.id for each in book.take_ended()] == ["over", "over-too"]
     assert (book.in_flight(0.0), book.take_ended()) == ([], [])
 

@@ -9,7 +9,7 @@ from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from app.admission import crossing
+from app.admission import crossing, tombstones
 from app.admission.crossing import Mode
 from app.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
 from app.request import Alive, Band, Completion, Outcome
@@ -20,6 +20,7 @@ from app.state.store import Verdict
 def no_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way back that other replicas have not taken yet lasts, however long the machine stands still."""
     monkeypatch.setattr(crossing, "_LONGEST_RETURN_S", 60.0)
+    monkeypatch.setattr(tombstones, "_LONGEST_WAIT_S", 60.0)
 
 
 async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
@@ -303,6 +304,7 @@ async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_
     bench = Bench()
     bench.store.away = True
     await bench.gate.admit(ask("r"), held=False)
+    bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
         for _ in range(2):
@@ -427,7 +429,7 @@ async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_
     bench = Bench(full)
     placed = await bench.gate.admit(ask("before"), held=False)
     bench.gate.away("silence", "it went")
-    bench.tell_peers(b=True)
+    bench.tell_peers(b=True, told=())
     async with watched(bench):
         for _ in range(2):
             bench.gate.beat(full, 0.001)

@@ -1,0 +1,450 @@
+"""Every way in which replicas may lose the shared state and come back while one request runs and ends.
+
+The replicas are the real ones: `SturdyGate` with its journal, tombstones and return. What a step of theirs
+asks of the shared state is answered at once by `Pool`, which does what `lua/bury.lua`, `renew.lua`,
+`settle.lua` and `admit.lua` do with one request; on a server they are asked what `Pool.asked` has kept. Time
+stands still, so that every sign of life is as good as new: nothing is saved by having become too old.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from local_requests import ask
+from sturdy_bench import PULSE, gate_over
+
+from app.admission.crossing import Mode
+from app.admission.homecoming import bring
+from app.admission.purse import Purse
+from app.admission.shared import SharedGate
+from app.admission.sturdy import SturdyGate
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from app.request import Alive, Completion, Outcome
+from app.scheduling.chooser import LeastLoaded
+from app.state.awake import AwakeClock
+from app.state.silence import Silence
+from app.state.store import Store, Verdict
+from app.telemetry.metrics import Metrics
+
+REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
+NOW_S = 1000.0
+_ANY_TIME_S = 1e6  # a sign of life is never too old
+_UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
+
+
+class Done:
+    """An answer that is there already."""
+
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[None, None, str]:
+        return self._answer
+        yield
+
+    def add_done_callback(self, then: Callable[[Any], object]) -> None:
+        then(self)
+
+    def cancelled(self) -> bool:
+        return False
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> str:
+        return self._answer
+
+
+class Pool:
+    """The shared state, as far as it knows of requests. What is `asked` of it is kept, with the answers."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, bool] = {}  # whether it was restored
+        self.buried: set[str] = set()
+        self.lives, self.life = 1, 1
+        self.fault, self.asked_s, self.heard_s = None, None, 0.0
+        self.asked: list[tuple[str, tuple[Any, ...], str]] = []  # script, arguments of its item, answer
+
+    @property
+    def born(self) -> str:
+        return str(self.life)
+
+    def lose(self) -> None:
+        self.counted, self.buried = {}, set()
+        self.life += 1
+        self._answer("lose", (), "")
+
+    async def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Verdict:
+        self.counted.setdefault(request.id, False)
+        self._answer("admit", (request.id,), "placed")
+        return Verdict("placed", ENDPOINT)
+
+    def bury(self, request_id: str, ago_s: float = 0.0) -> Done:
+        self.buried.add(request_id)
+        return self._answer("bury", (request_id,), "back" if self.counted.get(request_id) else "buried")
+
+    def renew(
+        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+    ) -> Done:
+        args = request_id, "" if attempt is None else attempt, served, ticket
+        if request_id in self.counted:
+            return self._answer("renew", args, "renewed")
+        if not ticket or request_id in self.buried:
+            return self._answer("renew", args, "unknown")
+        self.counted[request_id] = True
+        return self._answer("renew", args, "restored")
+
+    def settle(
+        self, request_id: str, outcome: Outcome, actual: float | None = None, tokens: int | None = None
+    ) -> Done:
+        known = self.counted.pop(request_id, None) is not None
+        return self._answer("settle", (request_id, outcome.value), "settled" if known else "unknown")
+
+    def unsent_ends(self) -> list[str]:
+        return []
+
+    def _answer(self, script: str, args: tuple[Any, ...], answer: str) -> Done:
+        self.asked.append((script, args, answer))
+        return Done(answer)
+
+
+class _Still:
+    """An event loop whose time stands still; what it is to call later never comes."""
+
+    def time(self) -> float:
+        return NOW_S
+
+    def call_later(self, *_: object) -> "_Still":
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+
+class Step(NamedTuple):
+    what: str
+    who: int = 0
+
+
+class State(NamedTuple):
+    """All that the next steps depend on, and what has been done with the request; comparable."""
+
+    request: str
+    signs: int
+    outs: tuple[int, ...]
+    told: tuple[bool, ...]  # this return's ends, of those on their way back
+    counted: tuple[tuple[str, bool], ...]
+    buried: frozenset[str]
+    life: int
+    said: tuple[Any, ...]
+    gates: tuple[Any, ...]
+
+
+class World:
+    """`replicas` replicas that each may lose the shared state up to `outs` times, and one request, which
+    gives up to `signs` signs of life. `patient` replicas bring nothing back before the others have told of
+    their ends, unless one of those is without the shared state itself; others may have waited long enough at
+    any time. `losses` is how often the shared state may lose all it knows. `whole` returns take place in one
+    step, between heartbeats of all.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        *,
+        outs: int,
+        signs: int = 1,
+        patient: bool = True,
+        losses: int = 0,
+        whole: bool = False,
+    ) -> None:
+        self.pool = Pool()
+        self._most_outs, self._most_signs, self._patient, self._losses, self._whole = (
+            outs,
+            signs,
+            patient,
+            losses,
+            whole,
+        )
+        self.names = tuple("abcdef"[:replicas])
+        self._request, self._signs = _UNSENT, 0
+        self._outs, self._told = [0] * replicas, [False] * replicas
+        self._said: list[_Said | None] = [None] * replicas  # the last that was heard of those that are away
+        self._gates = [self._gate(name) for name in self.names]
+        for who, gate in enumerate(self._gates):
+            self._beat(who)
+            gate.beat(PULSE, 0.001)
+        self.ticket = _run(self._gates[0].admit(ask(REQUEST), held=False)).ticket
+        self.pool.counted.clear()
+        self.pool.asked.clear()
+        self._start = self.state()
+
+    def _gate(self, name: str) -> SturdyGate:
+        cell, metrics, store = SnapshotCell(), Metrics(), cast(Store, self.pool)
+        cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
+        shared = SharedGate(
+            store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
+            chooser=LeastLoaded(cell), awake=AwakeClock(lambda: NOW_S, lambda: 0.0),
+        )  # fmt: skip
+        shared._attempts = itertools.repeat(1)  # type: ignore[assignment]
+        gate = gate_over(store, shared, metrics, cell, Silence(1.0, 8.0), replica=name)
+        still = cast(Any, _Still())
+        gate._loop = still
+        gate._outbox._clock = gate._tombstones._clock = still.time
+        gate.newcomer_s = 0.0
+        return gate
+
+    # What may come next, and its coming
+
+    def steps(self) -> Iterator[Step]:
+        if self._request == _OVER and not self._remembered:
+            return
+        local = [gate.mode is Mode.LOCAL for gate in self._gates]
+        if self._losses >= self.pool.life:
+            yield Step("lose")
+        for who, gate in enumerate(self._gates):
+            if self._request == _UNSENT:
+                if who == 0:  # they are all alike
+                    yield Step("let go", who)
+            elif self._request == _RUNS:
+                yield Step("end", who)
+                if self._signs < self._most_signs:
+                    yield Step("sign", who)
+            if gate.mode is not Mode.LOCAL and self._outs[who] < self._most_outs:
+                yield Step("out", who)
+            if gate.mode is Mode.LOCAL:
+                yield Step("return" if self._whole else "back", who)
+                continue
+            if not self._whole:
+                yield Step("beat", who)
+            if gate.mode is Mode.SHARED:
+                continue
+            if gate._told:
+                # Who is back before there is a request stands where it began.
+                if self._request != _UNSENT:
+                    yield Step("finish", who)
+            elif not self._told[who]:
+                yield Step("tell", who)
+            elif not self._patient or any(local) or self._others_told(gate):
+                yield Step("bring", who)
+
+    def take(self, step: Step) -> None:
+        gate, who = self._gates[step.who], step.who
+        if step.what == "let go":
+            gate._local._purse = Purse(1.0)  # what it may spend is another model's
+            _run(gate.admit(ask(REQUEST), held=False))
+            self._request = _RUNS
+        elif step.what == "sign":
+            self._signs += 1
+            gate.renew(Alive(REQUEST, ENDPOINT, self.ticket))
+        elif step.what == "end":
+            self._request = _OVER
+            gate.settle(self._completion())
+        elif step.what == "out":
+            self._outs[who] += 1
+            self._said[who] = _Said.of(gate)
+            gate.away("silence", "it went")
+        elif step.what == "back":
+            self._told[who], self._said[who] = False, None
+            gate._begin_return()
+        elif step.what == "tell":
+            _run(gate._tombstones.tell())
+            self._told[who] = True
+        elif step.what == "bring":
+            _run(bring(cast(Store, self.pool), gate._outbox, _ANY_TIME_S, lambda: NOW_S))
+            gate._note_told()
+        elif step.what == "return":
+            for what in ("back", "tell"):
+                self.take(Step(what, who))
+            self._beat_all()
+            self.take(Step("bring", who))
+            self._beat_all()
+        elif step.what == "finish":
+            gate._finish()
+        elif step.what == "beat":
+            self._beat(who)
+        else:
+            self.pool.lose()
+
+    def _beat_all(self) -> None:
+        for who, gate in enumerate(self._gates):
+            if gate.mode is not Mode.LOCAL:
+                self._beat(who)
+
+    def _beat(self, who: int) -> None:
+        """One hears what the others say at this moment; when they hear what it says is another step."""
+        about = {
+            name: said or _Said.of(gate)
+            for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
+        }
+        gate = self._gates[who]
+        gate.peers({**about, self.names[who]: _NOTHING})
+        if gate._tombstones._due.is_set():
+            _run(gate._tombstones.answer())
+
+    def _completion(self) -> Completion:
+        return Completion(REQUEST, Outcome.COMPLETED, 200, ENDPOINT, 1, 1, 0.1, 0.1, ticket=self.ticket)
+
+    def _others_told(self, gate: SturdyGate) -> bool:
+        mark = f"{gate._tombstones._replica}:{gate._tombstones._own_returns}"
+        return all(gate._tombstones._has_told(name, mark) for name in self.names)
+
+    # What must hold
+
+    @property
+    def _remembered(self) -> bool:
+        """Whether anybody still takes the request for a running one: else nobody will."""
+        return REQUEST in self.pool.counted or any(
+            gate._outbox.knows(REQUEST) or REQUEST in gate._outbox._ended for gate in self._gates
+        )
+
+    @property
+    def all_back(self) -> bool:
+        return all(gate.mode is Mode.SHARED for gate in self._gates)
+
+    def at_rest(self) -> None:
+        """Every replica beats until none says anything new; a request that runs gives a sign of life."""
+        for _ in range(2):
+            self._beat_all()
+        if self._request == _RUNS:
+            self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.ticket))
+
+    def fault(self) -> str:
+        """What is wrong with the counts; '' if nothing is."""
+        counted, runs = REQUEST in self.pool.counted, self._request == _RUNS
+        if counted == runs:
+            return ""
+        return "it runs, and does not count" if runs else "it counts, and has ended"
+
+    # All of it, to go back to
+
+    def state(self, before: State | None = None, who: int = 0) -> State:
+        """The present one; `before` is the former one, if since then only replica `who` has done a step."""
+        pool = self.pool
+        if before is None:
+            gates = tuple(_saved(gate) for gate in self._gates)
+        else:
+            gates = (*before.gates[:who], _saved(self._gates[who]), *before.gates[who + 1 :])
+        return State(
+            self._request, self._signs, tuple(self._outs), tuple(self._told), tuple(pool.counted.items()),
+            frozenset(pool.buried), pool.life, tuple(self._said),
+            gates,
+        )  # fmt: skip
+
+    def go_to(self, state: State, since: State | None = None) -> None:
+        """Back to `state`; `since` is the present one, if it is known."""
+        self._request, self._signs = state.request, state.signs
+        self._outs, self._told = list(state.outs), list(state.told)
+        self.pool.counted, self.pool.buried = dict(state.counted), set(state.buried)
+        self.pool.life, self._said = state.life, list(state.said)
+        for who, (gate, saved) in enumerate(zip(self._gates, state.gates, strict=True)):
+            if since is None or since.gates[who] is not saved:
+                _restore(gate, saved)
+
+    def restart(self) -> None:
+        self.go_to(self._start)
+        self.pool.asked.clear()
+
+
+def search(world: World) -> tuple[int, str]:
+    """Every state that can be reached, each looked at once: how many, and the way to the first one in which
+    what must hold does not; '' if it always does."""
+    world.restart()
+    first = world.state()
+    came: dict[State, tuple[State, Step] | None] = {first: None}
+    open_states = [first]
+    while open_states:
+        state = open_states.pop()
+        world.go_to(state)
+        if world.all_back:
+            at_once = world._patient and world.pool.life == 1 and world._request == _OVER
+            fault = world.fault() if at_once else ""
+            world.at_rest()
+            if fault := fault or world.fault():
+                return len(came), f"{_way(came, state)}: {fault}"
+            world.go_to(state)
+        for step in list(world.steps()):
+            world.take(step)
+            after = world.state(None if step.what == "return" else state, step.who)
+            if after not in came:
+                came[after] = state, step
+                open_states.append(after)
+            world.go_to(state, after)
+    return len(came), ""
+
+
+def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], str]:
+    """One way at random until all are back and the request has ended, or `most` steps: its steps, and what
+    does not hold at its end."""
+    world.restart()
+    taken: list[Step] = []
+    while len(taken) < most and not (world.all_back and world._request == _OVER):
+        if not (steps := list(world.steps())):
+            break
+        taken.append(chance.choice(steps))
+        world.take(taken[-1])
+    if not world.all_back:
+        return taken, ""
+    world.at_rest()
+    return taken, world.fault()
+
+
+def _way(came: Mapping[State, tuple[State, Step] | None], state: State) -> str:
+    steps: list[str] = []
+    while (before := came[state]) is not None:
+        state, step = before
+        steps.append(f"{step.what} {'abcdef'[step.who]}")
+    return ", ".join(reversed(steps))
+
+
+class _Said(dict[str, Any]):
+    """What a replica says of itself; never changed."""
+
+    @classmethod
+    def of(cls, gate: SturdyGate) -> "_Said":
+        return cls(
+            {key: tuple(value) if isinstance(value, list) else value for key, value in gate.says().items()}
+        )
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+_NOTHING = _Said()
+_TOMBSTONES = ("_away", "_returns", "_answered", "_told_life", "_own_returns")
+
+
+def _saved(gate: SturdyGate) -> tuple[Any, ...]:
+    book, ends = gate._outbox, gate._tombstones
+    return (
+        gate._mode, gate._told, tuple(book._placed.items()), tuple(book._alive.items()),
+        tuple(book._ended.items()), tuple(ends._ends.items()), frozenset(ends._back), ends._due.is_set(),
+        tuple(ends._about.items()), tuple(getattr(ends, name) for name in _TOMBSTONES),
+    )  # fmt: skip
+
+
+def _restore(gate: SturdyGate, saved: Sequence[Any]) -> None:
+    book, ends = gate._outbox, gate._tombstones
+    gate._mode, gate._told, placed, alive, ended, heard, back, due, about, rest = saved
+    for kept, items in (
+        (book._placed, placed),
+        (book._alive, alive),
+        (book._ended, ended),
+        (ends._ends, heard),
+    ):
+        kept.clear()
+        kept.update(items)
+    ends._back, ends._about = set(back), dict(about)
+    ends._due.set() if due else ends._due.clear()
+    for name, value in zip(_TOMBSTONES, rest, strict=True):
+        setattr(ends, name, value)
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`, which has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")

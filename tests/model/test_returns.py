@@ -1,0 +1,98 @@
+"""What one replica let go and another heard the end of never comes back, however they cross (G6, G8)."""
+
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from returns import ENDPOINT, Pool, World, search, walk
+from script_fleet import SETTINGS
+from script_side import SILENCE_MS, ScriptSide
+
+from app.admission.tombstones import Tombstones
+from app.state.arrival import pack
+
+START_US = 1_750_000_000_000_000
+IN_FULL = pytest.mark.skipif(os.environ.get("PICKER_RETURNS") != "full", reason="takes minutes")
+WALKS, LONGEST_WALK, COMPARED = 200, 60, 20  # each so many is compared
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Replicas that change sides a hundred thousand times say so no time."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        (2, {"patient": True}),
+        (2, {"patient": False}),
+        (2, {"patient": False, "losses": 1, "whole": True}),
+        (2, {"patient": True, "outs": 2, "whole": True}),
+        (3, {"patient": True, "whole": True}),
+        pytest.param(2, {"outs": 2, "patient": True}, marks=IN_FULL),
+        pytest.param(2, {"outs": 2, "patient": False}, marks=IN_FULL),
+        pytest.param(3, {"outs": 2, "patient": True, "whole": True}, marks=IN_FULL),
+    ],
+)
+@pytest.mark.timeout(3600)
+async def test_in_every_order_of_crossings_what_counts_in_the_end_is_what_runs(
+    replicas: int, how: dict[str, Any]
+) -> None:
+    world = World(replicas, **{"outs": 1, **how})
+    states, fault = search(world)
+    assert fault == ""
+    assert states > 1000
+
+
+async def test_the_search_finds_the_ghost_of_replicas_that_forget_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given replicas that tell the shared state of each end once, and keep no memory of it
+    monkeypatch.setattr(Tombstones, "heard", lambda self, request_id: None)
+    # When they cross in every order, then some way leads to a request that has ended and counts
+    _, fault = search(World(2, outs=1))
+    assert fault.endswith("it counts, and has ended")
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+async def test_on_any_way_of_two_crossings_each_the_scripts_answer_as_the_search_takes_them_to(
+    replicas: int, side: ScriptSide
+) -> None:
+    world = World(replicas, outs=2, signs=2, patient=False, losses=1)
+    chance = random.Random(replicas)
+    for number in range(WALKS):
+        taken, fault = walk(world, chance, LONGEST_WALK)
+        assert fault == "", taken
+        if number % COMPARED == 0:
+            _compare(world.pool, side)
+
+
+def _compare(pool: Pool, side: ScriptSide) -> None:
+    """What `pool` answered is what the scripts answer to the same."""
+    _begin(side)
+    for name, args, answer in pool.asked:
+        if name == "lose":
+            _begin(side)
+            continue
+        seen = side.call(START_US, name, ["a", *_arguments(name, args)])
+        assert str(seen.reply.answers[0]).split()[0] == answer, (name, args)
+
+
+def _begin(side: ScriptSide) -> None:
+    side.clear()
+    about = '{"labels":{},"draining":false}'
+    side.call(START_US, "publish", ["a", "1", "1", json.dumps(SETTINGS), ENDPOINT, about])
+    side.call(START_US, "heartbeat", ["a", "{}", SILENCE_MS])
+
+
+def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if name == "admit":
+        return (pack((*args, "1", "flow", "", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)),)
+    return {"bury": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]
