@@ -1,0 +1,72 @@
+"""Numbers that a page of the documentation tells are those of the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+from picking_table import TABLE
+
+from app.admin import events, reading, standing
+from app.admission import crossing, inbox, local_pick, outbox, shared, tombstones
+from app.scheduling import blocks, prefix
+from app.scraping import connection, pacing
+from app.state import pending, reads, refusals, survey
+
+ROOT = Path(__file__).parents[2]
+
+
+def lua(path: str, name: str) -> int:
+    """The whole number that a script names."""
+    found = re.search(rf"^local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
+    assert found is not None, f"lua/{path} has no {name}"
+    return int(found[1])
+
+
+def spaced(number: int) -> str:
+    """As the pages write numbers of five digits and more."""
+    return f"{number:,}".replace(",", " ")
+
+
+CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
+LATE_S = shared._EXPIRY_SLACK_S + shared._EXPIRY_ANSWER_S
+TOLD = [
+    ("architecture", f"one that dies meanwhile is waited for {survey.CLAIM_MS / 1000:g} s"),
+    ("architecture", f"within its TTL and {LATE_S:g} s"),
+    ("redis-schema", f"or {survey.CLAIM_MS / 1000:g} s if it came to no end"),
+    ("redis", f"a script call carries {pending.MAX_BATCH} requests at most"),
+    ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
+    ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
+    ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
+    ("fairness", f"the {lua('lib/queue.lua', 'GUARD_LOOKS_AT')} most overdue"),
+    ("admin-api", f"No script looks at more than {lua('lib/view.lua', 'VIEW_LIMIT')} rows"),
+    ("admin-api", f"`limit` is 1 to {reading._MOST_WANTED}"),
+    ("admin-api", f"a page has at most {reading.MOST_ROWS} rows"),
+    ("admin-api", f"goes by the first {standing.MOST_LANES}"),
+    ("admin-api", f"It takes {events.MOST_LISTENERS} listeners"),
+    ("without-redis", f"are waited for {crossing._LONGEST_RETURN_S:g} s at most"),
+    ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),
+    ("without-redis", f"{spaced(outbox.MOST)} requests and as many ends are remembered"),
+    ("without-redis", f"is left alone for {local_pick._FAILED_S:g} s"),
+    ("operations", f"news comes by looking, {inbox._LONGEST_S:g} s later"),
+    ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
+    ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
+    ("picking", f"each endpoint is probed every {pacing.PROBE_S:g} s"),
+    ("picking", f"A page has at most {connection.MAX_PAGE_BYTES // 1024} KiB"),
+    ("picking", f"blocks of {blocks.BLOCK_BYTES} bytes, the first {blocks.MOST_BYTES // 1024} KB"),
+    (
+        "picking",
+        f"{spaced(prefix.BLOCKS_AN_ENDPOINT)} blocks an endpoint, {spaced(prefix.BLOCKS_IN_ALL)} in all",
+    ),
+    ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
+    ("guarantees", f"{len(TABLE)} cases from headers"),
+]
+
+
+@pytest.mark.parametrize(("page", "told"), TOLD)
+def test_a_number_on_a_page_is_that_of_the_code(page: str, told: str) -> None:
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+    assert told in text, f"docs/{page}.md does not say: {told}"
+
+
+def test_a_page_of_rows_is_what_the_scripts_give() -> None:
+    assert lua("lib/view.lua", "VIEW_LIMIT") == reads.CHUNK
