@@ -4,6 +4,7 @@ What silence proves is decided in app/state/silence.py; this module lets time pa
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from app.state.silence import Silence, Verdict
 from app.state.wire import DOWN, Wire
 
 _PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
-_PROBE_S = 10.0  # no probe is waited for longer than this, nor than the silence lasts
+_MOST_PROBES = 8  # at a time; the oldest makes room
 
 Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[Wire]]
 
@@ -56,7 +57,7 @@ class Detector:
         self._connect, self._on_tick = connect, on_tick
         self._loop = asyncio.get_running_loop()
         self._looked_s = self._loop.time()
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probes: deque[asyncio.Task[None]] = deque()
         self._probed_s = 0.0
         self._answered = False
         self.answered_s = 0.0  # when a probe was answered last
@@ -81,9 +82,9 @@ class Detector:
             self._stop_probes()
         elif now_s - self._probed_s >= _PROBE_PAUSE_S:
             self._probed_s = now_s
-            probe = asyncio.create_task(self._probe(), name="redis-probe")
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
+            if len(self._probes) == _MOST_PROBES:
+                self._probes.popleft().cancel()
+            self._probes.append(asyncio.create_task(self._probe(), name="redis-probe"))
         if verdict is Verdict.STUCK:
             watched.stuck()
         elif verdict is Verdict.AWAY:
@@ -98,7 +99,7 @@ class Detector:
             done.set()
 
         with suppress(*DOWN):
-            async with asyncio.timeout(_PROBE_S):
+            async with asyncio.timeout(_PROBE_PAUSE_S * _MOST_PROBES):
                 wire = await self._connect(take, lambda why: done.set())
                 try:
                     ping: tuple[Any, ...] = ("PING",)
@@ -110,5 +111,5 @@ class Detector:
 
     def _stop_probes(self) -> None:
         self._answered = False
-        for probe in self._probes:
-            probe.cancel()
+        while self._probes:
+            self._probes.popleft().cancel()

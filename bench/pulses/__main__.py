@@ -27,7 +27,7 @@ from bench.witness.load import loaded
 _RESULTS = Path(__file__).parents[1] / "results"
 _CALM = "calm"
 _SEEDS = range(1, 11)
-_CLIENTS, _TOKENS = 24, 32
+_CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
 _OPTIONS = ("--replicas", "2", "--endpoints", "2", "--sim-ttft", "150", "--sim-itl", "2")
 _CONFIG = {

@@ -18,6 +18,7 @@ from app.state.keys import Keys
 from app.state.wakeups import listen
 
 SHORT_S = 0.3
+PATIENT_S = 20.0
 
 
 @pytest.fixture
@@ -140,6 +141,45 @@ async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, betwee
             await load.served_more(100)
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
+
+
+async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
+    # Given a replica whose connection says nothing more, while new ones work
+    through = {"a": url_of(between)}
+    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
+        (a,) = it.replicas
+        await a.admit("before")
+        lives = a.store.lives
+        between.strand()
+        # When it asks, then it has its answer long before Redis would be given up
+        async with asyncio.timeout(PATIENT_S):
+            assert (await a.admit("stuck")).what == "placed"
+        assert a.store.lives == lives + 1
+        assert a.lost == []
+        await a.settle("before", "stuck")
+        assert await it.at_rest()
+
+
+async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
+    # Given a replica whose Redis stands still, on old connections and new ones
+    through = {"a": url_of(between)}
+    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
+        (a,) = it.replicas
+        made, between.stalled = between.connections, True
+        asked = asyncio.create_task(a.admit("r"))
+        # When it is probed, and goes on
+        await until(lambda: between.connections > made)
+        assert not asked.done()
+        between.stalled = False
+        # Then who asked has the answer, and Redis was never given up
+        assert (await asked).what == "placed"
+        assert (a.lost, a.store.fault) == ([], None)
+        await a.settle("r")
+        assert await it.at_rest()
 
 
 async def test_a_subscriber_whose_server_vanished_subscribes_anew(

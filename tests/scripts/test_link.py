@@ -141,6 +141,7 @@ async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> 
             with pytest.raises(StateUnavailable, match="cannot be reached"):
                 await a.admit("r1")
         assert a.store.fault
+        assert set(a.lost) == {"refused"}
         # When the server starts, then calls work
         with valkey(tmp_path, port):
             await until(lambda: _publishes(a))
