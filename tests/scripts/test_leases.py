@@ -13,6 +13,7 @@ from app.signing import Keyring
 from app.state.store import Verdict
 
 E1, E2 = addresses(2)
+MOST_TOMBSTONES = 100_000
 
 
 async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
@@ -192,6 +193,50 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
         await a.sweep()
         assert await it.redis.exists(buried) == 0
         assert await it.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "seen_s", "answer"),
+    [
+        (5.0, 5.1, "unknown"),  # seen alive before its end
+        (5.0, 4.0, "unknown"),  # a sign of life may come by a stream that is later
+        (5.0, 1.0, "restored"),  # another request of the same id, let go since
+        (5.0, 0.0, "restored"),
+        (0.0, 0.0, "unknown"),
+    ],
+)
+async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_came_after(
+    fleet: OpenFleet, ended_s: float, seen_s: float, answer: str
+) -> None:
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        note = ticket.write(ask("r"), E1)
+        # Given an end that was heard some time ago, and is told now
+        assert await a.store.bury("r", ended_s) == "buried"
+        # When somebody brings back what it saw alive before or since
+        assert await b.store.renew("r", 1, "", note, seen_s) == answer
+        # Then an end that is told again says whether it has come back
+        again = await a.store.bury("r", ended_s)
+        assert again == ("back" if answer == "restored" else "buried")
+        await a.settle("r")
+        assert await it.at_rest()
+
+
+async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet: OpenFleet) -> None:
+    async with fleet("a") as it:
+        (a,) = it.replicas
+        buried = it.keys.prefix + "buried"
+        now_ms = await it.now_ms()
+        # Given more than are kept
+        for first in range(0, MOST_TOMBSTONES + 600, 10_000):
+            count = min(10_000, MOST_TOMBSTONES + 600 - first)
+            await it.redis.zadd(buried, {f"r{first + n}": now_ms + first + n for n in range(count)})
+        # When it is swept, then the oldest go
+        assert (await a.sweep()).more
+        assert await it.redis.zcard(buried) == MOST_TOMBSTONES + 100
+        assert not (await a.sweep()).more
+        assert await it.redis.zcard(buried) == MOST_TOMBSTONES
+        assert await it.redis.zrange(buried, 0, 0) == ["r600"]
 
 
 async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_heard_end(

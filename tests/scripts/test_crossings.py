@@ -1,0 +1,136 @@
+"""Replicas that lose Redis and come back, on real servers: what has ended stays ended (G6, G8)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
+from sturdy_bench import gate_over
+
+from app.admission.crossing import Mode
+from app.admission.membership import Membership
+from app.admission.sturdy import SturdyGate
+from app.config import parse
+from app.endpoints.snapshot import Endpoint
+from app.request import Alive, Placement
+from app.state.silence import Silence
+
+(E1,) = addresses(1)
+CONFIG: Mapping[str, Any] = {
+    "request_queue_controller": {"watermark_per_backend": 8},
+    "leases": {"heartbeat": "200ms"},
+    "decision_log": {"enabled": True},
+}
+
+
+class Crosser:
+    """A replica with the gate and the membership that cross over and back."""
+
+    def __init__(self, replica: Replica) -> None:
+        settings = parse(CONFIG)
+        self.gate: SturdyGate = gate_over(
+            replica.store, replica.gate, replica.metrics, replica.cell, Silence(1.0, 8.0),
+            lambda: self.membership.poke(), replica.name,
+        )  # fmt: skip
+        self.gate.newcomer_s = 0.0
+        self.membership = Membership(
+            replica.store, replica.gate, settings, endpoints=replica.cell, metrics=replica.metrics,
+            about=lambda: {"host": "test"}, watch=self.gate,
+        )  # fmt: skip
+        self.membership.discovered([Endpoint(E1)])
+
+    async def shared(self) -> None:
+        """Wait until this replica is back."""
+        await until(lambda: self.gate.mode is Mode.SHARED)
+
+    def leave(self) -> None:
+        self.gate.away("silence", "the test says so")
+
+    async def let_go(self, request_id: str) -> Placement:
+        return await self.gate.admit(ask(request_id), held=False)
+
+    def end(self, request_id: str, placement: Placement) -> None:
+        self.gate.settle(ended(request_id)._replace(ticket=placement.ticket))
+
+
+@asynccontextmanager
+async def crossers(it: Fleet) -> AsyncIterator[list[Crosser]]:
+    """The fleet's replicas, all of which know each other."""
+    those = [Crosser(replica) for replica in it.replicas]
+    async with asyncio.TaskGroup() as tasks:
+        background = [
+            tasks.create_task(work) for one in those for work in (one.gate.run(), one.membership.run())
+        ]
+        try:
+            for one in those:
+                await until(lambda one=one: len(one.gate._mates.live) == len(those))
+            yield those
+        finally:
+            for task in background:
+                task.cancel()
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
+async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_back_with_it(
+    valkey_fleet: OpenFleet, names: tuple[str, ...]
+) -> None:
+    async with valkey_fleet(*names) as it, crossers(it) as (away, here, *others):
+        for number in range(2):
+            # Given two that were placed by Redis, and one that a replica lets go when it is away
+            kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
+            tickets = {kept: await here.let_go(kept), gone: await away.let_go(gone)}
+            away.leave()
+            tickets[alone] = await away.let_go(alone)
+            for name, placement in tickets.items():
+                away.gate.renew(Alive(name, E1, placement.ticket))
+            # When the others, which still have Redis, see it alive, too, and hear that two have ended
+            here.gate.renew(Alive(alone, E1, tickets[alone].ticket))
+            await until(lambda those={kept, gone, alone}: _in_flight(it, those))
+            for name in (alone, gone):
+                (others or [here])[-1].end(name, tickets[name])
+            await until(lambda those={kept}: _in_flight(it, those))
+            # Then the one that was away brings back neither
+            await away.shared()
+            assert await _in_flight(it, {kept})
+            here.end(kept, tickets[kept])
+            await until(it.at_rest)
+        restored = [entry.request for entry in await it.log() if entry.event == "restored"]
+        assert restored == ["alone-0", "alone-1"]
+
+
+async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_back(
+    valkey_fleet: OpenFleet,
+) -> None:
+    async with valkey_fleet("a", "b") as it, crossers(it) as (one, other):
+        # Given two that are both away, of which one hears the end of what the other lets go
+        other.leave()
+        one.leave()
+        placement = await one.let_go("x")
+        other.end("x", placement)
+        # When both are back, in whatever order, and one leaves and comes again
+        await one.shared()
+        one.leave()
+        await asyncio.gather(one.shared(), other.shared())
+        # Then it does not count
+        await until(it.at_rest)
+
+
+async def test_what_runs_comes_back_also_where_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
+    async with valkey_fleet("a", "b") as it, crossers(it) as (away, here):
+        # Given a request whose end was heard, and another of its id, let go later by one that is away
+        here.end("x", await here.let_go("x"))
+        await until(it.at_rest)
+        await it.after(2_100)
+        away.leave()
+        placement = await away.let_go("x")
+        # When it comes back, then that one counts
+        await away.shared()
+        await until(lambda: _in_flight(it, {"x"}))
+        here.end("x", placement)
+        await until(it.at_rest)
+
+
+async def _in_flight(it: Fleet, wanted: set[str]) -> bool:
+    return set(await it.redis.zrange(it.keys.prefix + "inflight", 0, -1)) == wanted

@@ -1,0 +1,179 @@
+"""The ends that a replica remembers, whom it tells of them, and for whom it waits."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from scripted_store import ScriptedStore, until
+
+from app.admission import tombstones
+from app.admission.outbox import unseen_s
+from app.admission.tombstones import Tombstones
+from app.errors import StateUnavailable
+from app.state.store import Store
+
+REPORT_S = 5.0
+CALM: Mapping[str, Any] = {"degraded": False, "returns": 0, "told": []}
+
+
+class Told(ScriptedStore):
+    """A store that says of the ends named in `restored` that they have come back; `away`, it takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restored: set[str] = set()
+        self.away = False
+
+    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+        super().bury(request_id, ago_s)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if self.away:
+            answer.set_exception(StateUnavailable("away"))
+        else:
+            answer.set_result("back" if request_id in self.restored else "buried")
+        return answer
+
+
+class Bench:
+    """The replica `a` beside `b` and `c`."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.shared = self.free = True
+        self.pokes = 0
+        self.store = Told()
+        self.ends = Tombstones(
+            cast(Store, self.store), "a", report_s=REPORT_S, may_tell=lambda: self.shared,
+            may_free=lambda: self.free, poke=self._poked, clock=lambda: self.now_s,
+        )  # fmt: skip
+
+    def _poked(self) -> None:
+        self.pokes += 1
+
+    def say(self, **others: Mapping[str, Any]) -> None:
+        """What the heartbeats of the others tell."""
+        self.ends.peers({name: {**CALM, **others.get(name, {})} for name in ("a", "b", "c")})
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Bench]:
+    bench = Bench()
+    task = asyncio.create_task(bench.ends.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time() -> None:
+    async with running() as bench:
+        bench.ends.heard("early")
+        bench.say()
+        bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
+        bench.ends.heard("late")
+        assert bench.store.buried == []
+        # When another one goes away and comes back, then Redis is told what is not too old to be brought back
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.pokes)
+        assert bench.store.buried == ["late"]
+        assert bench.ends.says() == {"returns": 0, "told": ["b:1"]}
+
+
+async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None:
+    async with running() as bench:
+        bench.say(b={"degraded": True})
+        await until(lambda: bench.pokes)
+        bench.ends.heard("x")
+        assert bench.store.buried == ["x"]
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.pokes > 1)
+        assert bench.store.buried == ["x"]
+        # When the shared state comes back empty, then it is told again
+        bench.store.born = "another life"
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.store.buried == ["x", "x"])
+
+
+async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_same() -> None:
+    async with running() as bench:
+        bench.ends.heard("x")
+        bench.store.restored = {"x"}
+        # Given one that is back already, and has brought back what this one had heard the end of
+        bench.say(b={"returns": 1})
+        # Then the place is given back
+        await until(lambda: bench.store.settled)
+        assert [name for name, _, _ in bench.store.settled] == ["x"]
+
+
+async def test_places_that_the_purse_may_have_earned_are_given_back_when_all_that_runs_is_told() -> None:
+    async with running() as bench:
+        bench.free = False
+        bench.ends.heard("x")
+        bench.store.restored = {"x"}
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.pokes)
+        assert bench.store.settled == []
+        bench.ends.free()
+        assert [name for name, _, _ in bench.store.settled] == ["x"]
+
+
+async def test_one_that_is_away_itself_answers_nobody_until_it_is_back() -> None:
+    async with running() as bench:
+        bench.shared = False
+        bench.ends.heard("x")
+        bench.say(b={"degraded": True, "returns": 1})
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (bench.store.buried, bench.ends.says()["told"]) == ([], [])
+        bench.shared = True
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.ends.says()["told"] == ["b:1"])
+        assert bench.store.buried == ["x"]
+
+
+async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -> None:
+    async with running() as bench:
+        bench.ends.heard("x")
+        bench.store.away = True
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.store.buried)
+        assert bench.ends.says()["told"] == []
+        bench.store.away = False
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.ends.says()["told"] == ["b:1"])
+
+
+async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
+    async with running() as bench:
+        bench.ends.heard("x")
+        bench.ends.anew("x")
+        bench.say(b={"degraded": True, "returns": 1})
+        await until(lambda: bench.pokes)
+        assert bench.store.buried == []
+
+
+async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None:
+    bench = Bench()
+    bench.say()
+    bench.ends.begin_return()
+    waiting = asyncio.create_task(bench.ends.others_told(("a", "b", "c")))
+    for told in ({"b": {"told": ["a:1"]}}, {"b": {"told": ["a:1"]}, "c": {"told": ["a:0", "b:1"]}}):
+        bench.say(**told)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    bench.say(b={"told": ["a:1"]}, c={"told": ["a:1"]})
+    await waiting
+
+
+async def test_a_return_does_not_wait_for_ever_nor_for_a_version_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.ends.begin_return()
+    bench.ends.peers({"a": CALM, "b": {"degraded": False}})
+    await bench.ends.others_told(("a", "b"))
+    monkeypatch.setattr(tombstones, "_LONGEST_WAIT_S", 0.01)
+    await bench.ends.others_told(("a", "b", "gone"))
