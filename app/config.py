@@ -92,12 +92,14 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _limits_have_flows(self) -> Self:
-        limited = [model.name for model in self.models if model.max_inflight_per_endpoint is not None]
-        if limited and self.fair_request_queue.fairness == "none":
-            raise ValueError(
-                "fair_request_queue.fairness none keeps no flows apart, so max_inflight_per_endpoint of "
-                f"models {', '.join(limited)} cannot be kept; use weighted-fair or round-robin"
-            )
+        for kind in ("models", "objectives"):
+            entries = getattr(self, kind)
+            limited = [entry.name for entry in entries if entry.max_inflight_per_endpoint is not None]
+            if limited and self.fair_request_queue.fairness == "none":
+                raise ValueError(
+                    "fair_request_queue.fairness none keeps no flows apart, so max_inflight_per_endpoint of "
+                    f"{kind} {', '.join(limited)} cannot be kept; use weighted-fair or round-robin"
+                )
         return self
 
     @model_validator(mode="after")

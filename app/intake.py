@@ -9,7 +9,7 @@ on, as an anonymous workload of criticality 3 if need be.
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import orjson
 
 from app import header_trust
 from app.body import MODEL, Body
-from app.config import Model, Settings
+from app.config import Model, Objective, Settings
 from app.errors import BadRequest
 from app.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
 from app.request import Band, InferenceRequest, Workload, finite_number
@@ -161,7 +161,8 @@ class Intake:
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
         self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
-        self._limits = {model.name: model.max_inflight_per_endpoint or 0 for model in settings.models}
+        self._limits = _limits(settings.models)
+        self._objective_limits = _limits(settings.objectives)
         self._selectors = {
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
@@ -216,7 +217,7 @@ class Intake:
             ttl_s=ttl_s,
             by_client=by_client,
             subset=subset,
-            limit=self._limits.get(model, 0),
+            limit=self._limit(model, objective),
             learn=learn,
             session=session,
             prefix=_prefix(target, ask) if self._hashes() else (),
@@ -227,6 +228,12 @@ class Intake:
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         return ranks.get(name, (Band.DEFAULT, 1.0))
+
+    def _limit(self, model: str, objective: str) -> int:
+        """Of its flow, on each endpoint: the lower one of its model's and its objective's; 0 for none."""
+        limit = self._limits.get(model, 0)
+        own = self._objective_limits.get(objective, 0) if objective else 0
+        return min(limit, own) if limit and own else limit or own
 
     def _target(self, model: str) -> str:
         split = self._targets.get(model)
@@ -340,6 +347,10 @@ def _context(text: str) -> Workload:
 
 
 _short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests bring the same one
+
+
+def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
+    return {entry.name: entry.max_inflight_per_endpoint or 0 for entry in entries}
 
 
 def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:

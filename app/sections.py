@@ -119,6 +119,7 @@ class Admin(Section):
 class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests of the whole fleet at once
 
 
 def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
@@ -173,6 +174,7 @@ class Objective(Section):
     name: Name
     criticality: BandName = Band.DEFAULT
     weight: Number = Field(1.0, gt=0, le=1e6)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow that it is given to
 
 
 _BAND_WEIGHTS: Mapping[Band, float] = {Band.CRITICAL: 70, Band.DEFAULT: 20, Band.SHEDDABLE: 10}

@@ -81,6 +81,7 @@ local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = math.min(r.cost, pool.upper)
   if pool.stock + take > pool.upper or endpoints.flow_full(r) then return nil end
+  if settings.caps and endpoints.places() < 1 then return nil end
   r.taken = take
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then

@@ -9,7 +9,7 @@
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c LOADS' (requests in flight as they were: of the candidates named, '' where one could not
 --   have it; for '*', of a,b,c; without LOADS if it was placed before)
---   | 'queued TTL_LEFT_MS' (back in its place: its flow is at its limit wherever it may go)
+--   | 'queued TTL_LEFT_MS' (back in its place: wherever it may go, a limit of its flow or the endpoint is reached)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
 local PLACE_ITEM = 3
 local function place(args)

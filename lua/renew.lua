@@ -62,6 +62,7 @@ local function move(r, served)
   endpoints.reserve(served)
   endpoints.count_flow(r, old, -1)
   endpoints.count_flow(r, served, 1)
+  if settings.caps and endpoints.has_place(old) then queue.unblock(old) end
   r.endpoints = served
   record.write(r)
   log('moved', r)

@@ -60,6 +60,7 @@ class FleetView:
                 "labels": endpoint.labels,
                 "status": _status(endpoint),
                 "in_flight": in_flight.get(endpoint.address, 0),
+                "max_inflight": endpoint.max_inflight,
                 **_scraped(readings.get(endpoint.address)),
                 **_latency(self._latencies.stats(endpoint.address)),
             }

@@ -46,7 +46,8 @@ _CONFIG_EXAMPLE: dict[str, Any] = {
 
 
 _ENDPOINT: dict[str, Any] = {
-    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "waiting": 0.0,
+    "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
+    "waiting": 0.0,
     "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
     "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
     "scrape_fault": "no connection: Connection refused",
@@ -164,6 +165,7 @@ class Endpoint(BaseModel):
         description="`draining`: so discovery says; `drained`: by an operator; `down`: connections fail"
     )
     in_flight: int = Field(description="requests placed there, fleet-wide")
+    max_inflight: int | None = Field(None, description="how many it may have, fleet-wide; null: any number")
     waiting: float | None = Field(None, description="of its own metrics page: queued requests")
     running: float | None = Field(None, description="of its own metrics page")
     kv_utilisation: float | None = Field(None, description="of its own metrics page, 0 to 1")

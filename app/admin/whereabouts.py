@@ -34,7 +34,13 @@ def _obstacle(found: Whereabouts, state: Mapping[str, Any]) -> str:
     if not state["ready_backends"]:
         return "no endpoint is ready"
     if found.lane is not None and found.lane.parked:
-        return f"its flow is at its limit of {found.entry.limit} in flight on each endpoint"
+        at_theirs = "the endpoints its flow's next request may go to are at their limits"
+        limit = found.entry.limit
+        return (
+            f"its flow is at its limit of {limit} in flight on each endpoint, or {at_theirs}"
+            if limit
+            else at_theirs
+        )
     stock, bounds = state["stock"], state["bounds"]
     if stock >= bounds["lower"]:
         return f"the stock ({stock:g}) is at its bounds ({bounds['lower']:g} to {bounds['upper']:g})"

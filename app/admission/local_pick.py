@@ -1,6 +1,7 @@
 """The choice of an endpoint where no script can make it: over the last snapshot and this replica's own
 count."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -34,16 +35,22 @@ class LocalPicker:
         """
         now_s = self._clock()
         self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
-        ready = {each.address for each in self._endpoints.current.endpoints if each.ready}
+        endpoints = [each for each in self._endpoints.current.endpoints if each.ready]
+        ready = {each.address for each in endpoints}
+        # As far as this replica knows: what others begin and end meanwhile it does not hear.
+        load = self._load
+        full = {each.address for each in endpoints if load[each.address] >= (each.max_inflight or math.inf)}
         choice = self._chooser.choose(request)
-        picked = pick(
-            choice.candidates,
-            ready - self._failed.keys() or ready,
-            self._load,
-            live_weight=self._chooser.live_weight,
-            most=most,
-            chance=random.random,
-        )
+        picked: tuple[str, ...] = ()
+        for able in (ready - self._failed.keys() - full, ready - self._failed.keys(), ready):
+            picked = picked or pick(
+                choice.candidates,
+                able,
+                self._load,
+                live_weight=self._chooser.live_weight,
+                most=most,
+                chance=random.random,
+            )
         if not picked:
             self._chooser.refused(request, choice)
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)

@@ -170,7 +170,7 @@ class Membership:
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
         """Take the endpoints that discovery reports; published at once if this replica publishes."""
         self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
-        facts = [[e.address, e.labels, e.draining] for e in self._discovered]
+        facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
         self._discovered_version = _version(facts)
         self._poke.set()
 

@@ -1,4 +1,4 @@
-"""G1: the stock never passes the upper bound, and no flow passes its limit on an endpoint."""
+"""G1: the stock never passes the upper bound, no endpoint its limit, and no flow its own on an endpoint."""
 
 from collections import Counter
 from typing import Any
@@ -15,13 +15,14 @@ class Capacity:
     What is restored, or was moved by Envoy to a fallback, runs already: it is counted and not judged.
     """
 
-    TITLE = "stock within its bound, flows within their limits"
+    TITLE = "stock within its bound, endpoints and flows within their limits"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         self._finding = finding
         self._replay = replay
         self._in_flight: Counter[str] = Counter()  # of limited flows, granted and placed
         self._placed: Counter[tuple[str, str]] = Counter()  # of limited flows, by endpoint
+        self._on: Counter[str] = Counter()  # all requests, by endpoint
 
     def see(self, step: Step) -> None:
         entry, life = step.entry, step.life
@@ -35,12 +36,16 @@ class Capacity:
             self._count(self._in_flight, entry, entry.flow, -1)
         if life.endpoint and (step.gives_back or entry.event == "moved"):
             self._count(self._placed, entry, (entry.flow, life.endpoint), -1)
+            self._on[life.endpoint] -= 1
+            if self._on[life.endpoint] <= 0:
+                del self._on[life.endpoint]
         if (
             entry.endpoint
             and step.now is Place.PLACED
             and (step.was is not Place.PLACED or entry.event == "moved")
         ):
             self._count(self._placed, entry, (entry.flow, entry.endpoint), 1)
+            self._on[entry.endpoint] += 1
             if entry.event not in ("restored", "moved"):
                 self._judge_place(entry)
 
@@ -77,6 +82,11 @@ class Capacity:
         if entry.limit and count > entry.limit:
             what = f"{count} of flow {entry.flow!r} on {entry.endpoint}, {entry.limit} allowed"
             self._finding.blame(f"endpoint limit passed: {what}", *self._others(entry, entry.endpoint))
+        rules = self._replay.rules
+        most = rules.caps.get(entry.endpoint) if rules is not None else None
+        if most is not None and self._on[entry.endpoint] > most:
+            what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most} allowed"
+            self._finding.blame(f"endpoint limit passed: {what}", entry)
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
         """The beginnings of those that run beside `entry`, a few of them, and `entry`."""

@@ -19,6 +19,7 @@ class Rules:
     starvation_ms: int = 0  # 0: half the time a request has
     upper_per: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
+    caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
     paused: bool = False
     logged: bool = True  # False: what follows this entry was not written
 
@@ -40,6 +41,7 @@ class Rules:
                 upper_per=float(settings.get("upper_per", 0)),
                 # Lua's empty table may come as an empty list.
                 weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
+                caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
                 paused=settings.get("paused") == 1,
                 logged=settings.get("log_max", 1) != 0,
             )

@@ -1,4 +1,4 @@
-"""Endpoints from a watched file: YAML or JSON, a list of `{address: ip:port, labels: {…}}`.
+"""Endpoints from a watched file: YAML or JSON, a list of `{address: ip:port, labels: {…}, max_inflight: N}`.
 
 The folder is watched and not the file, so that an atomic replace and Kubernetes' symlink swap are seen;
 and the file is read again every few seconds, for file systems that announce no changes.

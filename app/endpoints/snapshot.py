@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 class Endpoint:
     """One model server. `address` is `ip:port`, IPv6 in brackets.
 
-    It takes nothing new while it is `draining` (so discovery says), `drained` (by an operator) or `down`
+    `max_inflight` is how many requests of the whole fleet it may have at once, None for any number. It takes
+    nothing new while it is `draining` (so discovery says), `drained` (by an operator) or `down`
     (connections fail).
     """
 
@@ -17,6 +18,7 @@ class Endpoint:
     draining: bool = False
     drained: bool = False
     down: bool = False
+    max_inflight: int | None = None
 
     @property
     def ready(self) -> bool:

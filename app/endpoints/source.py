@@ -39,4 +39,7 @@ class Static:
 
 
 def endpoints_of(listed: tuple[StaticEndpoint, ...]) -> tuple[Endpoint, ...]:
-    return tuple(Endpoint(address=entry.address, labels=dict(entry.labels)) for entry in listed)
+    return tuple(
+        Endpoint(address=entry.address, labels=dict(entry.labels), max_inflight=entry.max_inflight)
+        for entry in listed
+    )

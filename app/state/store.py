@@ -222,9 +222,14 @@ class Store:
         config_version: str,
         endpoints_version: str,
     ) -> None:
-        pairs = []
+        pairs: list[str] = []
+        caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
+        if caps:
+            settings = {**settings, "caps": caps}  # which the scripts ask for at each choice
         for endpoint in endpoints:
-            about = {"labels": endpoint.labels, "draining": endpoint.draining}
+            about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
+            if endpoint.max_inflight is not None:
+                about["max_inflight"] = endpoint.max_inflight
             pairs += [endpoint.address, json.dumps(about, separators=(",", ":"))]
         reply = await self._link.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
@@ -274,7 +279,8 @@ class Store:
             about = json.loads(text)
             drained, down = (joined(what, address) in marks for what in ("drained", "down"))
             labels, draining = about["labels"] or {}, about["draining"]
-            found.append(Endpoint(address, labels, draining, drained=drained, down=down))
+            limit = about.get("max_inflight")
+            found.append(Endpoint(address, labels, draining, drained, down, limit))
         return tuple(found)
 
     async def state(self, silence_s: float) -> dict[str, Any]:

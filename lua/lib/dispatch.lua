@@ -78,7 +78,8 @@ local function dispatch()
     -- As many as have ended are likely to fit; who costs more or less makes it a guess.
     queue.look_ahead(math.min(room, counters.ended - counters.ended_before))
   end
-  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT do
+  local places = room > 0 and settings.caps and endpoints.places() or math.huge
+  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > 0 do
     local id, tag, band, lane
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then
       id, tag = queue.most_overdue()
@@ -99,7 +100,7 @@ local function dispatch()
       local take = r.cost < upper and r.cost or upper
       if upper <= 0 or counters.stock + take > upper then break end
       grant(r, tag, take, lane)
-      served = served + 1
+      served, places = served + 1, places - 1
     end
   end
   return served, attempts

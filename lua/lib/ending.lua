@@ -27,6 +27,10 @@ local function finish_request(r, event, note_text)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log(event, r, nil, nil, note_text) end
+  if state == 'placed' and settings.caps then
+    local endpoint = endpoints.first(r.endpoints)
+    if endpoints.has_place(endpoint) then queue.unblock(endpoint) end
+  end
   if ran and r.limit > 0 then
     for _, band in ipairs(BANDS) do queue.unpark(band, queue.lane(r)) end
   end

@@ -1,7 +1,9 @@
 -- include: pool
 -- Live load of every endpoint, and the choice among them. An endpoint that must take nothing new
 -- (draining, or gone but still serving) is kept above UNPICKABLE, so its count stays exact.
--- A flow may have a limit of requests in flight on each endpoint; `limits` counts those of such flows.
+-- A flow may have a limit of requests in flight on each endpoint; `limits` counts those of such flows. An endpoint
+-- may have one for all of them: `settings.caps`, endpoint -> limit; nil where none has one, and then nothing here
+-- asks for it.
 local UNPICKABLE = 1e9
 local endpoints = {}
 -- endpoint -> load, as this call knows it; it stays for the next one while nobody else has changed the pool.
@@ -56,6 +58,7 @@ local function set_load(address, load)
 end
 function endpoints.reserve(address)
   local load = loads[address] or load_of(address)
+  if load < 0 then endpoints.all = nil end
   loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
 end
 function endpoints.release(address)
@@ -71,7 +74,7 @@ function endpoints.list(address, draining)
   local listed_load = draining and count + UNPICKABLE or count
   if listed_load ~= load then
     set_load(address, listed_load)
-    window = nil -- it may be new
+    window, endpoints.all = nil, nil -- it may be new
   end
 end
 -- Whether it is to take nothing new, by what it is published with. Most are published with the same, again and again.
@@ -137,6 +140,56 @@ local function listed(candidates)
   return found, scores
 end
 local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+-- The addresses that are counted, read once a call (`all`).
+function endpoints.everyone()
+  if endpoints.all then return endpoints.all end
+  local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
+  local count = #all
+  for i = 1, count do listed_ones[all[i]] = true end
+  for address in pairs(changed_loads) do
+    if not listed_ones[address] then
+      count = count + 1
+      all[count] = address
+    end
+  end
+  endpoints.prefetch(all, count)
+  endpoints.all = all
+  return all
+end
+-- How many more requests may be granted before every endpoint that takes new ones is at its limit. Whoever is
+-- granted, and not placed yet, will need a place too. Only asked where endpoints have limits.
+function endpoints.places()
+  local caps, left, placed = settings.caps, 0, 0
+  for _, address in ipairs(endpoints.everyone()) do
+    local load = loads[address] or load_of(address)
+    if is_pickable(load) then
+      local cap = caps[address]
+      if not cap then return math.huge end
+      left, placed = left + math.max(cap - load, 0), placed + load
+    elseif load >= 0 then
+      placed = placed + load - UNPICKABLE
+    end
+  end
+  send(key.inflight)
+  return left - (redis.call('ZCARD', key.inflight) - placed)
+end
+-- Whether an endpoint with a limit takes one more.
+function endpoints.has_place(address)
+  local cap, load = settings.caps[address], load_of(address)
+  return cap and is_pickable(load) and load < cap
+end
+-- Those of `among` that take one more, and those that would but for their own limit.
+function endpoints.below_caps(among)
+  local caps, free, closed = settings.caps, {}, {}
+  for _, address in ipairs(among) do
+    local load = load_of(address)
+    if is_pickable(load) then
+      local found = load < (caps[address] or UNPICKABLE) and free or closed
+      found[#found + 1] = address
+    end
+  end
+  return free, closed
+end
 -- Those on which r's flow is below its limit; and whether there is one but for that.
 local function below_limit(r, among)
   local able, fields, free = {}, {}, {}
@@ -193,22 +246,26 @@ local function loads_seen(named, among, chosen, kept)
 end
 -- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
 -- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
--- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, and whether
--- it is only the flow's limit that stands in the way.
+-- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, whether it is
+-- only a limit that stands in the way, and the endpoints of which it is their own.
 local best_ones, their_burdens = {}, {} -- filled again by each choice
 function endpoints.pick(r, candidates, turn, picks)
   local want, among, scores, named = settings.fallbacks + 1
   if candidates ~= '*' then
     named, scores = listed(candidates)
     among = named
-  elseif r.limit > 0 then
-    among = redis.call('ZRANGE', key.load, 0, -1)
+  elseif r.limit > 0 or settings.caps then
+    among = endpoints.everyone()
   else
     if not window or window_left < 1 then read_window(picks, want) end
     among, window_left = window, window_left - 1
   end
-  local limited = false
+  local limited, closed = false, nil
   if r.limit > 0 then among, limited = below_limit(r, among) end
+  if settings.caps then
+    among, closed = endpoints.below_caps(among)
+    limited = limited or #closed > 0
+  end
   local burden_on = scores and burden_of(among, scores) -- without scores, its load
   -- Insertion into the few best so far; a later equal stays behind.
   local best, burdens, kept, count = best_ones, their_burdens, 0, #among
@@ -228,7 +285,7 @@ function endpoints.pick(r, candidates, turn, picks)
       best[at], burdens[at] = address, burden
     end
   end
-  if kept == 0 then return nil, limited end
+  if kept == 0 then return nil, limited, closed end
   return table.concat(best, ',', 1, kept), loads_seen(named, among, burdens, kept), best[1]
 end
 -- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
@@ -313,7 +370,7 @@ function endpoints.save()
   end
 end
 local function forget_endpoints()
-  changed_loads, limit_counts, changed_limits = {}, {}, {}
+  changed_loads, limit_counts, changed_limits, endpoints.all = {}, {}, {}, nil
   if not remembered or loads_known > MOST_LOADS then
     loads, loads_known, window = {}, 0, nil
   elseif window_left ~= math.huge then

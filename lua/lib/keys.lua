@@ -17,6 +17,8 @@
 -- static:B:L   zset    heads of lines whose score does not                       Redis, when empty
 -- flows:B      zset    backlogged lane -> its start tag                          Redis, when empty
 -- parked:B     zset    backlogged lane at its limit -> its start tag             Redis, when empty
+-- blocked:B:E  zset    parked lane that waits for a place on endpoint E -> its tag its end of waiting
+-- blockers     hash    B\31L of such a lane -> the endpoints that it waits for    its end of waiting
 -- finish:B     zset    idle lane -> its last finish tag, while above v           sweep
 -- victims:B    zset    backlogged lane -> when it was last preempted, us         Redis, when empty
 -- preempted:B  zset    the same of idle lanes, under pressure                    sweep
@@ -64,14 +66,15 @@ local function use_keys(pool_key)
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
   for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'suspects', 'orphans', 'lanes', 'log'}) do
+    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'suspects', 'orphans', 'lanes', 'log',
+    'blockers'}) do
     key[name] = base .. name
   end
   for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
   end
-  for _, kind in ipairs({'queue', 'growing', 'static'}) do
+  for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
     key[kind] = {}
     for _, band in ipairs(BANDS) do key[kind][band] = names_under(base .. kind .. ':' .. band .. ':') end
   end

@@ -1,21 +1,22 @@
 -- include: ending
 -- Give r an endpoint: chosen and reserved in one step, so that two replicas never both take one for idle (G1).
--- Returns 'placed a,b,c LOADS', or nil and whether only the flow's limit stands in the way. The stock and the
--- flow's total are the caller's.
+-- Returns 'placed a,b,c LOADS', or nil, whether only a limit stands in the way, and the endpoints of which it is
+-- their own. The stock and the flow's total are the caller's.
 local function place_request(r, candidates, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
-  if not picked then return nil, seen end
+  if not picked then return nil, seen, endpoint end
   r.endpoints, r.state = picked, 'placed'
   endpoints.reserve(endpoint)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.write(r)
   return 'placed ' .. picked .. ' ' .. seen
 end
--- A granted request's place. Where its flow is at its limit on every endpoint it may have, it goes back to
--- its place in the queue, uncharged, and its lane waits until one of the flow's requests ends.
+-- A granted request's place. Where every endpoint it may have is at its limit, or its flow is there, it goes back
+-- to its place in the queue, uncharged, and its lane waits until one of the flow's requests ends, or one of those
+-- endpoints has a place. Where none has one, dispatch waits, and the lane may stay in the order.
 local function place_granted(r, candidates, turn, picks)
   news.forget(r.owner, r.id)
-  local reply, limited = place_request(r, candidates, turn, picks)
+  local reply, limited, closed = place_request(r, candidates, turn, picks)
   if reply then
     if settings.log_max > 0 then log('placed', r) end
     return reply
@@ -35,6 +36,10 @@ local function place_granted(r, candidates, turn, picks)
   queue.charge_band(r, -r.cost)
   record.write(r)
   log('requeued', r, tag)
-  if redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane) then queue.park(r.band, lane, tag) end
+  closed = closed or {}
+  if #closed == 0 or endpoints.places() > 0 then
+    if redis.call('ZSCORE', ahead.anew(key.flows[r.band]), lane) then queue.park(r.band, lane, tag) end
+    queue.block(r.band, lane, tag, closed)
+  end
   return 'queued ' .. (r.deadline_ms - now_ms)
 end

@@ -117,15 +117,25 @@ local function unqueue(r, lane)
   grow(band, -1)
   return emptied
 end
--- Take r out without serving it: its lane's tag stays as it is.
+-- A parked lane waits for no endpoint any more. Lanes wait for some only where endpoints have limits, or had.
+function queue.forget_blockers(band, lane)
+  local name = joined(band, lane)
+  send(key.blockers)
+  local blockers = redis.call('HGET', key.blockers, name)
+  if not blockers then return end
+  later('HDEL', key.blockers, name)
+  for address in string.gmatch(blockers, '[^,]+') do later('ZREM', key.blocked[band][address], lane) end
+end
 local function retire_empty(band, lane)
   local tag = redis.call('ZSCORE', ahead.anew(key.flows[band]), lane)
   if not tag then
     tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
     write_now('ZREM', key.parked[band], lane)
+    queue.forget_blockers(band, lane)
   end
   if tag then retire(band, lane, tag) end
 end
+-- Take r out without serving it: its lane's tag stays as it is.
 function queue.remove(r)
   local lane = standing_lane(r)
   if unqueue(r, lane) then retire_empty(r.band, lane) end
@@ -175,20 +185,41 @@ function queue.charge_band(r, cost)
   local name = BAND_TAG[r.band]
   pool[name] = pool[name] + cost / settings.band_weights[r.band + 1]
 end
--- A lane whose flow is at its limit leaves the order, and comes back without a claim to what it missed.
+-- A lane whose flow is at its limit, or the endpoints of its next request, leaves the order, and comes back without
+-- a claim to what it missed.
 function queue.park(band, lane, tag)
   ahead.move(key.flows[band], lane)
   later('ZADD', key.parked[band], tag, lane)
   log_lane('parked', band, lane, tag)
 end
+-- Returns whether it was parked.
 function queue.unpark(band, lane)
   local tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
-  if not tag then return end
-  if queue.length(band, lane) == 0 then return drop_stray('ZREM', key.parked[band], lane) end
+  if not tag then return false end
+  queue.forget_blockers(band, lane)
+  if queue.length(band, lane) == 0 then
+    drop_stray('ZREM', key.parked[band], lane)
+    return false
+  end
   write_now('ZREM', key.parked[band], lane)
   tag = math.max(pool[V[band]], tonumber(tag))
   join(band, lane, tag)
   log_lane('unparked', band, lane, tag)
+  return true
+end
+-- A parked lane waits for a place on one of the endpoints `closed`. Of many, the first will do: the sweep looks too.
+function queue.block(band, lane, tag, closed)
+  if #closed == 0 then return end
+  local name, added = joined(band, lane), {}
+  send(key.blockers)
+  local blockers = redis.call('HGET', key.blockers, name)
+  if blockers then added[1] = blockers end
+  for i = 1, math.min(#closed, 16) do
+    local lanes = ahead.anew(key.blocked[band][closed[i]])
+    if not redis.call('ZSCORE', lanes, lane) then added[#added + 1] = closed[i] end
+    later('ZADD', lanes, tag, lane)
+  end
+  later('HSET', key.blockers, name, table.concat(added, ','))
 end
 -- Keep a silent replica's request for whoever brings its id, out of the order until then. Its own deadline
 -- stays in its record: whoever adopts it has the rest of its TTL.
@@ -222,6 +253,18 @@ local function bands_in_turn()
     return tag_a < tag_b or (tag_a == tag_b and a < b)
   end)
   return bands
+end
+-- An endpoint that was at its limit has a place: for the lane that has waited for it and would be next.
+function queue.unblock(address)
+  for _, band in ipairs(bands_in_turn()) do
+    for _ = 1, STRAYS do
+      local lanes = ahead.anew(key.blocked[band][address])
+      local lane = redis.call('ZRANGE', lanes, 0, 0)[1]
+      if not lane then break end
+      if queue.unpark(band, lane) then return end
+      if redis.call('ZSCORE', ahead.anew(lanes), lane) then drop_stray('ZREM', lanes, lane) end
+    end
+  end
 end
 -- Read what up to `count` turns are likely to need: the lanes whose turn is near, and the records of those who are
 -- then served if each lane has its part of the turns.

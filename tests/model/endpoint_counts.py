@@ -1,5 +1,6 @@
 """Requests in flight on each endpoint, and of each limited flow."""
 
+import math
 from collections.abc import Collection, Mapping
 
 from lane_order import Request
@@ -43,12 +44,25 @@ class EndpointCounts:
     def loads(self) -> dict[str, float]:
         return {a: count + (0 if a in self._open else CLOSED) for a, count in self.counts.items()}
 
-    def options(self, r: Request, named: Collection[str] | None) -> tuple[dict[str, int], bool]:
-        """Where r may go of those named (None: all), with its counts there; and, if nowhere, whether only its
-        flow's limit is why."""
+    def options(
+        self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
+    ) -> tuple[dict[str, int], bool, list[str]]:
+        """Where r may go of those named (None: all), with its counts there; if nowhere, whether only a limit
+        is why; and those that are at their own (`caps`)."""
         among = self._open if named is None else self._open.intersection(named)
         free = {a for a in among if not r.limit or self._of_flow.get((r.flow, a), 0) < r.limit}
-        return {address: self.counts[address] for address in free}, bool(among)
+        closed = [a for a in free if a in caps and self.counts[a] >= caps[a]]
+        return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed
+
+    def places(self, caps: Mapping[str, int], granted: int) -> float:
+        """How many more may be granted before each that takes new ones is at its limit (`caps`)."""
+        if not self._open <= caps.keys():
+            return math.inf
+        return sum(max(caps[a] - self.counts[a], 0) for a in self._open) - granted
+
+    def has_place(self, address: str, caps: Mapping[str, int]) -> bool:
+        """Whether one with a limit takes one more."""
+        return address in caps and address in self._open and self.counts[address] < caps[address]
 
     def flow_full(self, r: Request) -> bool:
         """Whether as many of r's flow are granted or placed as its limit allows on all ready endpoints."""

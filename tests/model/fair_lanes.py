@@ -4,7 +4,7 @@ A lane that becomes backlogged starts at S = max(v, F); its turn sets v = S and 
 are owed nothing (F ≤ v) only so many start at v; the others start a share later.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lane_order import Lane, Moment, Request, Workloads
@@ -128,15 +128,18 @@ class FairLanes:
 
     def turn(self) -> Request | None:
         """Whose turn it is: bands strict or by their tags, in them the least lane, in it the head."""
-        numbers = list(BANDS)
-        if self._moment.settings["band_policy"] == "weighted":
-            numbers.sort(key=lambda number: (self.bands[number].tag, number))
-        for number in numbers:
+        for number in self._bands_in_turn():
             lanes = self.bands[number].lanes
             open_lanes = [(lane.tag, name) for name, lane in lanes.items() if not lane.parked]
             if open_lanes:
                 return lanes[min(open_lanes)[1]].head()
         return None
+
+    def _bands_in_turn(self) -> list[int]:
+        numbers = list(BANDS)
+        if self._moment.settings["band_policy"] == "weighted":
+            numbers.sort(key=lambda number: (self.bands[number].tag, number))
+        return numbers
 
     def most_overdue(self) -> Request | None:
         overdue = [(overdue_since(r), r.id, r) for r in self.requests() if r.overdue]
@@ -150,12 +153,29 @@ class FairLanes:
         self.bands[r.band].lanes[r.lane].parked = True
         self._log("parked", r.lane)
 
+    def block(self, r: Request, closed: Iterable[str]) -> None:
+        """r's lane, parked, waits for a place on one of these endpoints."""
+        lane = self.bands[r.band].lanes[r.lane]
+        lane.blocked |= dict.fromkeys(closed, lane.tag)
+
+    def unblock(self, address: str) -> None:
+        """The endpoint has a place: for the band and lane whose turn is next of those that wait for it."""
+        for number in self._bands_in_turn():
+            lanes = self.bands[number].lanes
+            waiting = [
+                (lane.blocked[address], name) for name, lane in lanes.items() if address in lane.blocked
+            ]
+            if waiting:
+                self.unpark(number, min(waiting)[1])
+                return
+
     def unpark(self, number: int, name: str) -> None:
         """It comes back, without a claim to what it missed."""
         band = self.bands[number]
         if name in band.lanes and band.lanes[name].parked:
             self._join(band)
             band.lanes[name].parked = False
+            band.lanes[name].blocked = {}
             band.lanes[name].tag = max(band.v, band.lanes[name].tag)
             self._log("unparked", name)
 

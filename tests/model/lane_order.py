@@ -139,6 +139,7 @@ class Lane:
         self._moment, self._workloads = moment, workloads
         self.tag = tag
         self.parked = False
+        self.blocked: dict[str, float] = {}  # endpoint that it waits for -> its tag then
         self.requests: dict[str, Request] = {}
         self.filed: dict[str, Filed] = {}
 

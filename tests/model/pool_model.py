@@ -1,5 +1,6 @@
 """The pool's numbers and what befalls its requests, whichever call brings it about."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -135,29 +136,45 @@ class PoolModel:
         self.endpoints.release(first(r.endpoints))
         self.endpoints.count_flow(r, first(r.endpoints), -1)
 
-    def _place(self, r: Request, candidates: str) -> tuple[str | None, bool]:
-        """The reply; or none, and whether only the flow's limit stands in the way."""
+    @property
+    def _caps(self) -> dict[str, int]:
+        """The limits of endpoints that have one."""
+        return self.moment.settings.get("caps", {})
+
+    def places(self) -> float:
+        """How many more may be granted before every endpoint is at its limit."""
+        granted = sum(r.state == "granted" for r in self.requests.values())
+        return self.endpoints.places(self._caps, granted) if self._caps else math.inf
+
+    def _unblock(self, address: str) -> None:
+        """A request has left the endpoint: who is parked because of its limit may come back."""
+        if self.endpoints.has_place(address, self._caps):
+            self.lanes.unblock(address)
+
+    def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
+        """The reply; or none, whether only a limit stands in the way, and the endpoints whose limit it is."""
         named, scores = read_candidates(candidates)
-        counts, limited = self.endpoints.options(r, named)
+        counts, limited, closed = self.endpoints.options(r, named, self._caps)
         if not counts:
-            return None, limited
+            return None, limited, closed
         weighed = burdens(counts, scores, self.moment.settings["live_weight"])
         r.endpoints, r.state = self._choose(r.id, weighed), "placed"
         told = r.endpoints.split(",") if named is None else named
         loads = [str(counts.get(address, "")) for address in told]
         self._reserve(r)
-        return f"placed {r.endpoints} {','.join(loads)}", False
+        return f"placed {r.endpoints} {','.join(loads)}", False, closed
 
     def _place_granted(self, r: Request, candidates: str) -> str:
         self.inboxes.get(r.owner, {}).pop(r.id, None)
-        reply, limited = self._place(r, candidates)
+        reply, limited, closed = self._place(r, candidates)
         if reply:
             self._log("placed", r.id)
             return reply
         if not limited or r.deadline_ms <= self.moment.now_ms:
             self._finish(r, "expired" if limited else "refused")
             return "expired" if limited else "refused no-endpoints 1"
-        # Back to its place, uncharged; the lane waits until one of the flow's requests ends.
+        # Back to its place, uncharged; the lane waits until one of the flow's requests ends, or an endpoint
+        # has a place. Where none has one nobody is served, and the lane stays.
         assert r.tag is not None
         self._give_back(r)
         self.workloads.sent_back(r.workload)
@@ -165,14 +182,17 @@ class PoolModel:
         self.lanes.correct(r, -self.lanes.share(r), r.tag)
         self.lanes.charge_band(r, -r.cost)
         self._log("requeued", r.id)
-        if not self.lanes.bands[r.band].lanes[r.lane].parked:
-            self.lanes.park(r)
+        if not closed or self.places() > 0:
+            if not self.lanes.bands[r.band].lanes[r.lane].parked:
+                self.lanes.park(r)
+            self.lanes.block(r, closed)
         return f"queued {r.deadline_ms - self.moment.now_ms}"
 
     # The ends
 
     def _finish(self, r: Request, event: str) -> None:
-        ran = r.state in ("granted", "placed")
+        state = r.state
+        ran = state in ("granted", "placed")
         if r.state == "queued":
             self.lanes.remove(r)
         elif r.state == "placed":
@@ -185,6 +205,8 @@ class PoolModel:
         self.workloads.ended(r.workload)
         self.ended += 1
         self._log(event, r.id)
+        if state == "placed":
+            self._unblock(first(r.endpoints))
         if ran and r.limit > 0:
             for number in range(len(self.lanes.bands)):
                 self.lanes.unpark(number, self.lanes.name_of(r))
@@ -224,7 +246,7 @@ class PoolModel:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
         attempts = served = 0
-        while not s["paused"] and self.stock < self.lower and attempts < DISPATCH_LIMIT:
+        while not s["paused"] and self.stock < self.lower and attempts < DISPATCH_LIMIT and self.places() > 0:
             by, r = "guard", self._guarded()
             if r is None:
                 by, r = "turn", self.lanes.turn()

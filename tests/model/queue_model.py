@@ -98,9 +98,11 @@ class QueueModel(PoolModel):
                 return "waiting"
             self._lease(r)
             if r.state == "placed" and served not in ("", first(r.endpoints)):
+                old = first(r.endpoints)
                 self._release(r)
                 r.endpoints = served
                 self._reserve(r)
+                self._unblock(old)
                 self._log("moved", r.id)
             return "renewed"
 
@@ -210,9 +212,9 @@ class QueueModel(PoolModel):
     def _bypass(self, r: Request, item: Arrival) -> str | None:
         take = min(r.cost, self.upper)
         blocked = self.moment.settings["paused"] or self.lanes.queued or self.stock + take > self.upper
-        if blocked or self.endpoints.flow_full(r):
+        if blocked or self.endpoints.flow_full(r) or self.places() < 1:
             return None
-        reply, limited = self._place(r, item.candidates)
+        reply, limited, _ = self._place(r, item.candidates)
         if reply is None:
             return None if limited else self._refuse(r, "no-endpoints")
         self.requests[r.id] = r

@@ -128,6 +128,12 @@ class SideBySide:
                 last = {name: float(when) for name, when in band.preempted.items()}
                 orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.lanes}
                 orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.lanes}
+            for address in ("e1", "e2", "e3"):
+                orders[f"blocked:{number}:{address}"] = {
+                    name: lane.blocked[address]
+                    for name, lane in band.lanes.items()
+                    if address in lane.blocked
+                }
             for name, lane in band.lanes.items() if by_workload and not self.model.refiling else ():
                 for kind in ("growing", "static"):
                     filed = {id: it.key for id, it in lane.filed.items() if it.grows == (kind == "growing")}

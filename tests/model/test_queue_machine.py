@@ -65,6 +65,7 @@ LIVE: dict[str, list[Any]] = {
     "fallbacks": [0, 2],
     "live_weight": [0, 0.3, 2],
     "paused": [0, 0, 0, 1],
+    "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
 BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}
 POLICY: dict[str, list[Any]] = {
@@ -158,6 +159,11 @@ class QueueMachine(RuleBasedStateMachine):
         known = [r for r in self.model.requests.values() if not states or r.state in states]
         return list({r.id: r for r in (known[n % len(known)] for n in numbers if known)}.values())
 
+    def where(self, flow: str, candidates: str) -> str:
+        """Where endpoints have limits, two flows that could go anywhere may go to one of them alone."""
+        apart = "caps" in self.base and flow in (self.named["one"], self.named["two"])
+        return "e1" if apart and candidates == "*" else candidates
+
     def new_id(self) -> str:
         self.ids += 1
         return f"r{self.ids}"
@@ -169,14 +175,21 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(
         policy=every_of(POLICY | BANDS),
         roomy=st.sampled_from([False, False, True]),
+        capped=st.sampled_from([{}, {}, {"caps": {"e1": 1}}, {"caps": {"e1": 2, "e2": 2, "e3": 1}}]),
         batch=batches,
         names=distinct(len(SPELLED)),
     )
     def begin(
-        self, policy: dict[str, Any], roomy: bool, batch: list[dict[str, Any]], names: list[str]
+        self,
+        policy: dict[str, Any],
+        roomy: bool,
+        capped: dict[str, Any],
+        batch: list[dict[str, Any]],
+        names: list[str],
     ) -> None:
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
-        self.base = BASE | policy | (ROOMY if roomy else {})
+        roomy = roomy or bool(capped)
+        self.base = BASE | policy | capped | (ROOMY if roomy else {})
         self.call("admit", "a", [Arrival("early")])  # the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
         for caller in CALLERS:
@@ -189,6 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
         for it in batch:
             flow = it["flow"]
             called = {"flow": self.named[flow], "workload": self.named[it["workload"]]}
+            called["candidates"] = self.where(called["flow"], it["candidates"])
             items.append(
                 Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **(it | called))
             )
@@ -217,7 +231,8 @@ class QueueMachine(RuleBasedStateMachine):
     def place_grants(self, candidates: str) -> None:
         for caller in CALLERS:
             granted = [r for r in self.model.in_flight() if r.owner == caller and r.state == "granted"]
-            self.repeatable("place", caller, [(r.id, r.attempt, candidates) for r in granted])
+            items = [(r.id, r.attempt, self.where(r.flow, candidates)) for r in granted]
+            self.repeatable("place", caller, items)
 
     @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("12"))
     def place_any(self, caller: str, numbers: list[int], attempt: str) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 from script_fleet import Fleet, OpenFleet, ask
 
 from app.admission import ticket
+from app.endpoints.snapshot import Endpoint
 from app.request import Outcome
 from app.state.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 TABLE = ROOT / "lua" / "lib" / "keys.lua"
-PLACES = {"BAND": "[012]", "LANE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+"}
-SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA"}
+PLACES = {"BAND": "[012]", "LANE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
+SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
 
 
 def documented() -> dict[str, str]:
@@ -130,6 +131,14 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=500, guard_share=0)
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)
+        await look()
+        # And one may only go to an endpoint that is at its limit
+        one, other = Endpoint("10.0.0.1:8000", max_inflight=1), Endpoint("10.0.0.2:8000")
+        await a.publish(one, other, upper_per=500, guard_share=0)
+        await b.admit("fills", flow="two", candidates=one.address)
+        await b.place("fills", candidates=one.address)
+        await b.admit("full", flow="three", candidates=one.address)
+        await b.place("full", candidates=one.address)
         await look()
         # And a replica falls silent, and is swept in parts
         await a.publish("10.0.0.1:8000", upper_per=1, silence_ms=100)

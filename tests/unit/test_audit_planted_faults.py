@@ -63,6 +63,14 @@ def limited(queue: QueueSimulator) -> None:
     queue.run_dry()
 
 
+def heedless(queue: QueueSimulator) -> None:
+    """An endpoint has a limit, which this queue knows nothing of."""
+    queue.tune(caps={queue.endpoints[0]: 1})
+    for i in range(4):
+        queue.admit(f"r{i}")
+    queue.run_dry()
+
+
 def blocked_head(queue: QueueSimulator) -> None:
     """Who comes first in the queue does not fit, and who comes after would."""
     for name, cost in (("runs", 3), ("large", 2), ("small", 1)):
@@ -100,6 +108,7 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (TakesWhilePaused, paused, "G1", "while the pool is paused"),
     (ForgetsFlowLimits, limited, "G1", "flow limit passed"),
     (ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
+    (QueueSimulator, heedless, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
     (ServesTheGreatestTag, mixed_load, "G2", "waits at"),
     (NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
     (AdvancesTagsByHalf, mixed_load, "G2", "tag of lane"),

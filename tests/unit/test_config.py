@@ -174,6 +174,14 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
             "models.0.max_inflight_per_endpoint",
         ),
         (
+            {"discovery": {"static": [{"address": "10.0.0.1:80", "max_inflight": 0}]}},
+            "discovery.static.0.max_inflight",
+        ),
+        (
+            {"objectives": [{"name": "a", "max_inflight_per_endpoint": 0}]},
+            "objectives.0.max_inflight_per_endpoint",
+        ),
+        (
             {"models": [{"name": "a", "max_inflight_per_endpoint": 65_536}]},
             "models.0.max_inflight_per_endpoint",
         ),

@@ -22,6 +22,7 @@ from app.endpoints.discovery import Source, source_of
 from app.endpoints.dns_source import DnsSource
 from app.endpoints.file_source import FileFault, FileSource, listed
 from app.endpoints.snapshot import Endpoint
+from app.endpoints.source import endpoints_of
 from app.errors import StartupError
 
 
@@ -129,6 +130,15 @@ async def test_given_a_file_when_it_changes_in_place_or_is_replaced_then_the_lis
         assert await reports.next() == ["10.0.0.3:8000", "[::1]:8000"]
         replace(path, "[]")
         assert await reports.next() == []
+
+
+async def test_given_a_limit_in_a_file_or_list_when_read_then_the_endpoint_has_it() -> None:
+    entry = {"address": "10.0.0.1:8000", "max_inflight": 5}
+    static = parse({"discovery": {"static": [entry]}}).discovery.static
+    assert static is not None
+    assert [each.max_inflight for each in (*endpoints_of(static), *listed(json.dumps([entry])))] == [5, 5]
+    with pytest.raises(FileFault, match=r"0\.max_inflight: "):
+        listed("- {address: '10.0.0.1:8000', max_inflight: none}")
 
 
 async def test_given_a_mounted_config_map_when_its_symlink_is_swapped_then_the_list_follows(

@@ -148,6 +148,11 @@ def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: boo
 TOKENS = parse(
     {
         "models": [{"name": "limited", "max_inflight_per_endpoint": 3}],
+        "objectives": [
+            {"name": "tight", "max_inflight_per_endpoint": 2},
+            {"name": "wide", "max_inflight_per_endpoint": 5},
+            {"name": "any"},
+        ],
         "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000},
     }
 )
@@ -211,6 +216,23 @@ def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:
 @pytest.mark.parametrize(("model", "limit"), [("limited", 3), ("m", 0)])
 def test_a_models_limit_is_its_flows(model: str, limit: int) -> None:
     assert asked({"x-gateway-inference-fairness-id": "a"}, model=model, settings=TOKENS).limit == limit
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "limit"),
+    [
+        ("m", "tight", 2),
+        ("m", "any", 0),
+        ("limited", "tight", 2),
+        ("limited", "wide", 3),
+        ("limited", "any", 3),
+    ],
+)
+def test_of_a_models_and_an_objectives_limit_the_lower_one_counts(
+    model: str, objective: str, limit: int
+) -> None:
+    headers = {"x-gateway-inference-objective": objective}
+    assert asked(headers, model=model, settings=TOKENS).limit == limit
 
 
 def test_a_renamed_body_keeps_everything_else_byte_for_byte() -> None:

@@ -243,6 +243,13 @@ def test_given_limits_of_flows_when_fairness_goes_live_to_none_then_the_fault_na
     assert "of models a cannot be kept" in fault({"fair_request_queue": {"fairness": "none"}}, settings)
 
 
+def test_given_limits_by_objective_when_fairness_goes_live_to_none_then_the_fault_names_it() -> None:
+    settings = parse({"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]})
+    assert "of objectives bulk cannot be kept" in fault(
+        {"fair_request_queue": {"fairness": "none"}}, settings
+    )
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),

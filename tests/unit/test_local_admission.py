@@ -12,12 +12,14 @@ from scripted_store import until
 
 from app.admission import ticket
 from app.admission.local import LocalGate
-from app.admission.local_pick import pick
+from app.admission.local_pick import LocalPicker, pick
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import Purse, share
 from app.admission.waiter import Wait
+from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from app.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from app.request import Alive, Band, Completion, Outcome
+from app.scheduling.chooser import LeastLoaded
 from app.telemetry.metrics import Metrics
 
 E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
@@ -138,6 +140,19 @@ def test_given_loads_when_picked_then_the_least_loaded_first_and_scores_count() 
     assert picked("*", {}, (E2,)) == (E2,)
     assert picked(E1, {}, (E2,)) == ()
     assert picked("", {}) == ()
+
+
+def test_given_endpoints_with_limits_when_picked_alone_then_one_below_its_limit_comes_first() -> None:
+    # Given two endpoints with a place each, one of which was taken when Redis was lost
+    cell = SnapshotCell()
+    cell.publish(Snapshot("1", tuple(Endpoint(each, max_inflight=1) for each in (E1, E2))))
+    picker = LocalPicker(LeastLoaded(cell), cell, lambda: 0.0)
+    picker.begin({E1: 1})
+    # Then the other is picked, without the first as a fallback
+    assert picker.pick(ask("a"), most=2) == (E2,)
+    picker.began(E2)
+    # And where all are at their limits as far as is known, any: the bound is kept by other means
+    assert set(picker.pick(ask("b"), most=2)) == {E1, E2}
 
 
 async def test_given_places_when_spent_then_the_next_waits_until_one_is_earned() -> None:
