@@ -20,9 +20,11 @@ class Child:
         self._process = process
 
     @classmethod
-    async def started(cls, name: str, module: str) -> "Child":
+    async def started(cls, name: str, module: str, *arguments: str) -> "Child":
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", module, *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
         return cls(name, process)
 
@@ -44,9 +46,12 @@ class Child:
             what = repr(said) if said else "nothing and ended; its error is above,"
             raise ChildFailed(f"{self.name} said {what} instead of {wanted!r}")
 
-    async def end(self) -> None:
-        """Close its stdin, which ends it; SIGKILL if it does not."""
+    async def end(self) -> str:
+        """Close its stdin, which ends it, SIGKILL if it does not; what it had still to say."""
+        assert self._process.stdout is not None
+        last = asyncio.create_task(self._process.stdout.read())
         await ending.end(self._process, _ENDS_S)
+        return (await last).decode()
 
     async def kill(self) -> None:
         """SIGKILL; returns when it is gone."""

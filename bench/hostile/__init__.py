@@ -1,0 +1,1 @@
+"""All attacks of docs/security.md at once on a whole fleet, with honest clients beside them."""

@@ -1,0 +1,95 @@
+"""Attack a whole fleet for ten minutes; then bench/results/hostile.md. Exits with 0 if everything held."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.hostile.honest import Seen
+from bench.hostile.run import Report, run
+from bench.hostile.stage import limit_mib
+from bench.overhead.surroundings import look
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_MOST = 1.5  # times the calm p99 that the p99 under attack may be
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--calm-minutes", type=float, default=2.0)
+    parser.add_argument("--per-s", type=float, default=15.0, help="honest requests (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    options = parser.parse_args()
+    date = look(sys.argv[1:]).date
+    times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
+    report = asyncio.run(run(replicas=3, simulators=4, per_s=options.per_s, **times))
+    faults = [*report.faults(), *slower(report)]
+    text = page(report, faults, date, options)
+    (options.out / "hostile.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 1 if faults else 0
+
+
+def slower(report: Report) -> list[str]:
+    """What honest clients waited longer than they may."""
+    ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
+    return [f"p99 is {ratio:.2f} times the calm one"] if ratio > _MOST else []
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+def page(report: Report, faults: Sequence[str], date: str, options: argparse.Namespace) -> str:
+    """The results as Markdown."""
+    ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
+    verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."
+    came = "\n".join(
+        f"| {name} | {sum(each.values())} | {', '.join(f'{what}: {n}' for what, n in sorted(each.items()))} |"
+        for name, each in report.came.items()
+    )
+    memory = "\n".join(
+        f"| {name} | {peak:.0f} | {limit_mib(name)} |"
+        for name, peak in report.peaks_mib.items()
+        if limit_mib(name) is not None
+    )
+    return f"""# All attacks at once
+
+{date}, `make hostile`: {options.minutes:g} minutes of every attack of [security.md](../../docs/security.md) at once, on
+three replicas, four simulators, two hostile model servers, Valkey, and Envoy with flows by API key; beside them
+{options.per_s:g} honest requests a second. Fleet, attackers and honest clients share one machine. {verdict}
+
+| honest clients | requests | failed | p50, s | p99, s | p99.9, s |
+|---|---|---|---|---|---|
+{_row("calm", report.calm)}
+{_row("under attack", report.hostile)}
+
+p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {_left(report)}.
+
+| attack | tries | what came of them |
+|---|---|---|
+{came}
+
+`ended` is a connection that the fleet closed, `held` one that it had not closed after 20 s, `left` one that
+the attacker closed, `taken` a stream of access logs that was read to its end and of which nothing was believed.
+
+| process | most memory, MiB | its limit |
+|---|---|---|
+{memory}
+"""
+
+
+def _row(name: str, seen: Seen) -> str:
+    times = " | ".join(f"{quantile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999))
+    return f"| {name} | {len(seen.last_s) + len(seen.failed)} | {len(seen.failed)} | {times} |"
+
+
+def _left(report: Report) -> str:
+    return ", ".join(f"{name} is {count:g}" for name, count in report.left.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

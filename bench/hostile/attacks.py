@@ -1,0 +1,311 @@
+"""The attacks. Each is done again and again, at a pace that one attacker of the same machine can keep.
+
+What came of each try is counted: the status of the answer, or `ended` where the other side hung up.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import grpc
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+
+from app.extproc.accesslog import SERVICE as ACCESS_LOG
+from app.extproc.shares import SERVICE as SHARES
+from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
+
+_BODY_BYTES = 8 * 1024 * 1024 - 4096
+_PATIENCE_S = 40.0  # longer than anybody here may take to answer or to hang up
+_LEAVES_S = 0.3
+
+ENDED = "ended"
+Try = Callable[[Target, int], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """`at_once` loops of `attempt`, each begun `every_s` after the one before, or when that has ended."""
+
+    name: str
+    attempt: Try
+    every_s: float
+    at_once: int = 1
+
+
+# Connections
+
+
+@asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = address.rsplit(":", 1)
+    async with asyncio.timeout(_PATIENCE_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+async def _status(reader: asyncio.StreamReader) -> str:
+    line = await reader.readline()
+    return line.split(b" ", 2)[1].decode() if line.startswith(b"HTTP/1.1 ") else ENDED
+
+
+def _request(
+    path: str, body: bytes, *headers: tuple[str, str], method: str = "POST", key: str = ATTACKER
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: fleet", "connection: close", f"authorization: Bearer {key}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+async def _asked(address: str, request: bytes) -> str:
+    async with _connected(address) as (reader, writer):
+        writer.write(request)
+        return await _status(reader)
+
+
+def _ask(model: str = MODEL, **fields: object) -> bytes:
+    return json.dumps({"model": model, "prompt": "x", "max_tokens": 1, **fields}).encode()
+
+
+# Bodies
+
+
+@cache
+def _bodies() -> tuple[bytes, ...]:
+    """As large as may be: what costs most to build, to walk or to believe."""
+
+    def filled(begin: str, unit: str, end: str) -> bytes:
+        return (begin + unit * ((_BODY_BYTES - len(begin) - len(end)) // len(unit)) + end).encode()
+
+    begin = f'{{"model":"{TRAP}","max_tokens":1,'
+    keys = ",".join(f'"{number}":0' for number in range(700_000))[: _BODY_BYTES - 200].rsplit(",", 1)[0]
+    return (
+        filled(f'{begin}"prompt":"x","z":[0', ",[[]]", "]}"),
+        filled(f'{begin}"prompt":"x","z":', "[", ""),
+        (begin + '"prompt":"x",' + keys + "}").encode(),
+        filled(f'{begin}"messages":[{{}}', ',{"role":"user","content":""}', "]}"),
+        filled(f'{begin}"prompt":[0', ",7", "]}"),
+        filled(f'{begin}"prompt":"', "\\u0000", '"}'),
+        filled(f'{begin}"prompt":"x","z":', "9", "}"),
+        filled(f'{begin}"mod\\u0065l":"other","prompt":"', "x", '"}'),
+    )
+
+
+async def _body(target: Target, number: int) -> str:
+    bodies = _bodies()
+    path = "/v1/chat/completions" if number % len(bodies) == 3 else "/v1/completions"
+    async with _connected(target.envoy) as (reader, writer):
+        writer.write(_request(path, bodies[number % len(bodies)]))
+        return await _status(reader)
+
+
+async def _claim(target: Target, number: int) -> str:
+    """Claim more than any model can answer, or as much as it can, then leave."""
+    body = _ask(max_tokens=(10 ** (6 + number % 13), 4000)[number % 2], stream=True)
+    async with _connected(target.envoy) as (reader, writer):
+        writer.write(_request("/v1/completions", body))
+        try:
+            async with asyncio.timeout(_LEAVES_S):
+                status = await _status(reader)
+                while await reader.read(65536):
+                    pass
+                return status
+        except TimeoutError:
+            return "left"
+
+
+# Requests that are only begun
+
+_HALVES = (
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
+    _request("/v1/completions", _ask())[:-10],
+    b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
+)
+
+
+async def _half(address: str, number: int) -> str:
+    async with _connected(address) as (reader, writer):
+        writer.write(_HALVES[number % len(_HALVES)])
+        try:
+            async with asyncio.timeout(_PATIENCE_S / 2):
+                while await reader.read(65536):
+                    pass
+        except TimeoutError:
+            return "held"
+        return ENDED
+
+
+async def _half_at_envoy(target: Target, number: int) -> str:
+    return await _half(target.envoy, number)
+
+
+async def _half_at_admin(target: Target, number: int) -> str:
+    return await _half(target.admin[number % len(target.admin)], number)
+
+
+# What only Envoy and replicas say, on the replicas' gRPC port
+
+
+def _forged(number: int) -> bytes:
+    """Entries that end, renew and restore requests that nobody has placed, by tickets of the attacker's."""
+    dice = random.Random(number)
+    message = als_pb2.StreamAccessLogsMessage()
+    kinds = (accesslog_pb2.DownstreamEnd, accesslog_pb2.DownstreamPeriodic, 99)
+    for each in range(50):
+        entry = message.http_logs.log_entry.add()
+        common = entry.common_properties
+        common.access_log_type = kinds[each % len(kinds)]
+        fields = [f"flow{number}", "1", "1.0", "1e12", "", "3", MODEL, "127.0.0.1:1", "0"]
+        ticket = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
+        about = {"id": f"forged-{number}-{each}", "ticket": ticket}
+        common.metadata.filter_metadata["picker"].update(about)
+        common.metadata.filter_metadata["picker.usage"].update({"completion_tokens": 1e300})
+        entry.response.response_code.value = dice.choice((0, 200, 2**32 - 1))
+        entry.request.request_id = about["id"]
+    return message.SerializeToString()
+
+
+async def _forge(target: Target, number: int) -> str:
+    address = target.grpc[number % len(target.grpc)]
+    async with asyncio.timeout(_PATIENCE_S), grpc.aio.insecure_channel(address) as channel:
+        try:
+            match number % 3:
+                case 0:
+                    log = channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")
+                    await log(iter([_forged(number), _forged(number + 1)]))
+                case 1:
+                    question = {"pool": "default", "least": 1, "most": 1e12, "nonce": "x", "signature": "é"}
+                    ask = channel.unary_unary(f"/{SHARES}/Ask")
+                    answer = json.loads(await ask(json.dumps(question).encode()))
+                    return f"given {answer['given']:g}"
+                case _:
+                    log = channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")
+                    await log(iter([bytes([number % 256]) * 5000]))
+        except grpc.aio.AioRpcError as refused:
+            return refused.code().name
+    return "taken"
+
+
+# Names and headers
+
+_SIGNS = (":", "{", "}", "|", "\t", "%", "é", "\\", "'", '"', " ", "..", "/", "\u2028")
+
+
+async def _name(target: Target, number: int) -> str:
+    dice = random.Random(number)
+    name = "".join(dice.choice((*_SIGNS, "a", "llama", "8b")) for _ in range(dice.randint(1, 40)))
+    workload = json.dumps({"workload_id": name, "criticality": dice.choice((1, 5, 9, -1, 1e9, "x"))})
+    body = _ask(model=dice.choice((MODEL, name or "x")))
+    return await _asked(target.envoy, _request("/v1/completions", body, ("x-workload-context", workload)))
+
+
+_STEERING = (
+    "x-gateway-inference-fairness-id",
+    "x-llm-d-inference-fairness-id",
+    "x-gateway-inference-objective",
+    "x-llm-d-inference-objective",
+    "x-gateway-model-name-rewrite",
+    "x-llm-d-model-name-rewrite",
+    "x-gateway-destination-endpoint",
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    "x-request-id",
+    "x-session-token",
+)
+
+
+async def _steer(target: Target, number: int) -> str:
+    values = (HONEST, "gold", MODEL, "127.0.0.1:1", f"invented-{number}")
+    headers = [(name, values[(number + place) % len(values)]) for place, name in enumerate(_STEERING)]
+    headers.append(("x-llm-d-inference-ttl", ("1ms", "1e9", "-1", "NaN")[number % 4]))
+    return await _asked(target.envoy, _request("/v1/completions", _ask(), *headers))
+
+
+_PATHS = (
+    ("GET", "/metrics"),
+    ("POST", "/flush_cache"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/completions/../../flush_cache"),
+    ("POST", "/v1/completions%2f..%2fflush_cache"),
+    ("GET", "/v1/models/..%2f..%2fmetrics"),
+    ("DELETE", "/v1/models/llama"),
+    ("OPTIONS", "*"),
+)
+
+
+async def _path(target: Target, number: int) -> str:
+    method, path = _PATHS[number % len(_PATHS)]
+    key = (ATTACKER, "a-guessed-key")[number % 2]
+    return await _asked(target.envoy, _request(path, b"{}", method=method, key=key))
+
+
+# The admin port
+
+_READS = ("/metrics", "/metrics", "/metrics", "/openapi.json", "/docs", "/healthz", "/api/v1/state")
+
+
+async def _read(target: Target, number: int) -> str:
+    address = target.admin[number % len(target.admin)]
+    path = _READS[number % len(_READS)]
+    host = ("localhost", "rebound.example")[number % 2]
+    request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+    async with _connected(address) as (reader, writer):
+        writer.write(request)
+        status = await _status(reader)
+        while await reader.read(1 << 20):
+            pass
+        return status
+
+
+ATTACKS = (
+    Attack("hostile bodies of 8 MiB", _body, 1.0),
+    Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
+    Attack("half-sent requests at Envoy", _half_at_envoy, 2.0, at_once=300),
+    Attack("half-sent requests at the admin ports", _half_at_admin, 2.0, at_once=500),
+    Attack("forged access logs, tickets and shares", _forge, 0.1),
+    Attack("names with separators", _name, 0.2),
+    Attack("spoofed steering headers", _steer, 0.2),
+    Attack("paths that are not inference, guessed keys", _path, 0.1),
+    Attack("readers of the admin ports", _read, 0.0, at_once=8),
+)
+_LEAST_PAUSE_S = 0.05  # between two tries of one loop: an attacker has a network between
+
+
+class Attackers:
+    """All attacks on one target. `came` is what came of the tries, by attack."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.came: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
+
+    async def run(self) -> None:
+        """Attack until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for attack in ATTACKS:
+                numbers = itertools.count()
+                for _ in range(attack.at_once):
+                    group.create_task(self._again(attack, numbers))
+
+    async def _again(self, attack: Attack, numbers: "itertools.count[int]") -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            begun_s = clock()
+            try:
+                came = await attack.attempt(self._target, next(numbers))
+            except (OSError, asyncio.IncompleteReadError):
+                came = ENDED
+            except TimeoutError:
+                came = "no answer"
+            self.came[attack.name][came] += 1
+            await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))

@@ -1,0 +1,37 @@
+"""All attacks of docs/security.md at once, for a few seconds, with honest clients beside them.
+
+`make hostile` does the same for ten minutes and looks at times too.
+"""
+
+from bench.hostile.attacks import ENDED
+from bench.hostile.run import run
+
+# What may come of a try. Of 5xx there is only the end of a TTL that the attacker asked for. Who comes from where
+# a flood comes from may be hung up on with it.
+MAY_COME = {
+    "hostile bodies of 8 MiB": {"200", "400", "413"},
+    "claims of 4000 to 10¹⁸ tokens, then leaving": {"200", "400", "left"},
+    "half-sent requests at Envoy": {ENDED, "held"},
+    "half-sent requests at the admin ports": {ENDED, "held"},
+    "forged access logs, tickets and shares": {
+        "taken",
+        "given 0",
+        "INTERNAL",
+        "UNKNOWN",
+        "RESOURCE_EXHAUSTED",
+    },
+    "names with separators": {"200", "400", "404"},
+    "spoofed steering headers": {"200", "400", "503"},
+    "paths that are not inference, guessed keys": {"401", "404"},
+    "readers of the admin ports": {"200", "421", "429", ENDED},
+}
+
+
+async def test_honest_clients_are_served_beside_every_attack_and_no_process_grows_past_its_limit() -> None:
+    report = await run(replicas=2, simulators=2, per_s=10, calm_s=0, hostile_s=8)
+    assert report.faults() == []
+    assert len(report.hostile.last_s) >= 40
+    assert report.came.keys() == MAY_COME.keys()
+    assert {name: sorted(came.keys() - MAY_COME[name]) for name, came in report.came.items()} == {
+        name: [] for name in MAY_COME
+    }
