@@ -58,9 +58,10 @@ def page(report: Report, faults: Sequence[str], date: str, options: argparse.Nam
     )
     return f"""# All attacks at once
 
-{date}, `make hostile`: {options.minutes:g} minutes of every attack of [security.md](../../docs/security.md) at once, on
-three replicas, four simulators, two hostile model servers, Valkey, and Envoy with flows by API key; beside them
-{options.per_s:g} honest requests a second. Fleet, attackers and honest clients share one machine. {verdict}
+{date}, `make hostile`: {options.minutes:g} minutes of every attack of
+[security.md](../../docs/security.md) at once, on three replicas, four simulators, two hostile model servers,
+Valkey, and Envoy with flows by API key; beside them {options.per_s:g} honest requests a second. Fleet,
+attackers and honest clients share one machine. {verdict}
 
 | honest clients | requests | failed | p50, s | p99, s | p99.9, s |
 |---|---|---|---|---|---|
@@ -74,7 +75,7 @@ p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest
 {came}
 
 `ended` is a connection that the fleet closed, `held` one that it had not closed after 20 s, `left` one that
-the attacker closed, `taken` a stream of access logs that was read to its end and of which nothing was believed.
+the attacker closed, `taken` a stream of access logs that was read to its end; nothing of it was believed.
 
 | process | most memory, MiB | its limit |
 |---|---|---|
