@@ -43,9 +43,8 @@ def _ask(number: int) -> Ask:
 
 
 @contextlib.asynccontextmanager
-async def asking(envoy: str, per_s: float) -> AsyncIterator[Seen]:
+async def asking(envoy: str, per_s: float, seen: Seen) -> AsyncIterator[None]:
     """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
-    seen = Seen()
     with Client(f"http://{envoy}") as client:
 
         async def one(number: int) -> None:
@@ -63,6 +62,6 @@ async def asking(envoy: str, per_s: float) -> AsyncIterator[Seen]:
 
             pacing = group.create_task(paced())
             try:
-                yield seen
+                yield
             finally:
                 pacing.cancel()

@@ -1,4 +1,4 @@
-"""One run: honest clients while all is calm, then with every attack beside them, then what is left."""
+"""One run: honest clients while all is calm, beside every attack, what is left then, and calm again."""
 
 import asyncio
 import json
@@ -43,23 +43,28 @@ class Report:
 
 
 async def run(*, replicas: int, simulators: int, per_s: float, calm_s: float, hostile_s: float) -> Report:
-    """`per_s` honest requests a second: `calm_s` seconds alone, then `hostile_s` beside the attackers."""
+    """`per_s` honest requests a second: `hostile_s` seconds beside attackers, `calm_s` before and after."""
     report = Report()
     async with running(replicas, simulators) as stage:
-        if calm_s:
-            async with asking(stage.target.envoy, per_s) as report.calm:
-                await asyncio.sleep(calm_s)
+        await _calm(stage.target, report, per_s, calm_s / 2)
         attackers = await Child.started("attackers", _ATTACKERS, json.dumps(stage.target))
         try:
             await attackers.hear("attacking", within_s=_RESTS_S)
-            async with asking(stage.target.envoy, per_s) as report.hostile:
+            async with asking(stage.target.envoy, per_s, report.hostile):
                 await asyncio.sleep(hostile_s)
         finally:
             said = await attackers.end()
         report.came = {name: Counter(came) for name, came in json.loads(said).items()}
         report.left = await _left(stage.target)
+        await _calm(stage.target, report, per_s, calm_s / 2)
         report.peaks_mib = stage.peaks_mib()
     return report
+
+
+async def _calm(target: Target, report: Report, per_s: float, lasts_s: float) -> None:
+    if lasts_s:
+        async with asking(target.envoy, per_s, report.calm):
+            await asyncio.sleep(lasts_s)
 
 
 async def _left(target: Target) -> dict[str, float]:

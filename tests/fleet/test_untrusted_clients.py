@@ -206,8 +206,10 @@ async def test_behind_any_gateway_the_picker_lets_no_other_path_through(here: An
     assert len(await decisions(here)) == before
 
 
-@pytest.fixture(params=["lean", "standard", "headers"])
-def impatient(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iterator[Edge]:
+@pytest.fixture(params=["lean", "standard", "headers"], scope="module")
+def impatient(
+    request: pytest.FixtureRequest, here: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Edge]:
     """As it is but for its patience, and for three clients at most."""
 
     def edit(tree: dict[str, Any]) -> None:
@@ -215,7 +217,8 @@ def impatient(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iter
         assert {"requestHeadersTimeout", "requestTimeout"} <= manager.keys()
         manager.update(requestHeadersTimeout="0.3s", requestTimeout="0.6s")
 
-    with edge(here, tmp_path, mode=request.param, edit=edit, max_connections=3) as running:
+    folder = tmp_path_factory.mktemp("edge")
+    with edge(here, folder, mode=request.param, edit=edit, max_connections=3) as running:
         yield running
 
 
@@ -228,7 +231,7 @@ async def test_what_a_client_only_begins_to_send_is_ended(here: Any, impatient: 
     whole = request("POST", "/v1/completions")
     assert (await impatient.says(whole[:-10])).startswith(b"HTTP/1.1 408")
     # And an answer may take longer than a request may
-    slow = json.dumps({**ASK, "max_tokens": 200, "stream": True}).encode()
+    slow = json.dumps({**ASK, "max_tokens": 70, "stream": True}).encode()
     answer = await impatient.says(request("POST", "/v1/completions", body=slow))
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"[DONE]" in answer
