@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 from picking_table import TABLE
 
-from app.admin import events, reading, standing
+from app import intake
+from app.admin import events, metrics_page, reading, standing
+from app.admin.connection import BOUNDS
 from app.admission import crossing, inbox, local_pick, outbox, shared, tombstones
+from app.fleet import bootstrap, listener
 from app.scheduling import blocks, prefix
 from app.scraping import connection, pacing
 from app.state import pending, reads, refusals, survey
+from app.telemetry import series
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +47,19 @@ TOLD = [
     ("admin-api", f"a page has at most {reading.MOST_ROWS} rows"),
     ("admin-api", f"goes by the first {standing.MOST_LANES}"),
     ("admin-api", f"It takes {events.MOST_LISTENERS} listeners"),
+    ("admin-api", f"{BOUNDS.connections} connections, {BOUNDS.connections // 2} of one address"),
+    ("admin-api", f"not whole {BOUNDS.request_s:g} s after"),
+    (
+        "admin-api",
+        f"not read for {BOUNDS.stalled_s:g} s, more than {BOUNDS.overhead_bytes // 1024} KiB of headers",
+    ),
+    ("admin-api", f"more than {BOUNDS.pipelined} requests that wait behind one another"),
+    ("admin-api", f"has read one page {metrics_page.MOST_READS} times"),
+    ("metrics", f"at most {spaced(series._MOST_SERIES)} series ({series._MOST_HISTOGRAMS} of a histogram)"),
+    ("metrics", f"up to {metrics_page.LONGEST_S:g} s where making it took"),
+    ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
+    ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
+    ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
     ("without-redis", f"are waited for {crossing._LONGEST_RETURN_S:g} s at most"),
     ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),
     ("without-redis", f"{spaced(outbox.MOST)} requests and as many ends are remembered"),
