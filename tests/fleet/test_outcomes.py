@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from counting_servers import counting_servers
 from edge_envoy import Tree, edge
-from fleet_load import PATIENT, Caller, at_rest, decisions, shared
+from fleet_load import PATIENT, Caller, at_rest, decisions, fresh, shared
 from metrics_page import samples_of
+from own_valkey import own_valkey
+from whole_fleet import started
 
 DROPPED = "x-llm-d-request-dropped-reason"
 BODY = {"model": "llama", "prompt": "x", "max_tokens": 1}
@@ -23,11 +26,29 @@ ENDS = {
 }
 
 
-async def counted(fleet: Any, name: str, **labels: str) -> float:
-    """A counter of the fleet's one replica, over all series with these labels."""
-    page = samples_of((await fleet.admin("/metrics")).text)
+LASTED = {
+    ("epp_queue_latency_seconds_count", "success", "true"): 8,
+    ("epp_queue_latency_seconds_count", "success", "false"): 0,
+    ("epp_bypass_total", "model", "llama"): 1,
+    ("epp_requests_total", "code", "client_gone"): 0,
+    ("epp_completions_total", "outcome", "completed"): 9,
+    ("epp_requests_cancelled_total", "model", "llama"): 0,
+}
+
+
+async def page_of(fleet: Any) -> str:
+    return str((await fleet.admin("/metrics")).text)
+
+
+def total(page: str, name: str, **labels: str) -> float:
+    """A counter of a metrics page, over all series with these labels."""
     wanted = {f"{key}={value}" for key, value in labels.items()}
-    return sum(value for key, value in page.items() if key[0] == name and wanted <= set(key[1:]))
+    return sum(value for key, value in samples_of(page).items() if key[0] == name and wanted <= set(key[1:]))
+
+
+async def counted(fleet: Any, name: str) -> float:
+    """A counter of the fleet's one replica, over all series."""
+    return total(await page_of(fleet), name)
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard"])
@@ -86,7 +107,8 @@ async def test_each_way_for_a_wait_to_end_is_told_apart(mode: str, shared_fleet:
         ("epp_preemptions_total", "band", "Default"): 0,
         ("epp_bypass_total", "model", "llama"): 0,
     }
-    found = {key: await counted(here, key[0], **{key[1]: key[2]}) for key in expected}
+    page = await fresh(lambda: page_of(here))
+    found = {key: total(page, key[0], **{key[1]: key[2]}) for key in expected}
     assert found == expected
 
 
@@ -111,3 +133,57 @@ async def test_the_route_timeout_that_another_envoy_tells_is_a_clients_deadline(
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert (await here.admin("/api/v1/resume", method="POST")).status_code == 200
     await at_rest(here)
+
+
+async def test_a_wait_through_the_loss_and_the_return_of_redis_counts_once_and_no_client_has_left(
+    tmp_path: Path,
+) -> None:
+    # Given a replica with one place, of which nine requests want it
+    async with own_valkey(tmp_path) as valkey, counting_servers(1, service_s=0.6) as servers:
+        config = {
+            "discovery": {"static": [{"address": servers.addresses[0]}]},
+            "request_queue_controller": {
+                "watermark_per_backend": 1,
+                "upper_bound_per_backend": 1,
+                "lower_bound_per_backend": 1,
+            },
+        }
+        options = ("--replicas", "1", "--endpoints", "0", "--redis", valkey.url)
+        folder = tmp_path / "fleet"
+        folder.mkdir()
+        here = await asyncio.to_thread(started, folder, options, config, None, "Redis is lost on purpose")
+        try:
+            async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(client.post("/v1/completions", json=BODY)) for _ in range(9)]
+
+                async def queued() -> bool:
+                    return bool((await shared(here))["queued"] == 8)
+
+                await here.eventually(queued, what="8 queued")
+
+                async def degraded(wanted: bool) -> bool:
+                    return (await shared(here)).get("degraded") is wanted
+
+                # When Redis is lost while they wait, and comes back, empty, while some still do
+                valkey.kill()
+                await here.eventually(lambda: degraded(True), what="a replica alone")
+                served = servers.served
+
+                async def alone() -> bool:
+                    return servers.served >= served + 2
+
+                await here.eventually(alone, what="two served alone")
+                await valkey.start()
+                await here.eventually(lambda: degraded(False), what="a return")
+            assert [task.result().status_code for task in asked] == [200] * 9
+
+            async def waited() -> bool:
+                return await counted(here, "epp_queue_latency_seconds_count") >= 8
+
+            # Then each of the eight waits is one, and a success, and nobody is said to have left
+            await here.eventually(waited, what="eight waits")
+            page = await fresh(lambda: page_of(here))
+            found = {key: total(page, key[0], **{key[1]: key[2]}) for key in LASTED}
+            assert found == LASTED
+        finally:
+            await asyncio.to_thread(here.stop)
