@@ -2,8 +2,9 @@
 -- Renew the leases of requests seen alive. One whose record is lost (FLUSHALL, or a lease that ran out
 -- while nobody could report) is taken back into the stock from the ticket it carries.
 --
--- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted; what has ended
--- since it was last seen alive is not restored, as far as its end was told (bury).
+-- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted; what has ended is
+-- not restored while its tombstone lasts (bury), but for a later request of the same id that the caller let go; a
+-- ticket takes back no more than an admission gives, and only at an endpoint that the pool knows (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
@@ -31,16 +32,16 @@ local function restore(id, attempt, served, ticket, ago_ms)
   if not (pool.known and flow) then return 'unknown' end
   band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)
   criticality, limit = figure(criticality, 5), figure(limit, HIGHEST_LIMIT)
-  if is_address(served) then endpoint = served end
+  if is_address(served) and endpoints.is_known(served) then endpoint = served end
   if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0
-    and is_address(endpoint)) then
+    and is_address(endpoint) and endpoints.is_known(endpoint)) then
     return 'unknown'
   end
-  if tombstones.covers(id, now_ms - tonumber(ago_ms)) then return 'unknown' end
+  if tombstones.covers(id, attempt ~= '' and now_ms - tonumber(ago_ms)) then return 'unknown' end
   local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
     r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'placed', news.caller, attempt, flow, band, weight, cost,
-    workload_id, criticality, model, now_us, record.NO_DEADLINE, endpoint, limit, cost, -1
+    workload_id, criticality, model, now_us, record.NO_DEADLINE, endpoint, limit, math.min(cost, pool.most()), -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then

@@ -177,6 +177,8 @@ class SturdyGate(Crossing):
             self._shared.suspect(request_id)
 
     def renew(self, alive: Alive) -> None:
+        if self._tombstones.knows(alive.id):
+            alive = alive._replace(ticket="")  # late, or told again: it brings nothing back
         # What was written while this process slept may be long over.
         if self._mode is not Mode.SHARED and not self._shared.awake.just_woke:
             self._outbox.alive(alive)

@@ -67,6 +67,10 @@ class Tombstones:
         if self._away and self._may_tell():
             self._bury(request_id, now_s)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether its end has been heard here, lately."""
+        return request_id in self._ends
+
     def anew(self, request_id: str) -> None:
         """A request of this id is let go now: an end heard before is not its own."""
         self._ends.pop(request_id, None)

@@ -53,6 +53,8 @@ function endpoints.booked(address)
   local load = load_of(address)
   return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
 end
+-- Whether it is published, or has requests in flight from when it was.
+function endpoints.is_known(address) return load_of(address) >= 0 end
 local function set_load(address, load)
   loads[address], changed_loads[address] = load, true
 end

@@ -84,6 +84,10 @@ function pool.bound()
   pool.upper = scaled(settings.upper_per)
   pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- at 0 an empty pool still takes one
 end
+-- The most that one request may take: the bound, also while some endpoints are not ready.
+function pool.most()
+  return math.max(pool.upper, settings.upper_per * math.max(redis.call('HLEN', key.endpoints), 1))
+end
 -- A number no earlier arrival has had, which is also the arrival time in us: it orders a lane.
 function pool.arrival(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end

@@ -3,15 +3,15 @@
 -- shared state, and has not heard the end of, is not brought back (renew).
 local tombstones = {}
 do
-  local LATE_MS = 2000 -- by which a sign of life may come later than the end, which another stream has told
+  local LATE_MS = 2000 -- by which a replica may be mistaken about when it let a request go, or saw it alive
   local LONGER_MS = 10000 -- than a lease: no journal brings back what is silent for as long (app/admission/outbox.py)
   local MOST = 100000 -- the oldest beyond that go
   function tombstones.put(id, ended_ms) later('ZADD', key.buried, ended_ms, id) end
-  -- Whether the request that was last seen alive at `seen_ms` has ended since. A later sign of life is that of
-  -- another request of the same id.
+  -- Whether a request has ended. One that the caller let go itself, and last saw alive at `seen_ms` (else nil), may be
+  -- another of the same id, let go later. What others only heard of may be an old ticket that is told again.
   function tombstones.covers(id, seen_ms)
-    local ended_ms = redis.call('ZSCORE', key.buried, id)
-    return ended_ms and tonumber(ended_ms) > seen_ms - LATE_MS
+    local ended_ms = tonumber(redis.call('ZSCORE', key.buried, id) or nil)
+    return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
   -- The sweep's part: at most `most` a call. Returns whether there may be more.
   function tombstones.forget(most)

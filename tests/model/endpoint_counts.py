@@ -21,6 +21,13 @@ class EndpointCounts:
     def ready(self) -> int:
         return len(self._open)
 
+    @property
+    def listed(self) -> int:
+        return len(self._listed)
+
+    def is_known(self, address: str) -> bool:
+        return address in self.counts
+
     def publish(self, draining: Mapping[str, bool]) -> None:
         self._listed = set(draining)
         self._open = {address for address, drains in draining.items() if not drains}

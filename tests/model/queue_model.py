@@ -276,11 +276,16 @@ class QueueModel(PoolModel):
         return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
 
     def _restore(self, r: Request, served: str) -> str:
-        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says."""
-        r.owner, r.state, r.endpoints = self._caller, "placed", served or r.endpoints
+        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says, as far as
+        an admission might have given it."""
+        where = served if self.endpoints.is_known(served) else r.endpoints
+        if not self.endpoints.is_known(where):
+            return "unknown"
+        r.owner, r.state, r.endpoints = self._caller, "placed", where
         self.requests[r.id] = r
         self._reserve(r)
-        self._take(r, r.cost)
+        most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))
+        self._take(r, min(r.cost, most))
         self.workloads.restored(r.workload)
         self._log("restored", r.id)
         return "restored"

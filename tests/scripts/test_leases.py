@@ -213,7 +213,10 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
         note = ticket.write(ask("r"), E1)
         # Given an end that was heard some time ago, and is told now
         assert await a.store.bury("r", ended_s) == "buried"
-        # When somebody brings back what it saw alive before or since
+        # When somebody brings back what it let go, and saw alive before or since
+        assert (
+            await b.store.renew("r", None, "", note, seen_s) == "unknown"
+        )  # only heard of: an old ticket, it may be
         assert await b.store.renew("r", 1, "", note, seen_s) == answer
         # Then an end that is told again says whether it has come back
         again = await a.store.bury("r", ended_s)
@@ -272,6 +275,55 @@ async def test_a_broken_ticket_restores_nothing(fleet: OpenFleet, note: str) -> 
     async with fleet("a") as it:
         (a,) = it.replicas
         assert await a.store.renew("r", None, E1, note) == "unknown"
+        assert await it.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("claimed", "unready", "taken"), [(1.0, 0, 1.0), (7.0, 0, 4.0), (1e12, 0, 4.0), (7.0, 2, 4.0)]
+)
+async def test_a_ticket_takes_back_no_more_than_an_admission_gives(
+    fleet: OpenFleet, claimed: float, unready: int, taken: float
+) -> None:
+    # Given a bound of four, also where some of its endpoints are down at the moment
+    async with fleet("a", endpoints=2) as it:
+        (a,) = it.replicas
+        for address in (E1, E2)[:unready]:
+            await a.store.mark(address, "down", True)
+        # When a ticket claims more
+        assert await a.store.renew("r", None, E1, ticket.write(ask("r", cost=claimed), E1)) == "restored"
+        # Then it has no more than all of it, and gives it back
+        assert (await it.state())["stock"] == taken
+        await a.settle("r")
+        assert await it.at_rest()
+
+
+async def test_a_ticket_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
+    async with fleet("a", endpoints=1) as it:
+        (a,) = it.replicas
+        nowhere = "192.0.2.7:80"
+        # Given tickets for an endpoint that nobody knows, then they restore nothing
+        assert await a.store.renew("r", None, "", ticket.write(ask("r"), nowhere)) == "unknown"
+        assert await a.store.renew("r", None, nowhere, ticket.write(ask("r"), nowhere)) == "unknown"
+        # And one that is told to be served there counts where it was placed
+        assert await a.store.renew("r", None, nowhere, ticket.write(ask("r"), E1)) == "restored"
+        assert (await it.state())["in_flight"] == {E1: 1}
+        await a.settle("r")
+        assert await it.at_rest()
+
+
+async def test_an_old_ticket_of_an_ended_request_does_not_bring_it_back(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as it:
+        a, b = it.replicas
+        # Given a request that was let go without the shared state, and has ended
+        note = ticket.write(ask("r"), E1)
+        b.gate.settle(ended("r")._replace(ticket=note))
+        buried = it.keys.prefix + "buried"
+        await until(lambda: it.redis.zscore(buried, "r"))
+        # When its ticket is told again, however much later while its end is remembered
+        await it.redis.zincrby(buried, -SETTINGS["lease_ms"] - 9_000, "r")
+        assert await a.store.renew("r", None, E1, note) == "unknown"
+        # And an end that is told again takes nothing from anybody
+        assert await a.store.settle("r", Outcome.COMPLETED) == "unknown"
         assert await it.at_rest()
 
 
