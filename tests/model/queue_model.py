@@ -276,8 +276,8 @@ class QueueModel(PoolModel):
         return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
 
     def _restore(self, r: Request, served: str) -> str:
-        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says, as far as
-        an admission might have given it."""
+        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says, as far
+        as an admission might have given it."""
         where = served if self.endpoints.is_known(served) else r.endpoints
         if not self.endpoints.is_known(where):
             return "unknown"
