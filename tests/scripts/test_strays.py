@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from metrics_page import page_of
 from script_fleet import Fleet, OpenFleet, until
 
 from app.request import Outcome
@@ -75,7 +76,7 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
         await a.place("urgent")
         await a.settle("urgent")
         await a.sweep()
-        told = re.search(r"^epp_strays_total (\S+)$", a.metrics.page().decode(), re.MULTILINE)
+        told = re.search(r"^epp_strays_total (\S+)$", page_of(a.metrics).decode(), re.MULTILINE)
         assert told is not None
         assert float(told[1]) >= 3
 
