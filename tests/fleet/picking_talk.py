@@ -160,7 +160,7 @@ class Talk:
         # Where only some may serve, they are named again until each of Envoy's three tries has one.
         assert tries == named or tries == [*named, *named, *named][:3]
         played.picked = "".join(map(self._names.letter_of, named))
-        if "picker" in spaces:
+        if "id" in spaces.get("picker", {}):  # it is not for a request without a body
             played.id, played.raw_ticket = spaces["picker"]["id"], spaces["picker"]["ticket"]
             self._names.session = spaces["picker"].get("session", "")
             played.ticket = dict(zip(_TICKET, played.raw_ticket.split("\t"), strict=True))
