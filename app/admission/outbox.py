@@ -68,20 +68,23 @@ class Outbox:
         return placed.cost
 
     def alive(self, alive: Alive) -> None:
-        if alive.ticket and alive.id not in self._ended:
+        if alive.ticket and self._ended.get(alive.id) is None:
             _keep(self._alive, alive.id, (alive, self._clock()))
 
     def ended(self, completion: Completion, note: str) -> float | None:
         """What the end of a request frees, in the stock's unit: 0 for one that never ran, None if it has been
-        heard before.
+        heard before, or has freed its place here by being withdrawn.
 
         `note` is its ticket, '' if none came with the end.
         """
-        if completion.id in self._ended:
+        if self._ended.get(completion.id) is not None:
             return None
+        withdrawn = completion.id in self._ended  # then Envoy has brought it to another replica
         _keep(self._ended, completion.id, completion)
         self._alive.pop(completion.id, None)
         placed = self._placed.pop(completion.id, None)
+        if withdrawn:
+            return None
         return placed.cost if placed is not None else ticket.cost_of(note)
 
     def knows(self, request_id: str) -> bool:

@@ -96,6 +96,20 @@ def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_sa
     assert book.ended(ended("back"), note) is None
 
 
+def test_given_one_that_was_taken_back_when_another_replica_lets_it_go_then_its_life_and_end_are_told() -> (
+    None
+):
+    book = Outbox(lambda: 9.0)
+    note = ticket.write(ask(), E1)
+    book.placed("redriven", Placed(1, note, E1, 1.0, 9.0))
+    book.withdrawn("redriven")
+    assert (book.in_flight(0.0), book.ends()) == ([], [])
+    book.alive(Alive("redriven", E2, note))
+    assert [each.id for each in book.in_flight(0.0)] == ["redriven"]
+    book.ended(ended("redriven"), note)
+    assert (book.in_flight(0.0), [each.id for each in book.ends()]) == ([], ["redriven"])
+
+
 def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_ended_is_told() -> None:
     now_s = 6.0
     book = Outbox(lambda: now_s)
