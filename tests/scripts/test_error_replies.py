@@ -62,7 +62,9 @@ class Watched:
     async def ends(self) -> None:
         """Who waited has its turn in the place it had, and nothing is left."""
         events = [entry.event for entry in await self.fleet.log() if entry.request == "waits"]
-        assert events == ["queued"]
+        # Once; a connection that was made anew may have asked for it twice, and adopted it in its place.
+        assert events[0] == "queued"
+        assert set(events[1:]) <= {"adopted"}
         self.gate.settle(ended("runs"))
         await until(lambda: self.waiting.done() or self.replica.beat())
         await self.waiting
