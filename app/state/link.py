@@ -11,9 +11,9 @@ cancelled.
 A message waits while Redis is slow, until its silence is proven (app/state/silence.py). If its connection
 breaks before, is stuck, or leads to a server that is not the primary any more, it is sent once more on a new
 one (scripts are idempotent by request id). Redis is away when it is silent, or when a new connection is
-refused. Then items fail with StateUnavailable, except the ones marked `lasting`, which stay until Redis has
-taken them; also where it answers that it takes no writes for now. Errors that Redis answers:
-app/state/error_replies.py, app/state/refusals.py.
+refused, or lost before anything came by it. Then items fail with StateUnavailable, except the ones marked
+`lasting`, which stay until Redis has taken them; also where it answers that it takes no writes for now.
+Errors that Redis answers: app/state/error_replies.py, app/state/refusals.py.
 """
 
 import asyncio
@@ -90,6 +90,7 @@ class Link:
         self._under_way = UnderWay()
         self._astray = ""  # what a server said that is not, or not now, the one to ask
         self.lives = 0  # connections made so far
+        self._connected_s = 0.0  # when the last of them was
         self.heard_s = self._loop.time()  # when the last reply came, or this began
         self._detector = Detector(self, silence, awake, self._connect, self._tell_time)
 
@@ -161,6 +162,10 @@ class Link:
             # Those who know the primary may still name the one that just said it is not.
             self._astray = ""
             await asyncio.sleep(_RETRY_PAUSE_S)
+        elif self.lives and self.heard_s < self._connected_s:
+            # Whoever took the last connection, a proxy before a dead server perhaps, said nothing on it.
+            self._give_up("refused")
+            await asyncio.sleep(_RETRY_PAUSE_S)
         while True:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
@@ -174,7 +179,7 @@ class Link:
             else:
                 break
         self.lives += 1
-        self._open = True
+        self._open, self._connected_s = True, self._loop.time()
         rest = self._under_way.unanswered
         if rest and not self._under_way.once_more:
             self._under_way.clear()

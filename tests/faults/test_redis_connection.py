@@ -162,6 +162,26 @@ async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
         assert await it.at_rest()
 
 
+async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
+    # Given a replica whose connection breaks, and a proxy before a dead server
+    through = {"a": url_of(between)}
+    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
+        (a,) = it.replicas
+        between.refusing = True
+        between.cut()
+        # When it connects, though nobody asks anything, then Redis is away at once
+        await until(lambda: a.lost)
+        assert set(a.lost) == {"refused"}
+        # And back when somebody answers
+        between.refusing = False
+        await until(lambda: a.store.fault is None)
+        assert (await a.admit("r")).what == "placed"
+        await a.settle("r")
+        assert await it.at_rest()
+
+
 async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
