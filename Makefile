@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-admin bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions hostile screenshots faults pulses soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-admin bench-decoding bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions hostile screenshots faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -62,6 +62,9 @@ bench-admin: $(VENV)/.installed ## what the admin API costs beside 100 000 queue
 
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
 	$(BIN)/python -m bench.fairness $(ARGS)
+
+bench-decoding: $(VENV)/.installed ## what it costs to read a body, honest or hostile
+	$(BIN)/python -m bench.decoding $(ARGS)
 
 bench-herding: $(VENV)/.installed ## do replicas that pick at once pick alike? 1000 picks, 4 replicas
 	$(BIN)/python -m bench.herding $(ARGS)

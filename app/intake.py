@@ -17,7 +17,7 @@ from typing import NamedTuple
 import orjson
 
 from app import header_trust
-from app.body import MODEL, Body
+from app.body import MODEL, Body, simple_members
 from app.config import Model, Objective, Settings
 from app.errors import BadRequest
 from app.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
@@ -72,20 +72,27 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `body` is None if Envoy read it (`headers`). `body_bytes` is its length, 0 if that is not known;
-    `answer_tokens` the longest answer it allows, None if it sets no maximum.
+    `read` is the body, as it came if it is a simple one; None if Envoy read it (`headers`). `body_bytes` is
+    its length, 0 if that is not known; `answer_tokens` the longest answer it allows, None if it sets no
+    maximum.
     """
 
     model: str
     stream: bool
-    body: Body | None
+    read: Body | bytes | None
     body_bytes: int = 0
     answer_tokens: int | None = None
 
+    @property
+    def body(self) -> Body | None:
+        """The body's members."""
+        return Body(self.read) if isinstance(self.read, bytes) else self.read
+
     def renamed(self, target: str) -> bytes:
         """The body with `target` as its model, all else byte for byte as it was."""
-        assert self.body is not None, "headers mode renames nothing"
-        return self.body.with_model(orjson.dumps(target))
+        body = self.body
+        assert body is not None, "headers mode renames nothing"
+        return body.with_model(orjson.dumps(target))
 
 
 def read_body(text: bytes) -> Ask:
@@ -95,6 +102,10 @@ def read_body(text: bytes) -> Ask:
         BadRequest: it is empty, not JSON, not an object, has a used key twice, or its model is missing or
             unusable.
     """
+    members = simple_members(text)
+    if members is not None:
+        asks_stream = members.get("stream") is True
+        return Ask(_model(members[MODEL]), asks_stream, text, len(text), _answer_tokens(members))
     body = Body(text)
     model = body.values.get(MODEL)
     if model is None:
@@ -287,10 +298,11 @@ def _duration_s(name: str, text: str) -> float:
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     """The hashes of the prompt's blocks; none where Envoy has read the body."""
-    if ask.body is None:
+    body = ask.body
+    if body is None:
         return ()
-    salt = memoryview(ask.body.values.get("cache_salt", b""))[:_SALT_BYTES]
-    return block_hashes(target_model, prompt_bytes(ask.body), salt=bytes(salt))
+    salt = memoryview(body.values.get("cache_salt", b""))[:_SALT_BYTES]
+    return block_hashes(target_model, prompt_bytes(body), salt=bytes(salt))
 
 
 def _tokens(ask: Ask) -> tuple[float, bool]:
@@ -304,7 +316,12 @@ def _tokens(ask: Ask) -> tuple[float, bool]:
 def _answer_tokens(fields: Mapping[str, object]) -> int | None:
     """The answer's maximum that `fields` set, in any API's name for it; None without a sensible one."""
     for name in _MAX_ANSWER:
-        number = finite_number(fields[name]) if name in fields else None
+        value = fields.get(name)
+        if value is None:
+            continue
+        if type(value) is int and 1 <= value <= _MOST_ANSWER_TOKENS:
+            return value  # as nearly every one is
+        number = finite_number(value)
         if number is not None and number >= 1:
             return int(min(number, _MOST_ANSWER_TOKENS))
     return None
@@ -374,7 +391,8 @@ def _model_of(text: memoryview) -> str:
 def _model(value: object) -> str:
     if not isinstance(value, str):
         raise BadRequest("the model must be a string")
-    fault = _name_fault(value)
+    short = len(value) <= MAX_NAME_BYTES and value.isascii()
+    fault = _fault_of_short(value) if short else _name_fault(value)
     if fault:
         raise BadRequest(f"the model {fault}")
     return value

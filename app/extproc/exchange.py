@@ -246,7 +246,7 @@ class Exchange(Placing):
                 raise BadRequest("the body is longer than its content-length")
             self._body_bytes += len(chunk)
             self._check_size(self._body_bytes)
-            self._desk.bodies.take(len(chunk))
+            self._desk.bodies.take(len(chunk), self._body_bytes)
             self._held_bytes += len(chunk)
             self._body.append(chunk)
         return bool(part.end_of_stream)

@@ -42,6 +42,9 @@ class Server:
                 ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
                 ("grpc.max_receive_message_length", settings.max_body_bytes + _MESSAGE_MARGIN_BYTES),
                 ("grpc.max_send_message_length", -1),
+                # What has come and is not read yet counts nowhere: each stream may have one message of it.
+                # By itself gRPC opens windows of megabytes for each stream where the network is fast.
+                ("grpc.http2.bdp_probe", 0),
                 # Envoy pings idle connections; a strict server would answer with GOAWAY
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),

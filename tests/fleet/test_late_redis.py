@@ -1,81 +1,16 @@
 """A real replica (`picker serve`) that starts before its Redis does."""
 
 import asyncio
-import contextlib
 import json
 import signal
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
-import httpx
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import body, headers, parts, set_headers
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from extproc_client import parts, set_headers
+from own_replica import PATIENT_S, served
 from own_valkey import OwnValkey
 from page_server import serving
 
 from app.extproc.service import SERVICE
-from app.fleet import probe
-
-ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-PATIENT_S = 60.0  # what has not happened by then on a busy machine will not
-
-
-class Replica:
-    """A replica's process, and the two ways in."""
-
-    def __init__(
-        self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, admin: httpx.AsyncClient
-    ) -> None:
-        self.process = process
-        self.admin = admin
-        self._health = health_pb2_grpc.HealthStub(channel)
-        self._process = channel.stream_stream(
-            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-        )
-
-    async def health(self, name: str) -> str:
-        request = health_pb2.HealthCheckRequest(service=name)
-        answer = await self._health.Check(request, timeout=PATIENT_S)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-
-    async def decide(self) -> ProcessingResponse:
-        """The first answer to a small request in lean mode."""
-        call = self._process(timeout=PATIENT_S)
-        for message in (headers("lean"), body(ASK)):
-            await call.write(message)
-        answer = await call.read()
-        call.cancel()
-        return answer
-
-
-@contextlib.asynccontextmanager
-async def served(config: dict[str, Any], folder: Path) -> AsyncIterator[Replica]:
-    """`picker serve` under `config`, gone at the end."""
-    file = folder / "replica.yaml"
-    file.write_text(json.dumps(config))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "app.cli", "serve", "--config", str(file)),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(PATIENT_S):
-            bound = json.loads(await process.stdout.readline())
-        async with (
-            grpc.aio.insecure_channel(bound["grpc"]) as channel,
-            httpx.AsyncClient(
-                base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
-            ) as admin,
-        ):
-            yield Replica(process, channel, admin)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and_then_joins(
@@ -107,7 +42,7 @@ async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and
             # When Redis starts
             await valkey.start()
             try:
-                await _ready(replica)
+                await replica.ready()
                 # Then it has joined, and serves
                 assert await replica.health(SERVICE) == "SERVING"
                 placed = await replica.decide()
@@ -122,13 +57,3 @@ async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and
                     assert await replica.process.wait() == 0
             finally:
                 valkey.kill()
-
-
-async def _ready(replica: Replica) -> None:
-    """Wait until both who ask for readiness are told so."""
-
-    async def both() -> bool | None:
-        page = await replica.admin.get("/readyz")
-        return (page.status_code == 200 and await replica.health("readiness") == "SERVING") or None
-
-    assert await probe.until(both, within_s=PATIENT_S), (await replica.admin.get("/readyz")).text

@@ -13,7 +13,16 @@ from app.body import _LARGE_BYTES as LARGE_BYTES
 from app.body import Body
 from app.config import parse
 from app.errors import BadRequest
-from app.intake import HEADERS, Ask, Intake, read_body, read_metadata, read_subset, wanted_headers
+from app.intake import (
+    HEADERS,
+    Ask,
+    Intake,
+    _name_fault,
+    read_body,
+    read_metadata,
+    read_subset,
+    wanted_headers,
+)
 from app.request import Band, InferenceRequest, Workload
 
 SETTINGS = parse(
@@ -280,13 +289,18 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
             if twice:
                 # Then a used key that comes twice is named
                 with pytest.raises(BadRequest, match=f"has ({'|'.join(twice)}) twice"):
-                    Body(text.encode())
+                    assert Body(text.encode()).values
+                with pytest.raises(BadRequest):
+                    read_body(text.encode())
                 continue
             # Then it says what any other reader finds, and another model is all that changes
             body = Body(text.encode())
             whole = json.loads(text)
             for name in used & whole.keys():
                 assert json.loads(bytes(body.values[name])) == whole[name]
+            if isinstance(whole.get("model"), str) and not _name_fault(whole["model"]):
+                assert read_body(text.encode()).model == whole["model"]
+                assert read_body(text.encode()).stream is (whole.get("stream") is True)
             if "model" in whole:
                 assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 

@@ -1,0 +1,91 @@
+"""A real replica (`picker serve`) of the test's own, without a fleet or an Envoy around it."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import body, headers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from app.extproc.service import SERVICE
+from app.fleet import probe
+
+ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+PATIENT_S = 60.0  # what has not happened by then on a busy machine will not
+
+
+class Replica:
+    """A replica's process, and the two ways in."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, admin: httpx.AsyncClient
+    ) -> None:
+        self.process = process
+        self.admin = admin
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._process = channel.stream_stream(
+            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        )
+
+    async def health(self, name: str) -> str:
+        request = health_pb2.HealthCheckRequest(service=name)
+        answer = await self._health.Check(request, timeout=PATIENT_S)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def exchange(self) -> Any:
+        """A stream of ext_proc."""
+        return self._process(timeout=PATIENT_S)
+
+    async def ready(self) -> None:
+        """Wait until both who ask for readiness are told so."""
+
+        async def both() -> bool | None:
+            page = await self.admin.get("/readyz")
+            return (page.status_code == 200 and await self.health("readiness") == "SERVING") or None
+
+        assert await probe.until(both, within_s=PATIENT_S), (await self.admin.get("/readyz")).text
+
+    async def decide(self) -> ProcessingResponse:
+        """The first answer to a small request in lean mode."""
+        call = self.exchange()
+        for message in (headers("lean"), body(ASK)):
+            await call.write(message)
+        answer = await call.read()
+        call.cancel()
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: dict[str, Any], folder: Path, prepare: Callable[[], None] | None = None
+) -> AsyncIterator[Replica]:
+    """`picker serve` under `config`, gone at the end; `prepare` is called in its process before it runs."""
+    file = folder / "replica.yaml"
+    file.write_text(json.dumps(config))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "app.cli", "serve", "--config", str(file)),
+        stdout=asyncio.subprocess.PIPE,
+        preexec_fn=prepare,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(PATIENT_S):
+            bound = json.loads(await process.stdout.readline())
+        async with (
+            grpc.aio.insecure_channel(bound["grpc"]) as channel,
+            httpx.AsyncClient(
+                base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
+            ) as admin,
+        ):
+            yield Replica(process, channel, admin)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

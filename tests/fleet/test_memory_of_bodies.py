@@ -1,0 +1,211 @@
+"""What bodies cost a replica in memory, under the limit that the manifests give it."""
+
+import asyncio
+import contextlib
+import resource
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import yaml
+from extproc_client import body, headers, parts, trailers
+from own_replica import Replica, served
+from own_valkey import OwnValkey
+from page_server import serving
+
+from app.config import parse
+from app.fleet import probe
+
+MIB = 1024 * 1024
+PEAK_MIB = 400
+CHUNK = MIB  # as Envoy sends them
+LARGEST = parse({}).extproc.max_body_bytes
+BOUND = parse({}).extproc.max_buffered_bytes
+MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "deployment.yaml"
+
+
+def limit_mib() -> int:
+    """The memory limit of a replica's container."""
+    documents = yaml.safe_load_all(MANIFEST.read_text())
+    deployment = next(each for each in documents if each["kind"] == "Deployment")
+    limits = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["memory"].endswith("Mi")
+    return int(limits["memory"].removesuffix("Mi"))
+
+
+@contextlib.asynccontextmanager
+async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
+    """A replica that may have as much memory as the manifests allow, behind a queue."""
+    limit_bytes = limit_mib() * MIB
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # threads' stacks count whole, used or not
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+    valkey = OwnValkey(folder)
+    await valkey.start()
+    try:
+        async with serving() as page:
+            config = {
+                "redis": {"url": valkey.url, "decision_budget": "2s", "call_timeout": "5s"},
+                "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
+                "admin": {"listen": "127.0.0.1:0"},
+                "discovery": {"static": [{"address": page.address}]},
+                "request_queue_controller": {"watermark_per_backend": requests_at_once},
+            }
+            async with served(config, folder, limit) as replica:
+                await replica.ready()
+                yield replica
+    finally:
+        valkey.kill()
+
+
+def mib(replica: Replica, what: str) -> int:
+    """The memory that the replica has now (`VmRSS`), or the most that it has had so far (`VmHWM`)."""
+    lines = Path(f"/proc/{replica.process.pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(what))) // 1024
+
+
+async def page(replica: Replica) -> dict[str, float]:
+    """Its metrics: a series with its labels, and its value."""
+    lines = (await replica.admin.get("/metrics")).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+async def answers(replica: Replica) -> dict[str, int]:
+    """How many requests were answered with each code so far."""
+    found: dict[str, int] = defaultdict(int)
+    for series, count in (await page(replica)).items():
+        if series.startswith("epp_requests_total{"):
+            found[series.split('code="')[1].split('"')[0]] += int(count)
+    return found
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async def look() -> bool | None:
+        return await holds() or None
+
+    assert await probe.until(look, within_s=60)
+
+
+async def at_rest(replica: Replica) -> None:
+    """Wait until it holds nothing of any body."""
+
+    async def holds_nothing() -> bool:
+        return (await page(replica))["epp_buffered_bytes"] == 0
+
+    await until(holds_nothing)
+
+
+async def talk(call: Any, text: bytes, mode: str, *, trailed: bool = False) -> None:
+    """A request, sent as far as the replica takes it, and read to the end of its decision."""
+    sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
+    try:
+        answer = await call.read()
+        whole = not answer.HasField("request_headers") or answer.request_headers.response.HasField(
+            "body_mutation"
+        )
+        while not whole:
+            chunk = (await call.read()).request_body.response.body_mutation.streamed_response
+            whole = chunk.end_of_stream
+    except grpc.aio.AioRpcError:
+        pass  # it was refused and its stream ended while more of it was being written
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        call.cancel()
+
+
+async def _send(call: Any, text: bytes, mode: str, *, trailed: bool) -> None:
+    await call.write(headers(mode, {} if trailed else {"content-length": str(len(text))}))
+    for at in range(0, len(text), CHUNK):
+        await call.write(body(text[at : at + CHUNK], ended=not trailed and at + CHUNK >= len(text)))
+    if trailed:
+        await call.write(trailers())
+
+
+def nested() -> bytes:
+    inside = b"[[[]],[[]]]," * (LARGEST // 12 - 10)
+    return b'{"model":"llama","z":[%s[]]}' % inside
+
+
+def keys() -> bytes:
+    return b'{"model":"llama",%s"z":0}' % b"".join(b'"k%07d":0,' % n for n in range(LARGEST // 14))
+
+
+def escapes() -> bytes:
+    return b'{"model":"%s"}' % (b"\\u0061" * (LARGEST // 6 - 10))
+
+
+def letters() -> bytes:
+    return b'{"model":"llama","%s":1}' % (b"k" * (LARGEST - 100) + "\N{PILE OF POO}".encode())
+
+
+def messages() -> bytes:
+    return b'{"model":"llama","messages":[%s{}]}' % (b"{}," * (LARGEST // 3 - 20))
+
+
+def numbers() -> bytes:
+    return b'{"model":"llama","max_tokens":%s}' % (b"9" * (LARGEST - 100))
+
+
+HOSTILE: list[Callable[[], bytes]] = [nested, keys, escapes, letters, messages, numbers]
+
+
+async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(tmp_path: Path) -> None:
+    async with limited(tmp_path, requests_at_once=1000) as replica:
+        bodies = [make() for make in HOSTILE]
+        assert all(LARGEST * 0.9 < len(each) <= LARGEST for each in bodies)
+        # When 64 of them come at once, of every kind, in both modes that read them, ended in both ways
+        hostile = [
+            asyncio.create_task(
+                talk(
+                    replica.exchange(), bodies[at % 6], ("lean", "standard")[at // 6 % 2], trailed=at % 4 == 0
+                )
+            )
+            for at in range(64)
+        ]
+        # Then honest clients are served beside them
+        for _ in range(20):
+            assert parts([await replica.decide()]) == ["request_headers"]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*hostile)
+        # And the replica lives, with memory to spare
+        await at_rest(replica)
+        assert replica.process.returncode is None
+        assert mib(replica, "VmHWM") < PEAK_MIB
+        told = await answers(replica)
+        assert sum(told.values()) == 20 + 64
+        assert told.keys() == {"ok", "bad_request", "buffer_full"}
+
+
+async def test_forty_large_bodies_that_wait_cost_no_more_than_their_bound(tmp_path: Path) -> None:
+    async with limited(tmp_path, requests_at_once=1) as replica:
+        calm_mib = mib(replica, "VmRSS")
+        # Given a request that goes on, and 40 large ones that come after it
+        assert parts([await replica.decide()]) == ["request_headers"]
+        text = b'{"model":"llama","prompt":"%s"}' % (b"x" * (LARGEST - 100))
+        waiting = [asyncio.create_task(talk(replica.exchange(), text, "lean")) for _ in range(40)]
+        queued = refused = 0
+
+        # When all of them have come, and those that do not fit are refused
+        async def each_waits_or_is_refused() -> bool:
+            nonlocal queued, refused
+            now = await page(replica)
+            queued = int(sum(value for name, value in now.items() if name.startswith("epp_queue_length{")))
+            refused = (await answers(replica))["buffer_full"]
+            return queued + refused == len(waiting)
+
+        await until(each_waits_or_is_refused)
+        # Then the others wait, and cost little more than their size
+        assert 4 <= queued <= BOUND // len(text)
+        assert (await page(replica))["epp_buffered_bytes"] == queued * len(text)
+        assert mib(replica, "VmRSS") < calm_mib + 1.5 * BOUND / MIB
+        assert mib(replica, "VmHWM") < PEAK_MIB
+        # And nothing is held when they have gone
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await at_rest(replica)
