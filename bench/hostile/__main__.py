@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.hostile.honest import Seen
 from bench.hostile.run import Report, run
 from bench.hostile.stage import limit_mib
-from bench.overhead.surroundings import look
+from bench.overhead.surroundings import Surroundings, look
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
@@ -22,11 +22,11 @@ def main() -> int:
     parser.add_argument("--per-s", type=float, default=15.0, help="honest requests (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    date = look(sys.argv[1:]).date
+    here = look(sys.argv[1:])
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
     report = asyncio.run(run(replicas=3, simulators=4, per_s=options.per_s, **times))
     faults = [*report.faults(), *slower(report)]
-    text = page(report, faults, date, options)
+    text = page(report, faults, here, options)
     (options.out / "hostile.md").write_text(text, encoding="utf-8")
     print(text)
     return 1 if faults else 0
@@ -43,7 +43,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-def page(report: Report, faults: Sequence[str], date: str, options: argparse.Namespace) -> str:
+def page(report: Report, faults: Sequence[str], here: Surroundings, options: argparse.Namespace) -> str:
     """The results as Markdown."""
     ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
     verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."
@@ -58,14 +58,15 @@ def page(report: Report, faults: Sequence[str], date: str, options: argparse.Nam
     )
     return f"""# All attacks at once
 
-{date}, `make hostile`: {options.minutes:g} minutes of every attack of
+{here.date}, `make hostile`: {options.minutes:g} minutes of every attack of
 [security.md](../../docs/security.md) at once, on three replicas, four simulators, two hostile model servers,
 Valkey, and Envoy with flows by API key; beside them {options.per_s:g} honest requests a second. Fleet,
-attackers and honest clients share one machine. {verdict}
+attackers and honest clients share one machine of {here.cores} cores, whose load average was
+{here.load:.1f} before. {verdict}
 
 | honest clients | requests | failed | p50, s | p99, s | p99.9, s |
 |---|---|---|---|---|---|
-{_row("calm", report.calm)}
+{_row("calm, before and after", report.calm)}
 {_row("under attack", report.hostile)}
 
 p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {_left(report)}.
@@ -75,7 +76,8 @@ p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest
 {came}
 
 `ended` is a connection that the fleet closed, `held` one that it had not closed after 20 s, `left` one that
-the attacker closed, `taken` a stream of access logs that was read to its end; nothing of it was believed.
+the attacker closed, `under way` what had not ended with the run, `taken` a stream of access logs that was
+read to its end; nothing of it was believed.
 
 | process | most memory, MiB | its limit |
 |---|---|---|

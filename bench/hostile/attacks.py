@@ -109,6 +109,14 @@ async def _body(target: Target, number: int) -> str:
         return await _status(reader)
 
 
+async def _stall(target: Target, number: int) -> str:
+    """Send half of a large body, and no more."""
+    whole = _request("/v1/completions", _bodies()[5])
+    async with _connected(target.envoy) as (reader, writer):
+        writer.write(whole[: len(whole) // 2])
+        return await _status(reader)
+
+
 async def _claim(target: Target, number: int) -> str:
     """Claim more than any model can answer, or as much as it can, then leave."""
     body = _ask(max_tokens=(10 ** (6 + number % 13), 4000)[number % 2], stream=True)
@@ -270,6 +278,7 @@ async def _read(target: Target, number: int) -> str:
 
 ATTACKS = (
     Attack("hostile bodies of 8 MiB", _body, 1.0),
+    Attack("large bodies that stop half-way", _stall, 2.0, at_once=12),
     Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
     Attack("half-sent requests at Envoy", _half_at_envoy, 2.0, at_once=300),
     Attack("half-sent requests at the admin ports", _half_at_admin, 2.0, at_once=500),
@@ -307,5 +316,8 @@ class Attackers:
                 came = ENDED
             except TimeoutError:
                 came = "no answer"
+            except asyncio.CancelledError:
+                self.came[attack.name]["under way"] += 1
+                raise
             self.came[attack.name][came] += 1
             await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
