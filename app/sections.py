@@ -217,6 +217,7 @@ class FairRequestQueue(Section):
 class RequestQueueController(Section):
     """Bounds per ready backend, in `unit`."""
 
+    enabled: Flag = True  # False: requests are placed as they come, and nobody waits
     watermark_per_backend: Number = Field(2, gt=0)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
     lower_bound_per_backend: Number | None = Field(None, ge=0)

@@ -79,8 +79,8 @@ end
 
 local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
-  local take = math.min(r.cost, pool.upper)
-  if pool.stock + take > pool.upper or endpoints.flow_full(r) then return nil end
+  local take = pool.share(r)
+  if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_full(r) then return nil end
   if settings.caps and endpoints.places() < 1 then return nil end
   r.taken = take
   local reply, limited = place_request(r, r.candidates, turn, picks)
@@ -110,6 +110,8 @@ local function arrive(r, turn, picks)
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
+  -- A limit stands in the way, and nobody waits for it to end.
+  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then return refuse(r, 'saturated') end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
   if settings.fairness ~= 'none' and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')

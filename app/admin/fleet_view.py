@@ -47,6 +47,7 @@ class FleetView:
             **self._identity,
             **state,
             "unit": settings.request_queue_controller.unit,
+            "queue_enabled": settings.request_queue_controller.enabled,
             "bands": shown.bands(state, standing, weights),
             "pool_age_s": max(0.0, (state["now_us"] - state["born_us"]) / 1e6) if state["born_us"] else 0.0,
         }

@@ -25,6 +25,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "paused": False,
     "tuned_version": "2",
     "unit": "requests",
+    "queue_enabled": True,
     "bands": _BANDS,
     "queued": 16,
     "queue_fill": 0.016,
@@ -104,6 +105,9 @@ class State(BaseModel):
     paused: bool = Field(False, description="nothing is dispatched and nothing goes past the queue")
     tuned_version: str = Field("", description="of the live changes; empty while there never was one")
     unit: Literal["requests", "tokens"] = Field("requests", description="what the stock counts")
+    queue_enabled: bool = Field(
+        True, description="false: requests are placed as they come; nothing waits or takes of the stock"
+    )
     bands: list[BandState] = Field(default_factory=list, description="the queue, the highest band first")
     queued: int = Field(0, description="waiting requests of all bands")
     overdue: int = Field(0, description="of these, past their starvation threshold")

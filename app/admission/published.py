@@ -46,6 +46,7 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "overload": queue.overload,
         "weights": dict(weights),
         "paused": 0,
+        "queue_enabled": int(controller.enabled),
         "live_weight": Scheduler(weights_of(_scorers(settings))).live_weight,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,

@@ -17,8 +17,8 @@ class Purse:
         self.free = free
 
     def spend(self, amount: float) -> bool:
-        """Take `amount` if it is there."""
-        if self.free + _RESIDUE < amount:
+        """Take `amount` if it is there; nothing can be had by a debtor too."""
+        if amount > 0 and self.free + _RESIDUE < amount:
             return False
         self.free -= amount
         return True

@@ -16,7 +16,7 @@ from app.state.store import Verdict
 
 _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
-    "saturated": (Saturated, "the fleet is saturated, and only critical requests may wait"),
+    "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
     "total-capacity": (TotalCapacity, "the queue is full"),
 }

@@ -186,4 +186,6 @@ class SturdyGate(Crossing):
             self._shared.renew(alive)
 
     def _cost(self, request: InferenceRequest) -> float:
+        if not self._effective().settings.request_queue_controller.enabled:
+            return 0.0  # nothing takes of the stock
         return request.cost + self._shared.answer_tokens if request.learn else request.cost

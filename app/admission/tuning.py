@@ -30,6 +30,7 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.overload": ("overload",),
     "fair_request_queue.starvation_after": ("starvation_ms",),
     "fair_request_queue.guard_share": ("guard_share",),
+    "request_queue_controller.enabled": ("queue_enabled",),
     "request_queue_controller.watermark_per_backend": _BOUNDS,
     "request_queue_controller.percentage_deviation_for_bounds": _BOUNDS,
     "request_queue_controller.lower_bound_per_backend": _BOUNDS,

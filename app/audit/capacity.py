@@ -58,7 +58,8 @@ class Capacity:
         if entry.stock > entry.upper and not same(entry.stock, entry.upper):
             finding.blame(f"over-admission: stock {entry.stock:g} past the bound {entry.upper:g}", entry)
         before = replay.stock
-        if entry.event == "granted" and before is not None and before >= entry.lower:
+        queues = replay.rules is None or replay.rules.queues
+        if queues and entry.event == "granted" and before is not None and before >= entry.lower:
             finding.blame(
                 f"dispatched at a stock of {before:g}, not below the lower bound {entry.lower:g}",
                 *_before(replay, entry),

@@ -81,7 +81,7 @@ class Replay:
         if self.stock is None:
             return None
         if step.takes:
-            return self.stock + _take(step.entry)
+            return self.stock + self._taken_by(step.entry)
         if step.gives_back and step.life:
             return None if step.life.taken is None else max(0.0, self.stock - step.life.taken)
         if step.life is None and step.entry.request and self._strangers_run:
@@ -119,10 +119,16 @@ class Replay:
             self._leave(request, life)
         self._in_use -= life.taken or 0.0
 
+    def _taken_by(self, entry: Entry) -> float:
+        """What the request of `entry` takes of the stock."""
+        if self.rules is not None and not self.rules.queues:
+            return 0.0
+        return entry.cost if entry.event == "restored" else min(entry.cost, entry.upper)
+
     def _join(self, entry: Entry) -> None:
         """`entry` is the first: is it what an empty pool would make of it?"""
         first = Step(entry, None, Place.NOWHERE, place_after(entry.event, Place.NOWHERE))
-        stock = _take(entry) if first.takes else 0.0
+        stock = self._taken_by(entry) if first.takes else 0.0
         if entry.seq == 1 and same(entry.stock, stock) and entry.queued == first.enters_queue:
             self.complete = True
             self._strangers_wait = self._strangers_run = False
@@ -156,7 +162,7 @@ class Replay:
             life.taken, life.endpoint = 0.0, ""
         if step.takes:
             told = None if self.stock is None else entry.stock - self.stock
-            taken = _take(entry)
+            taken = self._taken_by(entry)
             life.taken = taken if told is None or same(told, taken) else told
             self._in_use += life.taken
         if step.enters_queue:
@@ -191,7 +197,3 @@ class Replay:
         self.lanes.wait(lane, -1)
         if not lane.waiting and self.settled:
             self.lanes.park(lane, False)
-
-
-def _take(entry: Entry) -> float:
-    return entry.cost if entry.event == "restored" else min(entry.cost, entry.upper)

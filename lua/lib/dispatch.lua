@@ -73,6 +73,7 @@ local function dispatch()
   if settings.paused == 1 then return 0, 0 end
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
+  if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
     -- As many as have ended are likely to fit; who costs more or less makes it a guess.
@@ -97,8 +98,8 @@ local function dispatch()
     elseif r.limit > 0 and endpoints.flow_full(r) then
       queue.park(r.band, queue.lane(r), tag)
     else
-      local take = r.cost < upper and r.cost or upper
-      if upper <= 0 or counters.stock + take > upper then break end
+      local take = pool.share(r)
+      if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
       grant(r, tag, take, lane)
       served, places = served + 1, places - 1
     end

@@ -78,6 +78,11 @@ function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
+-- What r takes of the stock. With the queue switched off nothing does: requests are placed as they come.
+function pool.share(r)
+  if settings.queue_enabled == 0 then return 0 end
+  return r.cost < pool.upper and r.cost or pool.upper
+end
 -- Bounds follow the number of ready backends. Nine digits undo binary rounding: 20 at 1.15 are 23, not 22.999….
 function pool.bound()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end

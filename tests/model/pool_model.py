@@ -137,6 +137,14 @@ class PoolModel:
         self.endpoints.count_flow(r, first(r.endpoints), -1)
 
     @property
+    def queues(self) -> bool:
+        """Whether the queue is switched on."""
+        return bool(self.moment.settings.get("queue_enabled", 1))
+
+    def share_of_stock(self, r: Request) -> float:
+        return min(r.cost, self.upper) if self.queues else 0.0
+
+    @property
     def _caps(self) -> dict[str, int]:
         """The limits of endpoints that have one."""
         return self.moment.settings.get("caps", {})
@@ -245,22 +253,23 @@ class PoolModel:
         if not self._timed:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
+        lower = self.lower if self.queues else math.inf
         attempts = served = 0
-        while not s["paused"] and self.stock < self.lower and attempts < DISPATCH_LIMIT and self.places() > 0:
+        while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and self.places() > 0:
             by, r = "guard", self._guarded()
             if r is None:
                 by, r = "turn", self.lanes.turn()
             if r is None:
                 break
             attempts += 1
-            take = min(r.cost, self.upper)
+            take = self.share_of_stock(r)
             if r.deadline_ms <= self.moment.now_ms:
                 self._turn_away(r, "expired")
             elif r.owner not in self.live(s["silence_ms"]):
                 self._hold(r, self.moment.now_ms + s["lease_ms"])
             elif self.endpoints.flow_full(r):
                 self.lanes.park(r)
-            elif self.upper <= 0 or self.stock + take > self.upper:
+            elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
                 break
             else:
                 self._grant(r, take, by)

@@ -210,8 +210,9 @@ class QueueModel(PoolModel):
         return self._bypass(r, item) or self._full(r) or self._queue(r, left_ms)
 
     def _bypass(self, r: Request, item: Arrival) -> str | None:
-        take = min(r.cost, self.upper)
-        blocked = self.moment.settings["paused"] or self.lanes.queued or self.stock + take > self.upper
+        take = self.share_of_stock(r)
+        no_room = take > 0 and self.stock + take > self.upper
+        blocked = self.moment.settings["paused"] or self.lanes.queued or no_room
         if blocked or self.endpoints.flow_full(r) or self.places() < 1:
             return None
         reply, limited, _ = self._place(r, item.candidates)
@@ -226,6 +227,8 @@ class QueueModel(PoolModel):
     def _full(self, r: Request) -> str | None:
         """Why r cannot be queued, if it cannot. May preempt another to make room."""
         s = self.moment.settings
+        if not self.queues and not s["paused"] and not self.lanes.queued:
+            return self._refuse(r, "saturated")
         if s["overload"] == "reject-noncritical" and r.band > 0:
             return self._refuse(r, "saturated")
         if s["fairness"] != "none" and self.lanes.length(r) >= s["flow_capacity"]:
@@ -285,7 +288,7 @@ class QueueModel(PoolModel):
         self.requests[r.id] = r
         self._reserve(r)
         most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))
-        self._take(r, min(r.cost, most))
+        self._take(r, min(r.cost, most) if self.queues else 0)
         self.workloads.restored(r.workload)
         self._log("restored", r.id)
         return "restored"

@@ -65,6 +65,7 @@ LIVE: dict[str, list[Any]] = {
     "fallbacks": [0, 2],
     "live_weight": [0, 0.3, 2],
     "paused": [0, 0, 0, 1],
+    "queue_enabled": [1, 0],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
 BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}

@@ -78,8 +78,10 @@ def gate_over(
     silence: Silence,
     poke: Callable[[], None] = lambda: None,
     replica: str = "a",
+    config: Mapping[str, Any] | None = None,
 ) -> SturdyGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
+    effective = Effective(parse(config or {}), {})
     return SturdyGate(
         store,
         shared,
@@ -89,7 +91,7 @@ def gate_over(
         chooser=LeastLoaded(cell),
         silence=silence,
         report_s=0.0,
-        effective=lambda: Effective(parse({}), {}),
+        effective=lambda: effective,
         load=lambda: {E1: 3, E2: 1},
         poke=poke,
         glance=lambda: None,
@@ -100,7 +102,7 @@ def gate_over(
 class Bench:
     """A gate that has beaten once, beside one other replica."""
 
-    def __init__(self, pulse: Pulse | None = PULSE) -> None:
+    def __init__(self, pulse: Pulse | None = PULSE, config: Mapping[str, Any] | None = None) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
@@ -112,7 +114,9 @@ class Bench:
             awake=self.awake,
         )  # fmt: skip
         self.pokes = 0
-        self.gate = gate_over(store, self.shared, self.metrics, self.cell, self.silence, self._poked)
+        self.gate = gate_over(
+            store, self.shared, self.metrics, self.cell, self.silence, self._poked, config=config
+        )
         self.gate.newcomer_s = 0.0
         if pulse is not None:
             self.tell_peers()

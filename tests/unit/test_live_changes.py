@@ -29,7 +29,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     },
     "request_queue_controller": {
         "watermark_per_backend": 10, "percentage_deviation_for_bounds": 0.2, "lower_bound_per_backend": 9,
-        "upper_bound_per_backend": 11,
+        "upper_bound_per_backend": 11, "enabled": False,
     },
     "workloads": {
         "wait_weight": 0.1, "criticality_weight": 0.2, "rate_weight": 0.7, "wait_cap": "30s", "rate_cap": 50,
@@ -59,7 +59,7 @@ def test_given_settings_when_published_then_every_name_of_the_scripts_is_there()
         "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4,
         "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100, "overload": "preempt",
         "weights": {"gold": 3.0}, "paused": 0, "default_answer": 256, "answer_alpha": 0.2,
-        "live_weight": 1.0, "max_workloads": 20_000,
+        "live_weight": 1.0, "max_workloads": 20_000, "queue_enabled": 1,
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
-        "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25,
+        "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
     }  # fmt: skip
 
 

@@ -45,6 +45,23 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     assert samples(bench.metrics)[("epp_degraded",)] == 1
 
 
+async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> None:
+    # Given a share of 3, and a queue that is switched off
+    bench = Bench(config={"request_queue_controller": {"enabled": False}})
+    bench.store.away = True
+    # When far more come, then all are placed, evenly as far as this replica knows
+    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(20)]
+    status = bench.gate.status()
+    assert bench.gate.mode is Mode.LOCAL
+    assert status is not None
+    assert (status["queued"], status["free"], status["let_go"]) == (0, 3.0, 20)
+    first = [each.endpoints[0] for each in placed]
+    assert (first.count(E1), first.count(E2)) == (9, 11)  # which had 3 and 1 before
+    # And what has ended gives nothing back that was never taken
+    bench.end("0", placed[0])
+    assert bench.free == 3.0
+
+
 async def test_given_refusals_that_envoy_tells_of_when_alone_then_they_are_no_ends() -> None:
     bench = Bench()
     bench.store.away = True
