@@ -100,20 +100,26 @@ async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_bac
         assert restored == ["alone-0", "alone-1"]
 
 
+@pytest.mark.parametrize("empty", [False, True])
 async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_back(
-    valkey_fleet: OpenFleet,
+    valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, crossers(it) as (one, other):
         # Given two that are both away, of which one hears the end of what the other lets go
         other.leave()
         one.leave()
         placement = await one.let_go("x")
+        running = await other.let_go("runs")
         other.end("x", placement)
+        if empty:
+            await it.redis.flushall()
         # When both are back, in whatever order, and one leaves and comes again
         await one.shared()
         one.leave()
         await asyncio.gather(one.shared(), other.shared())
-        # Then it does not count
+        # Then it does not count, and what runs does
+        await until(lambda: _in_flight(it, {"runs"}))
+        one.end("runs", running)
         await until(it.at_rest)
 
 
