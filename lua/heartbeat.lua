@@ -8,10 +8,12 @@
 -- args[3] silence_ms: a replica that has been silent for so long is gone, as it is for dispatch and sweep
 -- args[4] signing keys that it offers (app/signing.py), parted by blanks: a fresh one, then those it
 --   holds; none of a caller that signs nothing
+-- args[5] and args[6] `born` and now_us as its last heartbeat told them, now_us with what has passed since then added
+--   (us, by its monotonic clock); none: not known
 -- Returns {born, news, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
 --   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does
---   not sign has been at work within the hour)}; numbers as strings where they may have fractions
+--   not sign has been at work within the hour), now_us}; numbers as strings where they may have fractions
 -- Bounded, since a replica may have any number of requests that end at once.
 local NEWS_LIMIT = 256 -- of more, some now and the others at the next heartbeats
 local function news_in(inbox)
@@ -46,19 +48,22 @@ local function keep_keys(kept, offered)
 end
 local function heartbeat(args)
   local owner, about, silence_ms = args[1], args[2], tonumber(args[3])
+  if args[5] and args[5] == full(pool.born) then advance_clock(tonumber(args[6])) end
   forget_news(owner)
   local last = redis.call('ZSCORE', key.replicas, owner)
   remember(key.replicas, owner, last)
   last = tonumber(last or 0)
   local was_known = last > now_ms - silence_ms and 1 or 0
-  write_now('ZADD', key.replicas, now_ms, owner)
+  -- A version that can't sign tickets, and may change loads without telling ours, beats on whole milliseconds.
+  write_now('ZADD', key.replicas, now_ms - 0.5, owner)
   later('HSET', key.about, owner, about)
   -- A sweep may have begun on what it queued before; the next silence is walked from the start.
   if was_known == 0 then later('HDEL', key.orphans, owner) end
-  local others = redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf')
+  local others = redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf', 'WITHSCORES')
   local leader = 1
-  for _, other in ipairs(others) do
-    if other < owner then leader = 0 end
+  for i = 1, #others, 2 do
+    if others[i] < owner then leader = 0 end
+    if tonumber(others[i + 1]) % 1 == 0 then pool.older_ms = now_ms end
   end
   local versions = redis.call('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys')
@@ -85,9 +90,9 @@ local function heartbeat(args)
   local head = conclude()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end
   return {
-    head[1], left, head[3], head[4], was_known, leader, #others, versions[1] or '',
+    head[1], left, head[3], head[4], was_known, leader, #others / 2, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', full(pool.stock), pool.queued, full(pool.upper), full(pool.lower), pool.ready,
-    settings.paused or 0, signing_keys, 0,
+    settings.paused or 0, signing_keys, pool.is_mixed() and 1 or 0, full(now_us),
   }
 end

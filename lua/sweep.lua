@@ -49,10 +49,11 @@ end
 local function pages_of(text)
   local known, page = pcall(cjson.decode, text)
   if not known or type(page) ~= 'table' then return nil end
-  local at, before = tonumber(page.at), tonumber(page.before)
+  local at, before = tonumber(page.at), tonumber(page.before) -- by TIME
   local queued, running = tonumber(page.waiting), tonumber(page.running)
   if not (at and before and queued and running) then return nil end
-  if at > now_ms + 1000 or before > at then return nil end -- of another clock
+  at, before = at + clock_shift_ms, before + clock_shift_ms
+  if at > now_ms + 1000 or before > at then return nil end -- from before a step
   return math.max(queued + running, tonumber(page.before_load) or math.huge), before
 end
 
@@ -207,6 +208,14 @@ local function drop_lowest(sorted, from)
   return surplus
 end
 
+-- What was written by a clock that was ahead (another server's, before a failover) ends when it would have by now.
+local AHEAD_MS = 1000
+local function bring_back(moments, life_ms)
+  local latest = now_ms + life_ms - 0.5 -- as heartbeats have it
+  local ahead_of = redis.call('ZRANGEBYSCORE', moments, '(' .. latest + AHEAD_MS, '+inf', 'LIMIT', 0, LIGHT)
+  for _, member in ipairs(ahead_of) do later('ZADD', moments, latest, member) end
+end
+
 -- Where nobody waits, no lane does, and nothing is overdue: what stands there is a stray.
 local function drop_idle(band)
   if pool[QUEUED[band]] > 0 then return end
@@ -241,7 +250,7 @@ local function age_tags(band)
   -- A client with a new flow for each request keeps v where it is. What is forgotten is what is owed least: at
   -- most one charge of a flow that has nothing waiting.
   local surplus = drop_lowest(key.finish[band], #stale)
-  local memories = drop_lowest(key.preempted[band], 0)
+  local memories = drop_lowest(ahead.anew(key.preempted[band]), 0)
   return #stale == LIGHT or surplus == LIGHT or memories == LIGHT
 end
 
@@ -252,7 +261,7 @@ local function sweep(args)
   local state = redis.call('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'answer_cursor', 'walk',
     'walks', 'swept_dispatches')
   local swept_ms = tonumber(state[1] or 0)
-  local fresh = now_ms - swept_ms >= interval_ms
+  local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
   if not pool.known or not (fresh or state[2] == '1') then
     return {full(pool.born), {}, 0, 0, 0, 0, 0, 0, 0, {}}
   end
@@ -280,6 +289,8 @@ local function sweep(args)
     if victims.relax(LIGHT) then more = true else pool.pressed = 0 end
   end
   if fresh then
+    bring_back(key.replicas, 0)
+    bring_back(key.inflight, settings.lease_ms)
     endpoints.lapse(DOWN_MS)
     victims.complete(LIGHT)
     measure_rate(swept_ms, tonumber(state[7] or 0))

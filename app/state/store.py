@@ -98,6 +98,8 @@ class Store:
         self.keys = Keys.of(pool)
         self._signing = signing or Keyring()
         self.born = "0"
+        self._clock = asyncio.get_running_loop().time
+        self._told_us: tuple[str, int, float] | None = None  # life and clock of the shared state, when heard
         self._replica = replica
         self._on_news = on_news
         self._on_dequeued = on_dequeued
@@ -191,19 +193,27 @@ class Store:
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
         signing = self._signing
         reply = await self._link.call(
-            "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer()
+            "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer(), *self._now_at_least()
         )
         self._take_head(reply)
         (
             known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
-            signing_keys, older,
+            signing_keys, older, now_us,
         ) = reply[4:]  # fmt: skip
+        self._told_us = (reply[0], int(now_us), self._clock())
         signing.take(signing_keys)
         signing.accepts_unsigned = older == 1
         return Pulse(
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
+
+    def _now_at_least(self) -> tuple[str, ...]:
+        """Which life of the shared state told its clock last, and what that clock shows by now (µs)."""
+        if self._told_us is None:
+            return ()
+        born, now_us, heard_s = self._told_us
+        return born, str(now_us + int((self._clock() - heard_s) * 1e6))
 
     async def news(self) -> list[tuple[str, str]]:
         """What waits in this replica's inbox, each as (what, request id). It stays there."""

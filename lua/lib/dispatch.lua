@@ -138,6 +138,7 @@ local function conclude(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
   if strays > 0 then news.mine[#news.mine + 1] = 'strays ' .. strays end
+  pool.loads_changed = endpoints.have_changed()
   committing = true
   if not pcall(commit) then commit_again() end
   if born ~= pool.born then born, born_text = pool.born, full(pool.born) end
@@ -179,7 +180,6 @@ local function begin(pool_key)
   forget_fronts()
   forget_log()
   timed = false
-  read_clock()
   pool.read(failed)
   forget_endpoints()
   timers.forget()

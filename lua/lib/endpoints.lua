@@ -371,6 +371,7 @@ function endpoints.save()
     if held > 0 then redis.call('HSET', key.limits, field, held) else redis.call('HDEL', key.limits, field) end
   end
 end
+function endpoints.have_changed() return next(changed_loads) ~= nil end
 local function forget_endpoints()
   changed_loads, limit_counts, changed_limits, endpoints.all = {}, {}, {}, nil
   if not remembered or loads_known > MOST_LOADS then

@@ -10,17 +10,19 @@ local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
 local settings, settings_text -- of the last call; a library outlives its calls
 -- Whether what former calls left in memory is still so: nobody else has changed the counters since, or published
 -- endpoints, as each call does that changes what may be remembered. Not for long: a primary that was none for a while
--- has missed more.
+-- has missed more. And not beside a version whose calls may change an endpoint's load alone.
 local remembered
+local BESIDE_MS = 3600000 -- such a version may be about for so long after it was last seen
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
   local COUNTERS = {
     'born', 'stock', 'queued', 'seq', 'dispatches', 'guards', 'ended', 'log_seq', 'queued:0', 'queued:1', 'queued:2',
     'ready', 'upper', 'lower', 'v:0', 'v:1', 'v:2', 'band:0', 'band:1', 'band:2', 'bv', 'credit', 'overdue',
-    'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2',
+    'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2', 'moved', 'older_ms',
   }
   local counters_text, saved = nil, {} -- as they were last read or saved: packed, and in their order
   local unsaved = false -- packed, but not yet written
+  local MOVED = #COUNTERS - 1
   -- The first of them change with each request, the others seldom: those stay packed while they do not.
   local BUSY = 8
   local calm_text
@@ -37,7 +39,8 @@ do -- a chunk may have 200 locals
   end
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
-    local v = redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version')
+    local v = redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock')
+    steady_clock(v[4])
     -- Settings come with publish: without them nothing may be admitted.
     pool.known = v[1] and true or false
     local same = not failed and v[1] and v[1] == counters_text
@@ -45,18 +48,22 @@ do -- a chunk may have 200 locals
       local text = v[1] and whole(v[1])
       local numbers = text and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, text)} or {}
       for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
+      -- Doubles never end in byte 31, which ends the numbers of a server without `struct`.
+      if text ~= v[1] and string.byte(v[1] or '\31', -1) ~= 31 then pool.older_ms = now_ms end
       counters_text, saved = v[1], text == v[1] and numbers or {} -- what lacks some is written anew
       calm_text = text and string.sub(text, 8 * BUSY + 1)
     end
-    remembered = same and v[3] == endpoints_version and now_ms - called_ms < REMEMBERED_MS
+    remembered = same and v[3] == endpoints_version and now_ms - called_ms < REMEMBERED_MS and not pool.is_mixed()
     called_ms, endpoints_version, unsaved = now_ms, v[3], false
-    pool.ended_before = pool.ended
+    pool.ended_before, pool.loads_changed = pool.ended, false
     if not v[2] then
       settings, settings_text = NO_SETTINGS, nil
     elseif v[2] ~= settings_text then
       settings, settings_text = cjson.decode(v[2]), v[2]
     end
   end
+  -- Whether a version that writes fewer counters has been at work lately.
+  function pool.is_mixed() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
   function pool.save()
     if not pool.known then return end
     local counters, names, values, changed = pool, COUNTERS, saved, 0
@@ -64,11 +71,20 @@ do -- a chunk may have 200 locals
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
     end
-    if changed == 0 and not unsaved then return end
+    if changed == 0 and pool.loads_changed and not unsaved then -- what others remember of loads is so no longer
+      counters.moved, changed = counters.moved + 1, MOVED
+      values[MOVED] = counters.moved
+    end
+    pool.loads_changed = false -- once, however often this is repeated
+    local clock_text = clock_change(changed > 0 or unsaved)
+    if changed == 0 and not unsaved then
+      if clock_text then redis.call('HSET', key.pool, 'clock', clock_text) end
+      return
+    end
     unsaved = true
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
-    redis.call('HSET', key.pool, 'counters', counters_text)
+    redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
     unsaved = false
   end
 end

@@ -40,7 +40,7 @@ do
       send(places)
       local lanes = redis.call('ZRANGEBYSCORE', places, '(0', '+inf', 'LIMIT', 0, most)
       for _, lane in ipairs(lanes) do later('ZADD', places, 0, lane) end
-      local idle = redis.call('ZRANGE', key.preempted[band], 0, most - 1)
+      local idle = redis.call('ZRANGE', ahead.anew(key.preempted[band]), 0, most - 1)
       for _, lane in ipairs(idle) do later('ZREM', key.preempted[band], lane) end
       more = more or #lanes == most or #idle == most
     end

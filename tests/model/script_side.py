@@ -9,18 +9,12 @@ import redis
 from fake_struct import with_struct
 from packed import counters, doubles
 from pool_model import Reply
+from set_clock import clock_of
 
 from app.state.arrival import pack
 from app.state.keys import Keys
 from app.state.scripts import load_library
 
-CLOCK = """
-local now_us, now_ms
-local function read_clock()
-  now_us = tonumber(redis.call('GET', 'clock'))
-  now_ms = math.floor(now_us / 1000)
-end
-"""
 READ_ORDERS = """
 local found = {}
 for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
@@ -53,7 +47,7 @@ class ScriptSide:
     def __init__(self, client: redis.Redis, server: str) -> None:
         self.server = server
         self._redis = client
-        self._library = load_library(clock=CLOCK)
+        self._library = load_library(clock=clock_of("clock"))
         source = with_struct(self._library) if server == "fakeredis" else self._library.source
         self._redis.function_load(source, replace=True)
         self._keys = Keys.of("model")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import redis
+from set_clock import clock_of
 
 from app.state.scripts import load_library
 
@@ -22,13 +23,6 @@ redis.register_function{{function_name='fail_at_{version}', callback=function(ke
 end}}
 redis.register_function{{function_name='made_{version}', callback=function() return made end}}
 """
-_CLOCK = """
-local now_us, now_ms
-local function read_clock()
-  now_us = tonumber(redis.call('GET', 'clock') or 1700000000000000)
-  now_ms = math.floor(now_us / 1000)
-end
-"""
 
 
 class FailingLibrary:
@@ -38,7 +32,7 @@ class FailingLibrary:
     """
 
     def __init__(self, server: redis.Redis, key: str) -> None:
-        library = load_library(_CLOCK)
+        library = load_library(clock_of("clock"))
         self._version = f"{library.version}_failing"
         head, body = library.source.split("\n", 1)
         builtins = "return redis, struct"

@@ -213,6 +213,7 @@ class Fleet:
                 found[name] = dict(map(tuple, pairs))
         pool = found.get("pool", {})
         pool.pop("swept_ms", None)
+        pool.pop("clock", None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
             for mark in ("seq", "log_seq"):

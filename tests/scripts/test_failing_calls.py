@@ -31,8 +31,8 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
-    "renew": ("a", "p1", "", "e3:1", "", "gone", "", "", TICKET, "p2", "1", "", ""),
-    "bury": ("a", "x", "y"),
+    "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TICKET, 0, "p2", "1", "", "", 0),
+    "bury": ("a", "x", 0, "y", 0),
     "mark": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),
     "heartbeat": ("a", "{}", 5000, "fresh old"),
@@ -66,7 +66,7 @@ def prepare(library: FailingLibrary, ordering: str) -> None:
     library.call("admit", "silent", arrival("orphan", flow="f5"), arrival("late", flow="f6", ttl_ms=1000))
     library.set_clock(START_MS + 3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
-    library.call("bury", "a", "old")
+    library.call("bury", "a", "old", 0)
     library.call("settle", "a", "p5", "completed", "5", "", "p6", "completed", "2", "9")
     library.set_clock(START_MS + 3500)
 

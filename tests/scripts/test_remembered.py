@@ -6,21 +6,13 @@ from collections.abc import Iterator
 import pytest
 import redis
 from script_fleet import SETTINGS
+from set_clock import clock_of
 
 from app.state.arrival import pack
 from app.state.scripts import Library, load_library
 
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})
-# Each version has a name and memories of its own; both go by one clock, which the test sets.
-CLOCK = """
--- version %s
-local now_us, now_ms
-local function read_clock()
-  now_ms = tonumber(redis.call('GET', '%s'))
-  now_us = now_ms * 1000
-end
-"""
 
 
 class Server:
@@ -30,14 +22,14 @@ class Server:
         self._client = client
         self._prefix = f"epp:{{{pool}}}:"
         self._clock = f"clock:{pool}"
-        self.one, self.other = (load_library(CLOCK % (name, self._clock)) for name in ("one", "other"))
+        self.one, self.other = (load_library(clock_of(self._clock, name)) for name in ("one", "other"))
         assert self.one.version != self.other.version
         for library in (self.one, self.other):
             client.function_load(library.source, replace=True)
         self.at_ms(0)
 
     def at_ms(self, since_start_ms: int) -> None:
-        self._client.set(self._clock, START_MS + since_start_ms)
+        self._client.set(self._clock, (START_MS + since_start_ms) * 1000)
 
     def call(self, library: Library, name: str, *args: str | int | bytes) -> list[bytes]:
         reply = self._client.fcall(library.function(name), 1, f"{self._prefix}pool", *args)

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from script_fleet import SETTINGS
 
 from app.admission.published import published
 from app.config import Settings
-from app.state.scripts import load_library
+from app.state.arrival import pack
+from app.state.scripts import Library, load_library
 
 DOUBLE = 8
-ADDED = 3  # counters that came after the others
+ADDED = 5  # counters that came after the others
 FIRST = [
     "born",
     "stock",
@@ -87,3 +91,132 @@ def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
     assert f"| {len(counters)} doubles |" in page
     assert f"`{layouts[1]}`, `{layouts[2]}`" in page
     assert counters[:26] == FIRST
+
+
+FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
+ENDPOINTS = ("a:1", "b:1", "c:1")
+TICKET = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
+
+
+class Mixed:
+    """A pool on which a replica of each version is at work, `0` of the former and `1` of the present one."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        source = FORMER.read_text(encoding="utf-8")
+        former = Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_"))
+        self._libraries = (former, load_library())
+        for library in self._libraries:
+            client.function_load(library.source, replace=True)
+        self._client, self._prefix = client, f"epp:{{{pool}}}:"
+        self.owners: dict[str, int] = {}
+        shared = json.dumps({**SETTINGS, "upper_per": 2, "lower_per": 2, "lease_ms": 600_000})
+        listed = (part for each in ENDPOINTS for part in (each, '{"labels":{},"draining":false}'))
+        self.call(0, "publish", "c", "e", shared, *listed)
+        for version in (0, 1):
+            self.beat(version)
+
+    def call(self, version: int, name: str, *args: str | int | bytes) -> list[bytes]:
+        function = self._libraries[version].function(name)
+        reply = self._client.fcall(function, 1, f"{self._prefix}pool", f"r-{version}", *args)
+        assert isinstance(reply, list)
+        return reply
+
+    def beat(self, version: int) -> list[bytes]:
+        return self.call(version, "heartbeat", "{}", 60_000)
+
+    def admit(self, version: int, name: str) -> None:
+        if self.owners.setdefault(name, version) != version:
+            return
+        request = pack((name, "1", f"flow-{name}", "w", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
+        self.call(version, "admit", request)
+
+    def place(self, version: int, name: str) -> None:
+        self.call(version, "place", name, "1", "*")
+
+    def move(self, version: int, name: str, endpoint: str) -> None:
+        self._renew(version, name, endpoint, "")
+
+    def restore(self, version: int, name: str, endpoint: str) -> None:
+        self._renew(version, name, "", TICKET.format(endpoint))
+
+    def _renew(self, version: int, name: str, endpoint: str, ticket: str) -> None:
+        self.call(version, "renew", name, "", endpoint, ticket, *(["0"] if version else []))
+
+    def settle(self, version: int, name: str) -> None:
+        self.call(version, "settle", name, "completed", "", "")
+        self.owners.pop(name, None)
+
+    def sweep(self, version: int) -> None:
+        self.call(version, "sweep", 0, 60_000, 600_000, *([600_000] if version else []))
+
+    def loads(self) -> list[float]:
+        return [self._client.zscore(f"{self._prefix}load", each) or 0 for each in ENDPOINTS]
+
+    def audit(self) -> None:
+        """Each endpoint's load is the number of requests placed there."""
+        rows = self._client.fcall(
+            self._libraries[1].function("view_inflight"), 1, f"{self._prefix}pool", "", "", 51
+        )
+        placed = [row.decode().split("\x1f") for row in rows[2::2]]
+        hosts = [row[13].split(",")[0] for row in placed if row[1] == "placed"]
+        assert self.loads() == [hosts.count(each) for each in ENDPOINTS]
+
+    def counts(self) -> tuple[float, int, int]:
+        """Stock, queue length, leases."""
+        function = self._libraries[1].function("state")
+        state = self._client.fcall(function, 1, f"{self._prefix}pool", 60_000)
+        return float(state[2]), state[3], state[7]
+
+    def clear(self) -> None:
+        for key in self._client.scan_iter(match=self._prefix + "*"):
+            self._client.delete(key)
+
+
+NAMES = [f"x{number}" for number in range(9)]
+VERSIONS, REQUESTS, HOSTS = st.integers(0, 1), st.sampled_from(NAMES), st.sampled_from(ENDPOINTS)
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["admit", "admit", "place", "settle"]), VERSIONS, REQUESTS),
+    st.tuples(st.sampled_from(["move", "move", "restore"]), VERSIONS, REQUESTS, HOSTS),
+    st.tuples(st.sampled_from(["beat", "sweep"]), VERSIONS),
+)
+
+
+@given(steps=st.lists(STEPS, min_size=5, max_size=60))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_given_a_former_version_beside_the_present_one_when_both_work_then_every_count_ends_at_0(
+    valkey_url: str, steps: list[tuple[str, int]]
+) -> None:
+    with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
+        mixed = Mixed(server, "mixed")
+        try:
+            # Given whatever the two do in whatever order
+            for step, *args in steps:
+                getattr(mixed, step)(*args)
+                # Then loads are what runs
+                mixed.audit()
+            # And when all has ended, nothing is left
+            for _ in range(2):
+                for name in NAMES:
+                    for version in (0, 1):
+                        mixed.place(version, name)
+                        mixed.settle(version, name)
+            mixed.audit()
+            assert mixed.counts() == (0, 0, 0)
+            # And the present version knows that the former is about, and takes tickets without a signature
+            assert mixed.beat(1)[17] == 1
+        finally:
+            mixed.clear()
+
+
+def test_given_the_present_version_alone_then_tickets_must_be_signed(valkey_url: str) -> None:
+    with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
+        mixed = Mixed(server, "alone")
+        # Given a former version that has gone an hour ago
+        prefix = "epp:{alone}:"
+        server.zrem(f"{prefix}replicas", "r-0")
+        server.hdel(f"{prefix}pool", "counters")
+        shared = json.dumps({**SETTINGS, "upper_per": 2, "lower_per": 2})
+        mixed.call(1, "publish", "c", "e", shared, "a:1", '{"labels":{},"draining":false}')
+        # When a replica beats, then nobody older is about
+        assert mixed.beat(1)[17] == 0
+        mixed.clear()

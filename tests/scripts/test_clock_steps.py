@@ -1,0 +1,167 @@
+"""Redis's clock set forward and back by hours: what the pool calls now goes on as if nothing had happened."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from script_fleet import SETTINGS
+
+from app.state.arrival import pack
+from app.state.scripts import load_library
+
+HOUR_MS = 3_600_000
+START_MS = 1_800_000_000_000
+LEASE_MS, SILENCE_MS, TTL_MS, SECOND_MS = 15_000, 5_000, 6_000, 1_000
+OPEN = json.dumps({"labels": {}, "draining": False})
+STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
+
+
+class Server:
+    """One pool on a server whose TIME is set, and a replica that beats and sweeps on it."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        library = load_library()
+        assert library.source.count("redis.call('TIME')") == 1
+        source = library.source.replace("redis.call('TIME')", "{redis.call('GET', 'seconds'), '0'}")
+        self._version = f"{library.version}_time"
+        source = source.replace(library.version, self._version)
+        client.function_load(source, replace=True)
+        self._client, self._prefix = client, f"epp:{{{pool}}}:"
+        self.real_ms, self._off_ms = 0, 0
+        self._told: tuple[bytes, int, int] | None = None
+        self.step(0)
+        published = json.dumps({**SETTINGS, "lease_ms": LEASE_MS, "silence_ms": SILENCE_MS})
+        self.call("publish", "a", "c", "e", published, "e:1", OPEN)
+        self.beat()
+
+    def step(self, by_ms: int) -> None:
+        self._off_ms += by_ms
+        self._set()
+
+    def _set(self) -> None:
+        self._client.set("seconds", f"{(START_MS + self.real_ms + self._off_ms) / 1000:.3f}")
+
+    def passes(self, ms: int) -> None:
+        self.real_ms += ms
+        self._set()
+
+    def call(self, name: str, *args: Any) -> Any:
+        return self._client.fcall(f"{name}_{self._version}", 1, f"{self._prefix}pool", *args)
+
+    def beat(self) -> list[Any]:
+        known = ()
+        if self._told is not None:
+            born, now_us, heard_ms = self._told
+            known = (born, now_us + (self.real_ms - heard_ms) * 1000)
+        reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", *known)
+        self._told = (reply[0], int(reply[18]), self.real_ms)
+        return reply
+
+    def sweep(self) -> bool:
+        """Whether it ran."""
+        return self.call("sweep", "a", 100, 3000, 300_000, 1_000_000)[4] == 1
+
+    def knows(self, name: str) -> bool:
+        return bool(self._client.hexists(f"{self._prefix}requests", name))
+
+    def admit(self, name: str, ttl_ms: int = 60_000) -> bytes:
+        request = pack((name, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
+        return bytes(self.call("admit", "a", request)[4])
+
+    def renew(self, *names: str) -> None:
+        self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
+
+    def live(self) -> int:
+        return int(self.beat()[6])
+
+    def clear(self) -> None:
+        for key in self._client.scan_iter(match=self._prefix + "*"):
+            self._client.delete(key)
+
+
+@pytest.fixture(scope="module")
+def client(valkey_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(valkey_url, socket_timeout=10) as client:
+        yield client
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 40), STEPS), max_size=6))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_given_steps_of_an_hour_when_requests_run_and_wait_then_nothing_ends_early_and_what_ends_is_not_late(
+    client: redis.Redis, steps: list[tuple[int, int]]
+) -> None:
+    server = Server(client, "steps")
+    try:
+        # Given one that runs and shows signs of life, one that runs and shows none, one that waits
+        for name in ("lives", "silent"):
+            assert server.admit(name).startswith(b"placed")
+        assert server.admit("waits", TTL_MS) == b"queued %d" % TTL_MS
+        ended_ms: dict[str, int] = {}
+        swept_ms = at = 0
+        # When time goes on by quarters of a second, and the clock is set now and then
+        while server.real_ms < 2 * LEASE_MS + 5 * SECOND_MS:
+            for when, by_ms in steps:
+                if when == at:
+                    server.step(by_ms)
+            at += 1
+            server.passes(250)
+            if at % 4 == 0:
+                assert server.beat()[4] == 1  # it is known to live
+                server.renew("lives")
+            if server.sweep():
+                swept_ms = server.real_ms
+            assert server.real_ms - swept_ms < SECOND_MS
+            for name in ("silent", "waits"):
+                if not server.knows(name):
+                    ended_ms.setdefault(name, server.real_ms)
+        # Then the one that waits expired in its second, and the silent one ended with its lease
+        assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
+        assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
+        assert server.call("settle", "a", "lives", "completed", "", "")[4] == b"settled m"
+        assert server.call("settle", "a", "silent", "completed", "", "")[4] == b"unknown"
+        assert float(server.call("state", SILENCE_MS)[2]) == 0
+    finally:
+        server.clear()
+
+
+def test_given_a_pause_in_which_nobody_calls_then_a_heartbeat_tells_how_long_it_was(
+    client: redis.Redis,
+) -> None:
+    # Given a request that waits behind others, and ten seconds in which nobody calls
+    server = Server(client, "pause")
+    for name in ("one", "two"):
+        server.admit(name)
+    assert server.admit("waits", TTL_MS) == b"queued %d" % TTL_MS
+    server.passes(10_000)
+    # When anyone else calls first, then the clock has stood still; a heartbeat brings what has passed
+    server.sweep()
+    assert server.knows("waits")
+    server.beat()
+    assert not server.knows("waits")
+    server.clear()
+
+
+def test_given_moments_from_the_future_then_a_replica_and_a_lease_end_in_their_time(
+    client: redis.Redis,
+) -> None:
+    # Given a replica and a request in flight that a clock an hour ahead has written
+    server = Server(client, "future")
+    server.admit("runs")
+    later_ms = START_MS + HOUR_MS
+    client.zadd("epp:{future}:replicas", {"gone": later_ms})
+    client.zadd("epp:{future}:inflight", {"runs": later_ms + LEASE_MS})
+    client.hset("epp:{future}:pool", "swept_ms", later_ms)
+    assert server.live() == 2
+    # When time goes on
+    for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
+        server.passes(250)
+        server.beat()
+        server.sweep()
+    # Then both have ended, a silence and a lease later
+    assert server.live() == 1
+    assert float(server.call("state", SILENCE_MS)[2]) == 0
+    server.clear()
