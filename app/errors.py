@@ -20,6 +20,7 @@
         └── Dropped              503, or 429 by configuration: overload
             ├── Saturated
             ├── TotalCapacity
+            ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
             ├── Preempted
@@ -171,6 +172,12 @@ class TotalCapacity(Dropped):
     """The queue's total capacity is in use, whoever asks (docs/fairness.md, "Capacity and preemption")."""
 
     code = "total_capacity"
+
+
+class TooManyFlows(Dropped):
+    """Its flow is new, and its source has begun as many as it may."""
+
+    code = "too_many_flows"
 
 
 class InsufficientFlowCapacity(Dropped):

@@ -30,6 +30,7 @@ from app.units import duration_s, endpoint_address, has_control
 METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
+FORWARDED_FOR = "x-forwarded-for"
 TTL = ("x-llm-d-inference-ttl",)
 # A client's own deadline. The last is the timeout of the route by which another Envoy has sent the request;
 # Envoys pass it on only from whoever they take for internal.
@@ -39,7 +40,9 @@ ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
 DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = ("x-workload-context",)
 TRACE = "traceparent"
-HEADERS = frozenset((METHOD, PATH, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION))
+HEADERS = frozenset(
+    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
+)
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id

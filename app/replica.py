@@ -26,7 +26,7 @@ from app.config import Settings
 from app.endpoints.discovery import source_of
 from app.extproc import accesslog, eds, shares
 from app.extproc.bodies import Bodies
-from app.extproc.desk import Desk, reads
+from app.extproc.desk import Desk, newcomers, reads
 from app.extproc.door import Door
 from app.extproc.server import Server
 from app.extproc.service import Service
@@ -72,6 +72,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         paths=AllowedPaths(settings.extproc.paths),
         reads=reads(settings.extproc, clock),
         bodies=bodies,
+        newcomers=newcomers(settings, clock),
         intake=Intake(
             settings,
             new_id=lambda: str(uuid.uuid4()),

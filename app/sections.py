@@ -93,6 +93,7 @@ class ExtProc(Section):
     trusted_headers: tuple[TrustedHeader, ...] = ()
     # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
+    trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
     paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
     read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
@@ -188,6 +189,8 @@ BandWeights = Annotated[
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
+    # Flows whose names are not configured: how many one address may begin at one replica.
+    new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
     band_policy: Literal["strict", "weighted"] = "strict"

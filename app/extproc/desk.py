@@ -7,6 +7,7 @@ from app.admission.gate import Gate
 from app.config import Settings
 from app.extproc.bodies import Bodies
 from app.extproc.door import Door
+from app.extproc.newcomers import Newcomers
 from app.intake import Intake
 from app.paths import AllowedPaths
 from app.rates import Rates
@@ -26,6 +27,7 @@ class Desk:
     paths: AllowedPaths
     reads: Rates
     bodies: Bodies
+    newcomers: Newcomers
     intake: Intake
     gate: Gate
     door: Door
@@ -38,3 +40,10 @@ class Desk:
 def reads(settings: ExtProc, clock: Callable[[], float]) -> Rates:
     """The bound of what goes through without admission: one for all clients of the replica."""
     return Rates(settings.read_rate, max(settings.read_rate * _READS_S, 1.0), 1, clock)
+
+
+def newcomers(settings: Settings, clock: Callable[[], float]) -> Newcomers:
+    """The bound of flows that clients name."""
+    names = {model.name for model in settings.models}
+    queue = settings.fair_request_queue
+    return Newcomers(queue.new_flows_per_minute, names, settings.extproc.trusted_hops, clock)

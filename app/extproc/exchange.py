@@ -30,6 +30,7 @@ from app.errors import (
     PayloadTooLarge,
     RequestError,
     ShuttingDown,
+    TooManyFlows,
     TooManyReads,
     UnknownPath,
     Unsupported,
@@ -39,7 +40,7 @@ from app.extproc.desk import Desk
 from app.extproc.mode import mode_of
 from app.extproc.placing import KEPT_S, Placing
 from app.extproc.pressure import FULL, pressure
-from app.intake import CONTENT_LENGTH, METHOD, PATH, read_metadata, read_subset
+from app.intake import CONTENT_LENGTH, FORWARDED_FOR, METHOD, PATH, read_metadata, read_subset
 from app.paths import NOT_LISTED
 
 _log = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class Exchange(Placing):
         self._headers = codec.read_headers(headers, self._desk.intake.headers)
         if self._is_read(headers.end_of_stream):
             return False
+        self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
         length = self._headers.pop(CONTENT_LENGTH, b"")
         if length.isdigit():
             self._length = int(length[:20])
@@ -336,7 +338,7 @@ class Exchange(Placing):
         self._code = error.code
         overload = self._desk.settings.fair_request_queue.overload_status
         dropped = isinstance(error, Dropped)
-        by_queue = dropped and not isinstance(error, ShuttingDown)
+        by_queue = dropped and not isinstance(error, ShuttingDown | TooManyFlows)
         told = FULL if by_queue else pressure(self._desk.fill(), 0.0, 1.0)
         self._status = overload if dropped else error.status
         return codec.refused(error, self._status, told)

@@ -39,6 +39,7 @@ class Placing:
     __slots__ = (
         "_asked",
         "_desk",
+        "_forwarded_for",
         "_headers",
         "_mode",
         "_model",
@@ -57,6 +58,7 @@ class Placing:
         self._started_s = desk.clock()
         self._mode = ""
         self._headers: dict[str, bytes] = {}
+        self._forwarded_for = b""
         self._subset: tuple[str, ...] | None = None
         self._ready: Ready | None = None
         self._asked: InferenceRequest | None = None
@@ -101,6 +103,7 @@ class Placing:
         request = self._desk.intake.request(ask, self._headers, subset=self._subset, trusted=trusted)
         self._model, self._target_model = request.model, request.target_model
         self._asked = request
+        self._desk.newcomers.check(request.flow, self._forwarded_for)
         return request
 
     async def _admit(self, request: InferenceRequest, came_s: float, age_s: float = 0.0) -> Placement:

@@ -15,6 +15,8 @@ import pytest
 from edge_envoy import Edge, edge
 from fleet_load import at_rest, decisions
 
+from app.fleet.modes import Mode
+
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 GATEWAY, OTHER = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
 CONFIG = {
@@ -254,3 +256,22 @@ async def test_clients_beyond_the_limit_are_hung_up_on_and_envoy_says_that_it_is
         assert (await client.get(f"{impatient.admin}/ready")).status_code == 200
     for _, writer in held:
         writer.close()
+
+
+@pytest.mark.parametrize("mode", ["lean", "standard", "headers"])
+async def test_a_client_that_invents_models_is_refused_wherever_it_says_it_is(
+    shared_fleet: Any, tmp_path: Path, mode: Mode
+) -> None:
+    config = {**CONFIG, "fair_request_queue": {"new_flows_per_minute": 5}}
+    few = shared_fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", config=config)
+    codes = []
+    with edge(few, tmp_path, mode=mode) as running:
+        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=False) as client:
+            for n in range(12):
+                ask = {**ASK, "model": f"invented-{mode}-{n}"}
+                claim = {"x-forwarded-for": f"10.0.0.{n}"}
+                answer = await client.post("/v1/completions", json=ask, headers=claim)
+                served = answer.status_code == 200
+                codes.append("ok" if served else answer.json()["error"]["code"])
+    assert codes.count("too_many_flows") >= 6, codes
+    assert set(codes) <= {"ok", "too_many_flows"}

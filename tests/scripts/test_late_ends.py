@@ -13,7 +13,7 @@ from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 from app.config import parse
 from app.extproc.bodies import Bodies
 from app.extproc.codec import WHOLE_BYTES
-from app.extproc.desk import Desk, reads
+from app.extproc.desk import Desk, newcomers, reads
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
 from app.intake import Intake
@@ -45,6 +45,7 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
             paths=AllowedPaths(),
             reads=reads(settings.extproc, clock),
             bodies=Bodies(settings.extproc.max_buffered_bytes),
+            newcomers=newcomers(settings, clock),
             intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
             gate=replica.gate,
             door=Door(replica.gate),

@@ -15,7 +15,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from app.config import Settings, parse
 from app.errors import RequestError
 from app.extproc.bodies import Bodies
-from app.extproc.desk import Desk, reads
+from app.extproc.desk import Desk, newcomers, reads
 from app.extproc.door import Door
 from app.extproc.exchange import Exchange
 from app.intake import Intake
@@ -120,6 +120,7 @@ def desk(
         paths=AllowedPaths(settings.extproc.paths),
         reads=reads(settings.extproc, lambda: 0.0),
         bodies=Bodies(settings.extproc.max_buffered_bytes),
+        newcomers=newcomers(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,
         door=Door(gate),
