@@ -144,10 +144,12 @@ class _Values:
         page.add(self)
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
-        values = self._values
-        if labels not in values and len(values) >= _MOST_SERIES:
-            labels = (OTHER,) * len(labels)
-        values[labels] = values.get(labels, 0.0) + amount
+        try:
+            self._values[labels] += amount
+        except KeyError:
+            if len(self._values) >= _MOST_SERIES:
+                labels = (OTHER,) * len(labels)
+            self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def pieces(self) -> Iterator[bytes]:
         yield self._writer.head
