@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def lua(path: str, name: str) -> int:
     """The whole number that a script names."""
-    found = re.search(rf"^local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
+    found = re.search(rf"^ *local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
     assert found is not None, f"lua/{path} has no {name}"
     return int(found[1])
 
