@@ -80,6 +80,26 @@ _ALL = (
         needs=(("fair_request_queue.ordering", "workload-aware"),),
     ),
     Scenario(
+        name="workload-aware",
+        summary=(
+            "Four workloads of one flow ask for 130 % of what can be served: two busy ones of criticality 3, "
+            "one of criticality 5, and one of 3 that asks seldom. Only the workload score tells them apart."
+        ),
+        sources=(
+            Source("urgent", 0.3, "shared", workload="urgent", criticality=5),
+            Source("quiet", 0.1, "shared", workload="quiet", criticality=3),
+            Source("busy-1", 0.45, "shared", workload="busy-1", criticality=3),
+            Source("busy-2", 0.45, "shared", workload="busy-2", criticality=3),
+        ),
+        promises=("overloaded", "urgent-first", "seldom-first"),
+        config={
+            "fair_request_queue": {"ordering": "workload-aware", "flow_capacity": 400},
+            # A run is short, and small: what a workload asks for counts sooner, and for more.
+            "workloads": {"rate_window": "10s", "rate_cap": 20},
+        },
+        needs=(("fair_request_queue.ordering", "workload-aware"),),
+    ),
+    Scenario(
         name="long-prompts",
         summary="Prompts of 8 to 160 KB beside short ones, charged in tokens: 124 % of what can be served.",
         sources=(

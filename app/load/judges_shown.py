@@ -260,6 +260,14 @@ SHOWN: Mapping[str, tuple[str, Callable[[Evidence], Finding]]] = {
     ),
     "waits-by-band": ("a higher band waits less than a lower one", waits_by_band),
     "low-not-starved": ("who is let in at the lowest rank is served within its TTL", low_not_starved),
+    "urgent-first": (
+        "of one flow, the workload of the highest criticality waits far less",
+        waits_less("urgent", "busy-1"),
+    ),
+    "seldom-first": (
+        "of workloads alike in criticality, one that asks seldom waits far less",
+        waits_less("quiet", "busy-1"),
+    ),
     "short-share": ("short prompts have their fair share of tokens", keeps_share("short")),
     "short-wait": ("short prompts do not wait for long ones", waits_less("short", "long")),
     "faults-happened": ("the fleet was harmed as planned", faults_happened),

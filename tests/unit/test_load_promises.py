@@ -138,6 +138,8 @@ FAULTS: list[tuple[str, Evidence, str]] = [
         ),
         "sheddable: nothing was served",
     ),
+    ("urgent-first", overload("workload-aware", urgent=1.0, busy_1=2.0), "urgent 1.000 s, busy-1 2.000 s"),
+    ("seldom-first", overload("workload-aware", quiet=1.0, busy_1=2.0), "quiet 1.000 s, busy-1 2.000 s"),
     ("short-share", starved(overload("long-prompts", long=2.0), "short", 3), "fair share was"),
     ("short-wait", overload("long-prompts", short=2.0, long=2.0), "short 2.000 s"),
     (

@@ -1,0 +1,62 @@
+"""The profile in which workloads decide the order: valid alone, in Compose and in the chart."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.config import Settings, load, parse
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def tree(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    return found
+
+
+def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges values."""
+    both = {**values, **over}
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            both[key] = merged(values[key], value)
+    return both
+
+
+def orders_by_workload(settings: Settings) -> bool:
+    queue = settings.fair_request_queue
+    return (queue.ordering, queue.flow_capacity, queue.queue_ttl) == ("workload-aware", 200, 60.0)
+
+
+def test_the_profile_alone_is_valid_and_orders_by_workload() -> None:
+    settings = load(DEPLOY / "picker-workload-aware.yaml", {})
+    assert orders_by_workload(settings)
+    # And it spells the specification's weights, which are the defaults
+    assert settings.workloads == parse({}).workloads
+
+
+def test_in_compose_it_stands_where_the_other_configuration_stood() -> None:
+    # Given the service of both files, as Compose lays one over the other: by the path within the container
+    base = tree(ROOT / "docker-compose.yml")["services"]["picker"]["volumes"]
+    over = tree(DEPLOY / "compose" / "workload-aware.yml")["services"]
+    (mount,) = over["picker"]["volumes"]
+    source, target, mode = mount.split(":")
+    assert [each.split(":")[1:] for each in base] == [[target, mode]]
+    assert list(over) == ["picker"]
+    # Then its configuration is there and valid, and differs in what the profile is about
+    settings, other = load(ROOT / source, {}), load(DEPLOY / "compose" / "picker.yaml", {})
+    assert orders_by_workload(settings)
+    differing = {name for name in Settings.model_fields if getattr(settings, name) != getattr(other, name)}
+    assert differing == {"fair_request_queue", "workloads"}
+
+
+def test_in_the_chart_it_changes_the_queue_and_nothing_else() -> None:
+    chart = DEPLOY / "kubernetes" / "chart"
+    values = tree(chart / "values.yaml")
+    profile = merged(values, tree(chart / "values-workload-aware.yaml"))
+    settings, other = parse(profile["config"]), parse(values["config"])
+    assert orders_by_workload(settings)
+    differing = {name for name in Settings.model_fields if getattr(settings, name) != getattr(other, name)}
+    assert differing == {"fair_request_queue"}
