@@ -38,6 +38,7 @@ _EXPIRY_ANSWER_S = 0.5
 # How often an admission is tried again when the shared state has just been lost and is being rebuilt.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
+_NEWS = frozenset(("granted", "expired", "preempted", "evicted"))
 _TAKEN_OVER = "taken over by a newer stream"
 
 
@@ -265,14 +266,15 @@ class SharedGate(RunningRequests):
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
     def hear(self, what: str, request_id: str) -> bool:
-        """News of a waiting request: granted, expired, preempted, evicted. Repeated or late: changes nothing.
+        """News of a waiting request: granted, expired, preempted, evicted. What is repeated or late, or a word of
+        another version, changes nothing.
 
         True if somebody waited for it who had not been told. A grant of a request that neither waits nor runs
         here was given by a shared state that has lost its end: it is given back.
         """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
-            return tell(waiter.news, Verdict(what, ""))
+            return what in _NEWS and tell(waiter.news, Verdict(what, ""))
         if what == "granted" and request_id not in self._held:
             ignore_loss(self._store.disclaim(request_id))
         return False

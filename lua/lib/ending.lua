@@ -35,8 +35,9 @@ local function finish_request(r, event, note_text)
     for _, band in ipairs(BANDS) do queue.unpark(band, queue.lane(r)) end
   end
 end
--- End a queued request that did not ask for it, and tell its owner: 'expired', 'preempted' or 'evicted'.
+-- End a queued request that did not ask for it, and tell its owner: 'expired', 'preempted' or 'evicted'. The version
+-- before knows 'evicted' for both of these, and no other word may reach its replicas.
 local function turn_away(r, event)
   finish_request(r, event)
-  news.tell(r.owner, r.id, event)
+  news.tell(r.owner, r.id, event == 'preempted' and pool.is_mixed() and 'evicted' or event)
 end

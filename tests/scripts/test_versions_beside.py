@@ -124,10 +124,10 @@ class Mixed:
     def beat(self, version: int) -> list[bytes]:
         return self.call(version, "heartbeat", "{}", 60_000)
 
-    def admit(self, version: int, name: str) -> None:
+    def admit(self, version: int, name: str, band: int = 1) -> None:
         if self.owners.setdefault(name, version) != version:
             return
-        request = pack((name, "1", f"flow-{name}", "w", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
+        request = pack((name, "1", f"flow-{name}", "w", "m", "*"), (band, 1, 1, 60_000, 0, 3, 0, 0))
         self.call(version, "admit", request)
 
     def place(self, version: int, name: str) -> None:
@@ -204,6 +204,29 @@ def test_given_a_former_version_beside_the_present_one_when_both_work_then_every
             assert mixed.counts() == (0, 0, 0)
             # And the present version knows that the former is about, and takes tickets without a signature
             assert mixed.beat(1)[17] == 1
+        finally:
+            mixed.clear()
+
+
+@pytest.mark.parametrize(("owner", "word"), [(0, b"evicted"), (1, b"preempted")])
+def test_given_a_request_that_makes_room_then_its_owner_is_told_in_a_word_that_it_knows(
+    valkey_url: str, owner: int, word: bytes
+) -> None:
+    with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
+        mixed = Mixed(server, "words")
+        try:
+            if owner == 1:  # alone: the former version has gone an hour ago
+                server.zrem("epp:{words}:replicas", "r-0")
+                server.hdel("epp:{words}:pool", "counters")
+                shared = json.dumps({**SETTINGS, "upper_per": 2, "lower_per": 2})
+                mixed.call(1, "publish", "c", "e", shared, "a:1", '{"labels":{},"draining":false}')
+            # Given a queue that is full of one, which a replica of that version holds
+            mixed.call(1, "tune", json.dumps({"paused": 1, "total_capacity": 1}), "{}")
+            mixed.admit(owner, "waits")
+            # When a replica of the present version brings one of a higher band
+            mixed.admit(1, "above", band=0)
+            # Then the owner is told that its request is out
+            assert server.hget(f"epp:{{words}}:inbox:r-{owner}", "waits") == word
         finally:
             mixed.clear()
 

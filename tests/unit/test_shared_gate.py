@@ -125,6 +125,14 @@ async def test_given_a_queued_request_when_it_must_go_then_its_client_is_told_at
     assert bench.store.cancelled == []
 
 
+async def test_given_news_of_another_version_when_heard_then_the_request_waits_on() -> None:
+    bench = Bench()
+    task = await bench.queued(PLACED)
+    assert not bench.gate.hear("a word that nobody knows", "r")
+    assert bench.gate.hear("granted", "r")
+    assert (await task).endpoints == (E1,)
+
+
 async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_again() -> None:
     bench = Bench()
     bench.gate.retry_after_s = 4
