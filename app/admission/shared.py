@@ -266,8 +266,8 @@ class SharedGate(RunningRequests):
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
     def hear(self, what: str, request_id: str) -> bool:
-        """News of a waiting request: granted, expired, preempted, evicted. Repeated or late news, or a word of
-        another version, changes nothing.
+        """News of a waiting request: granted, expired, preempted, evicted. Repeated or late news, or a word
+        of another version, changes nothing.
 
         True if somebody waited for it who had not been told. A grant of a request that neither waits nor runs
         here was given by a shared state that has lost its end: it is given back.
