@@ -151,3 +151,35 @@ async def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on
         await a.publish(Endpoint(A), upper_per=ROOM)
         assert ("granted", "waits") in a.news
         assert [each.max_inflight for each in await a.store.endpoints()] == [None]
+
+
+async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
+    # Given two replicas that have joined a pool whose endpoint has no limit
+    joined = {"leases": {"heartbeat": "100ms"}, "request_queue_controller": {"watermark_per_backend": ROOM}}
+    async with fleet("a", "b", joined=joined, listening=True) as it:
+        # When discovery reports one, to both
+        for replica in it.replicas:
+            assert replica.membership is not None
+            replica.membership.discovered([limited(A, 2)])
+
+        async def known() -> bool:
+            return all(
+                [each.max_inflight for each in replica.cell.current.endpoints] == [2]
+                for replica in it.replicas
+            )
+
+        await until(known)
+        # Then two are placed, whoever asks, and the third waits for one of them
+        placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), held=True) for i in range(2)]
+        assert [each.endpoints for each in placed] == [(A,), (A,)]
+        third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), held=True))
+
+        async def waits() -> bool:
+            return (await it.counts())[1:] == (1, [2])
+
+        await until(waits)
+        it.replicas[1].gate.settle(ended("r1"))
+        assert (await third).endpoints == (A,)
+        it.replicas[0].gate.settle(ended("r0"))
+        it.replicas[0].gate.settle(ended("third"))
+        await until(it.at_rest)
