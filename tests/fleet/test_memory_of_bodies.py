@@ -49,7 +49,7 @@ async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Repli
     try:
         async with serving() as page:
             config = {
-                "redis": {"url": valkey.url, "decision_budget": "2s", "call_timeout": "5s"},
+                "redis": {"url": valkey.url, "silence": "5s"},
                 "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
                 "admin": {"listen": "127.0.0.1:0"},
                 "discovery": {"static": [{"address": page.address}]},
@@ -199,10 +199,10 @@ async def test_forty_large_bodies_that_wait_cost_no_more_than_their_bound(tmp_pa
             return queued + refused == len(waiting)
 
         await until(each_waits_or_is_refused)
-        # Then the others wait, and cost little more than their size
+        # Then the others wait, and cost no more than twice their bound, whatever the heap has kept
         assert 4 <= queued <= BOUND // len(text)
         assert (await page(replica))["epp_buffered_bytes"] == queued * len(text)
-        assert mib(replica, "VmRSS") < calm_mib + 1.5 * BOUND / MIB
+        assert mib(replica, "VmRSS") < calm_mib + 2 * BOUND / MIB
         assert mib(replica, "VmHWM") < PEAK_MIB
         # And nothing is held when they have gone
         for task in waiting:
