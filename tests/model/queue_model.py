@@ -133,7 +133,8 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.news = told + reply.news
         reply.answers += [self.stock, self.lanes.queued, self.upper, self.lower, self.endpoints.ready]
-        reply.answers += [self.moment.settings["paused"], "", 0]  # no keys, since none are offered
+        # No keys, since none are offered; nobody of another version; and what time it is.
+        reply.answers += [self.moment.settings["paused"], "", 0, self.moment.now_us]
         return reply
 
     def publish(
