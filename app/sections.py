@@ -25,6 +25,9 @@ from app.scheduling.scorers import scorer_name
 from app.scraping.engines import engine_of
 from app.state.address import redis_url
 from app.units import (
+    LEAST_WEIGHT,
+    MOST_COST,
+    MOST_WEIGHT,
     AutoDuration,
     BandName,
     Count,
@@ -165,7 +168,7 @@ class TargetModel(Section):
 class Model(Section):
     name: Name
     criticality: BandName = Band.DEFAULT
-    weight: Number = Field(1.0, gt=0, le=1e6)
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
     target_models: tuple[TargetModel, ...] = ()
     endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
@@ -174,14 +177,14 @@ class Model(Section):
 class Objective(Section):
     name: Name
     criticality: BandName = Band.DEFAULT
-    weight: Number = Field(1.0, gt=0, le=1e6)
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow that it is given to
 
 
 _BAND_WEIGHTS: Mapping[Band, float] = {Band.CRITICAL: 70, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
 # Whatever is not named keeps its default: every band has a weight.
 BandWeights = Annotated[
-    dict[BandName, Annotated[Number, Field(gt=0, le=1e6)]],
+    dict[BandName, Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]],
     AfterValidator(lambda given: {**_BAND_WEIGHTS, **given}),
 ]
 
@@ -221,10 +224,10 @@ class RequestQueueController(Section):
     """Bounds per ready backend, in `unit`."""
 
     enabled: Flag = True  # False: requests are placed as they come, and nobody waits
-    watermark_per_backend: Number = Field(2, gt=0)
+    watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
-    lower_bound_per_backend: Number | None = Field(None, ge=0)
-    upper_bound_per_backend: Number | None = Field(None, gt=0)
+    lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
+    upper_bound_per_backend: Number | None = Field(None, gt=0, le=MOST_COST)
     unit: Literal["requests", "tokens"] = "requests"
     expiry_cleanup_interval: Duration = Field(1.0, gt=0)
 

@@ -156,6 +156,7 @@ local function admit(args)
         workloads.arrived(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
+      r.cost = queue.cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired
     end

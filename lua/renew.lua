@@ -31,6 +31,7 @@ local function restore(id, attempt, served, ticket, ago_ms)
   local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
   if not (pool.known and flow) then return 'unknown' end
   band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)
+  cost = cost and queue.cost(cost)
   criticality, limit = figure(criticality, 5), figure(limit, HIGHEST_LIMIT)
   if is_address(served) and endpoints.is_known(served) then endpoint = served end
   if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0

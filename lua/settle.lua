@@ -13,7 +13,9 @@ local settled -- model -> reply
 local function correct_charge(r, actual)
   -- A bypass has no tag (-1) and charges nothing. A tag may be below 0: of what was charged under one policy, more may
   -- be given back under another.
-  if r.tag == -1 or not actual or actual == r.cost then return end
+  if r.tag == -1 or not actual then return end
+  actual = queue.cost(actual)
+  if actual == r.cost or r.cost == 0 then return end -- what was taken for nothing stays so
   queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= 'weighted-fair' then return end
   local share = queue.share(r)

@@ -281,6 +281,7 @@ local function sweep(args)
   for _, band in ipairs(BANDS) do
     for _, lane in ipairs(redis.call('ZRANGE', key.parked[band], 0, CHUNK - 1)) do queue.unpark(band, lane) end
     drop_idle(band)
+    if fresh then queue.heal(band) end
     if age_tags(band) then more = true end
   end
   drop_overdue()

@@ -16,7 +16,7 @@ from app.config import Settings, parse
 from app.errors import ConfigError
 from app.request import Band, finite_number
 from app.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
-from app.units import has_control
+from app.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 
 # Every key that may change -> the shared settings that follow from it.
 _BOUNDS = ("upper_per", "lower_per")
@@ -48,7 +48,7 @@ _WEIGHTS = "weights"
 _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _SCORERS = "scheduling.scorers"
 _BY_NAME = (_BAND_WEIGHTS, _SCORERS)  # each name under them changes on its own
-_MOST_WEIGHT = 1e6
+_MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
@@ -200,8 +200,8 @@ def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
         number = finite_number(weight)
         if not flow.strip() or has_control(flow) or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
             yield f"weights.{flow[:60]}: is no flow's key"
-        elif number is None or not 0 < number <= _MOST_WEIGHT:
-            yield f"weights.{flow[:60]}: must be a number above 0, at most {_MOST_WEIGHT:g}"
+        elif number is None or not LEAST_WEIGHT <= number <= MOST_WEIGHT:
+            yield f"weights.{flow[:60]}: must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
 def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
@@ -211,7 +211,7 @@ def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
             scorer_name(name)
         except ValueError as fault:
             yield f"{key}: {fault}"
-        if number is None or not 0 <= number <= _MOST_WEIGHT:
-            yield f"{key}: must be a number, at most {_MOST_WEIGHT:g}; 0 turns it off"
+        if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
+            yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"
         elif name == IN_FLIGHT and number == 0:
             yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"

@@ -6,11 +6,43 @@
 local queue = {}
 local forget_lengths
 do
-  -- What serving r costs its lane.
+  -- What serving r costs its lane. Weights and costs that a former version has let in, or nobody has checked, count as
+  -- the nearest that the arithmetic bears.
+  local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = 1e-3, 1e6, 1e9
+  local function within(number, least, most)
+    if number >= least and number <= most then return number end
+    return number > most and most or least -- the least too for what is no number
+  end
   function queue.share(r)
     if settings.fairness == 'round-robin' then return 1 end
-    if settings.fairness == 'none' then return r.cost end
-    return r.cost / (settings.weights[r.flow] or r.weight)
+    local cost = within(r.cost, 0, MOST_COST)
+    if settings.fairness == 'none' then return cost end
+    return cost / within(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
+  end
+  function queue.cost(cost) return within(cost, 0, MOST_COST) end
+  -- The sweep's part: tags that are no finite number, or beyond what sums of years reach, go to the others' level.
+  local MOST_TAG = 2 ^ 62
+  local HEALED = 100 -- of a set, a call
+  local function is_sound(tag) return tag > -MOST_TAG and tag < MOST_TAG end
+  function queue.heal(band)
+    local flows = ahead.anew(key.flows[band])
+    local least = redis.call('ZRANGEBYSCORE', flows, '(' .. full(-MOST_TAG), '(' .. full(MOST_TAG), 'WITHSCORES',
+      'LIMIT', 0, 1)
+    local level = tonumber(least[2] or 0)
+    if is_sound(pool[V[band]]) then level = pool[V[band]] else pool[V[band]] = level end
+    if not is_sound(pool[NEW[band]]) then pool[NEW[band]] = level end
+    if not (is_sound(pool[BAND_TAG[band]]) and is_sound(pool.bv)) then
+      pool.bv = 0
+      for _, each in ipairs(BANDS) do pool[BAND_TAG[each]] = 0 end
+    end
+    for _, places in ipairs({flows, key.parked[band], key.finish[band]}) do
+      ahead.anew(places)
+      for _, range in ipairs({{full(MOST_TAG), '+inf'}, {'-inf', full(-MOST_TAG)}}) do
+        for _, lane in ipairs(redis.call('ZRANGEBYSCORE', places, range[1], range[2], 'LIMIT', 0, HEALED)) do
+          later('ZADD', places, level, lane)
+        end
+      end
+    end
   end
   function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
   -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
@@ -185,7 +217,7 @@ do
   function queue.charge_band(r, cost)
     if settings.band_policy ~= 'weighted' then return end
     local name = BAND_TAG[r.band]
-    pool[name] = pool[name] + cost / settings.band_weights[r.band + 1]
+    pool[name] = pool[name] + cost / within(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
   end
   -- A lane whose flow is at its limit, or the endpoints of its next request, leaves the order, and comes back without
   -- a claim to what it missed.

@@ -71,7 +71,7 @@ async def test_given_a_partial_tree_when_patched_then_it_is_in_force_and_shown(
         ({"fair_request_queue": {"queue_ttl": "1s"}}, "fair_request_queue.queue_ttl: cannot change live"),
         ({"fair_request_queue": {"flow_capacity": 5000}}, "flow_capacity 5000 exceeds total_capacity 1000"),
         ({"weights": {"go\x1fld": 2}}, "is no flow's key"),
-        ({"weights": {"gold": -1}}, "weights.gold: must be a number above 0"),
+        ({"weights": {"gold": -1}}, "weights.gold: must be a number from 0.001"),
     ],
 )
 async def test_given_a_patch_that_cannot_be_when_sent_then_the_problem_names_it_and_lists_the_live_keys(
