@@ -175,7 +175,7 @@ class TotalCapacity(Dropped):
 
 
 class TooManyFlows(Dropped):
-    """Its flow is new, and its source has begun as many as it may."""
+    """Its flow is new, and its source has begun as many as it may, or as many wait as may in all."""
 
     code = "too_many_flows"
 

@@ -192,6 +192,7 @@ BandWeights = Annotated[
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
+    max_flows: Count = Field(10_000, ge=1)  # that have a request waiting, in all bands
     # Flows whose names are not configured: how many one address may begin at one replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)

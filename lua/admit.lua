@@ -11,7 +11,8 @@
 --   lacks the answer's part, which the flow's mean gives)
 -- Returns {born, news, attempts, served, reply...}, one reply a request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
---   REASON one of no-endpoints, saturated, insufficient-flow-capacity, total-capacity | 'expired'
+--   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows,
+--   total-capacity | 'expired'
 --   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'.
 --   One that is refused or expired leaves nothing by its id: sent twice it counts twice among its workload's
 --   arrivals, and changes nothing else
@@ -115,6 +116,11 @@ local function arrive(r, turn, picks)
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
   if settings.fairness ~= 'none' and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
+  end
+  -- No more flows wait than requests, so that this is looked at in long queues only. Critical flows have their places.
+  if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.flows() >= settings.max_flows
+    and queue.length(r.band, queue.lane(r)) == 0 then
+    return refuse(r, 'too-many-flows')
   end
   if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
     return refuse(r, 'total-capacity')

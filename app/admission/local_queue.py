@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from app.admission.local_rules import Rules
-from app.errors import InsufficientFlowCapacity, Saturated, TotalCapacity
+from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
 from app.request import Band, InferenceRequest
 
 _CREDIT = 1 - 1e-9  # ten tenths are not quite one
@@ -83,7 +83,7 @@ class LocalQueue:
         """Queue `request`; its place, and who had to make room for it.
 
         Raises:
-            Saturated, InsufficientFlowCapacity, TotalCapacity: as the shared queue would.
+            Saturated, InsufficientFlowCapacity, TooManyFlows, TotalCapacity: as the shared queue would.
         """
         rules, band = self._rules, self._bands[request.band]
         name = "" if rules.fairness == "none" else request.flow
@@ -92,6 +92,9 @@ class LocalQueue:
             raise Saturated("only critical requests may wait", retry_after_s=1)
         if rules.fairness != "none" and lane is not None and lane.length >= rules.flow_capacity:
             raise InsufficientFlowCapacity("this flow's part of the queue is full", retry_after_s=1)
+        new = request.band is not Band.CRITICAL and (lane is None or not lane.length)
+        if new and self._flows() >= rules.max_flows:
+            raise TooManyFlows("too many other flows wait", retry_after_s=1)
         victim = None
         if len(self) >= rules.total_capacity:
             victim = self._newest_below(request.band) if rules.overload == "preempt" else None
@@ -106,6 +109,12 @@ class LocalQueue:
         waiting = Waiting(request, cost, arrived_s, deadline_s, due_s, lane)
         self._insert(waiting, band)
         return waiting, victim
+
+    def _flows(self) -> int:
+        """How many flows have something waiting."""
+        if len(self) < self._rules.max_flows:
+            return len(self)  # there are no more than that
+        return sum(lane.length > 0 for band in self._bands.values() for lane in band.lanes.values())
 
     def remove(self, waiting: Waiting) -> None:
         """Take it out unserved, if it is still in; its flow keeps its tag."""

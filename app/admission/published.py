@@ -24,6 +24,7 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "lower_per": controller.lower_per_backend,
         "total_capacity": queue.total_capacity,
         "flow_capacity": queue.flow_capacity,
+        "max_flows": queue.max_flows,
         "lease_ms": leases.inflight * 1000,
         "silence_ms": leases.replica_silence * 1000,
         "fallbacks": settings.scheduling.fallbacks,

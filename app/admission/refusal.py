@@ -9,6 +9,7 @@ from app.errors import (
     Preempted,
     RequestError,
     Saturated,
+    TooManyFlows,
     TotalCapacity,
 )
 from app.request import InferenceRequest
@@ -18,6 +19,7 @@ _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
     "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
+    "too-many-flows": (TooManyFlows, "too many other flows wait"),
     "total-capacity": (TotalCapacity, "the queue is full"),
 }
 

@@ -64,6 +64,16 @@ do
     end
     return length
   end
+  -- How many lanes have something waiting, in all bands.
+  function queue.flows()
+    local count = 0
+    for _, band in ipairs(BANDS) do
+      for _, lanes in ipairs({key.flows[band], key.parked[band]}) do
+        count = count + redis.call('ZCARD', ahead.anew(lanes))
+      end
+    end
+    return count
+  end
   function queue.due_ms(r)
     local arrived, deadline_ms, patience_ms = r.arrived, r.deadline_ms, settings.starvation_ms
     local arrived_ms = (arrived - arrived % 1000) / 1000

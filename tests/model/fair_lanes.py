@@ -53,6 +53,10 @@ class FairLanes:
         lane = self.bands[r.band].lanes.get(self.name_of(r))
         return len(lane.requests) if lane else 0
 
+    def flows(self) -> int:
+        """Lanes with something waiting, in all bands."""
+        return sum(bool(lane.requests) for band in self.bands for lane in band.lanes.values())
+
     def share(self, r: Request) -> float:
         """What serving r costs its lane."""
         settings = self._moment.settings

@@ -234,6 +234,8 @@ class QueueModel(PoolModel):
             return self._refuse(r, "saturated")
         if s["fairness"] != "none" and self.lanes.length(r) >= s["flow_capacity"]:
             return self._refuse(r, "insufficient-flow-capacity")
+        if r.band > 0 and self.lanes.flows() >= s.get("max_flows", math.inf) and not self.lanes.length(r):
+            return self._refuse(r, "too-many-flows")
         if self.lanes.queued >= s["total_capacity"]:
             victim = self.lanes.victim(r, self._next_arrival) if s["overload"] == "preempt" else None
             if victim is None:

@@ -7,7 +7,7 @@ from decision_ledger import order_of
 from script_fleet import OpenFleet, ask
 
 from app.endpoints.snapshot import Endpoint
-from app.errors import InsufficientFlowCapacity, NoEndpoints, TotalCapacity
+from app.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 from app.state.store import Verdict
 
 
@@ -118,6 +118,24 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
         await a.store.cancel("x0", 1, "cancelled")
         assert (await a.admit("z1", flow="z")).what == "queued"
         assert (await it.ledger()).lives.keys() == {"runs", "x0", "x1", "y0", "z1"}
+
+
+async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, total_capacity=9, flow_capacity=9, max_flows=2) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        for name, flow in (("x0", "x"), ("y0", "y"), ("x1", "x")):
+            assert (await a.admit(name, flow=flow)).what == "queued"
+        # A third flow is one too many, in whatever band, unless it is critical, which has its places
+        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows 1")
+        assert await a.admit("x2", flow="x", band=2) == Verdict("refused", "too-many-flows 1")
+        with pytest.raises(TooManyFlows):
+            await a.gate.admit(ask("z1", flow="z"), held=False)
+        assert (await a.admit("c0", flow="c", band=0)).what == "queued"
+        # When one of them waits no more, then another may
+        await a.store.cancel("y0", 1, "cancelled")
+        await a.store.cancel("c0", 1, "cancelled")
+        assert (await a.admit("z2", flow="z")).what == "queued"
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:

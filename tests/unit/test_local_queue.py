@@ -9,7 +9,7 @@ from hypothesis import given
 from local_requests import ask, rules
 
 from app.admission.local_queue import LocalQueue, Waiting
-from app.errors import InsufficientFlowCapacity, Saturated, TotalCapacity
+from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
 from app.request import Band, Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
@@ -135,6 +135,18 @@ def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> 
     with pytest.raises(Saturated):
         picky.offer(ask("d"), 1.0, 0.0)
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
+
+
+def test_given_as_many_flows_as_may_wait_when_another_is_offered_then_it_is_refused() -> None:
+    queue = LocalQueue(rules(total_capacity=9, max_flows=1))
+    first, _ = queue.offer(ask("a", flow="a"), 1.0, 0.0)
+    second, _ = queue.offer(ask("a2", flow="a"), 1.0, 0.0)
+    with pytest.raises(TooManyFlows):
+        queue.offer(ask("b", flow="b"), 1.0, 0.0)
+    urgent, _ = queue.offer(ask("c", flow="c", band=Band.CRITICAL), 1.0, 0.0)
+    for waiting in (first, second, urgent):
+        queue.remove(waiting)
+    queue.offer(ask("b", flow="b"), 1.0, 0.0)
 
 
 def test_given_capacities_of_the_fleet_when_divided_then_each_replica_has_its_part() -> None:
