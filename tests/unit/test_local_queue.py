@@ -138,7 +138,7 @@ def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> 
 
 
 def test_given_as_many_flows_as_may_wait_when_another_is_offered_then_it_is_refused() -> None:
-    queue = LocalQueue(rules(total_capacity=9, max_flows=1))
+    queue = LocalQueue(rules(total_capacity=9, flow_capacity=9, max_flows=1))
     first, _ = queue.offer(ask("a", flow="a"), 1.0, 0.0)
     second, _ = queue.offer(ask("a2", flow="a"), 1.0, 0.0)
     with pytest.raises(TooManyFlows):
