@@ -68,6 +68,12 @@ class Settings(Section):
     logging: Logging = Logging()
     tracing: Tracing = Tracing()
 
+    @property
+    def claim_share(self) -> float:
+        """The part of the bound that one request takes at most."""
+        in_tokens = self.request_queue_controller.unit == "tokens"
+        return self.fair_request_queue.claim_share if in_tokens else 1.0
+
     @model_validator(mode="after")
     def _names_once(self) -> Self:
         for kind in ("models", "objectives"):

@@ -176,6 +176,7 @@ class Intake:
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
         self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
         self._limits = _limits(settings.models)
+        self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
         self._objective_limits = _limits(settings.objectives)
         self._selectors = {
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
@@ -216,7 +217,7 @@ class Intake:
             trace = headers.get(TRACE, b"").decode("latin-1")
         model = rewrite or ask.model  # and with it what the request may use
         band, weight = self._rank(model, objective)
-        cost, learn = _tokens(ask) if self._in_tokens else (1.0, False)
+        cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
         target = self._target(model)
         return InferenceRequest(
             id=request_id,
@@ -308,12 +309,13 @@ def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     return block_hashes(target_model, prompt_bytes(body), salt=bytes(salt))
 
 
-def _tokens(ask: Ask) -> tuple[float, bool]:
-    """The cost of `ask` in tokens, and whether it lacks the answer's part."""
+def _tokens(ask: Ask, most: float) -> tuple[float, bool]:
+    """The cost of `ask` in tokens, and whether it lacks the answer's part; `most` is what its model takes and
+    answers, whatever is claimed."""
     prompt_tokens = max(1.0, ask.body_bytes / _BYTES_A_TOKEN)
     if ask.answer_tokens is None:
-        return prompt_tokens, True
-    return prompt_tokens + ask.answer_tokens, False
+        return min(prompt_tokens, most), True
+    return min(prompt_tokens + ask.answer_tokens, most), False
 
 
 def _answer_tokens(fields: Mapping[str, object]) -> int | None:

@@ -170,6 +170,7 @@ class Model(Section):
     criticality: BandName = Band.DEFAULT
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
+    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt and answer together
     target_models: tuple[TargetModel, ...] = ()
     endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
 
@@ -193,6 +194,8 @@ class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
     max_flows: Count = Field(10_000, ge=1)  # that have a request waiting, in all bands
+    # Of the bound, that one request takes at most, whatever it claims; only under `unit: tokens`.
+    claim_share: Number = Field(0.25, gt=0, le=1)
     # Flows whose names are not configured: how many one address may begin at one replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)

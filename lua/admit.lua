@@ -80,7 +80,7 @@ end
 
 local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
-  local take = pool.share(r)
+  local take = pool.share(r.cost, pool.upper)
   if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_full(r) then return nil end
   if settings.caps and endpoints.places() < 1 then return nil end
   r.taken = take

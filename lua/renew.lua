@@ -43,7 +43,7 @@ local function restore(id, attempt, served, ticket, ago_ms)
   r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
     r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'placed', news.caller, attempt, flow, band, weight, cost,
     workload_id, criticality, model, now_us, record.NO_DEADLINE, endpoint, limit,
-    settings.queue_enabled == 0 and 0 or math.min(cost, pool.most()), -1
+    pool.share(cost, pool.most()), -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then

@@ -150,7 +150,7 @@ class FleetLists:
         return {
             **told,
             "lease_in_s": shown.rounded(found.lease_in_s),
-            "why": why(found, state, ahead),
+            "why": why(found, state, ahead, self._membership.effective.settings.claim_share),
             "explanation": explanation,
         }
 

@@ -6,8 +6,9 @@ from typing import Any
 from app.state.reads import Whereabouts
 
 
-def why(found: Whereabouts, state: Mapping[str, Any], ahead: int | None) -> str:
-    """`state` is the fleet's (app/state/store.py); `ahead` how many are foretold to be served before it."""
+def why(found: Whereabouts, state: Mapping[str, Any], ahead: int | None, claim_share: float) -> str:
+    """`state` is the fleet's (app/state/store.py); `ahead` how many are foretold to be served before it;
+    `claim_share` the part of the bound that one request takes at most."""
     entry = found.entry
     if entry.state == "placed":
         return (
@@ -17,7 +18,7 @@ def why(found: Whereabouts, state: Mapping[str, Any], ahead: int | None) -> str:
         return f"its turn has come; replica {entry.owner} is choosing its endpoint"
     if entry.state == "held":
         return f"replica {entry.owner}, which brought it, is silent; it waits to be brought again by another"
-    return f"{_before(found, ahead)}; {_obstacle(found, state)}"
+    return f"{_before(found, ahead)}; {_obstacle(found, state, claim_share)}"
 
 
 def _before(found: Whereabouts, ahead: int | None) -> str:
@@ -28,7 +29,7 @@ def _before(found: Whereabouts, ahead: int | None) -> str:
     return text if ahead is None or ahead == rank else f"{text}, and {ahead} in all are served sooner"
 
 
-def _obstacle(found: Whereabouts, state: Mapping[str, Any]) -> str:
+def _obstacle(found: Whereabouts, state: Mapping[str, Any], claim_share: float) -> str:
     if state["paused"]:
         return "dispatching is paused"
     if not state["ready_backends"]:
@@ -44,8 +45,9 @@ def _obstacle(found: Whereabouts, state: Mapping[str, Any]) -> str:
     stock, bounds = state["stock"], state["bounds"]
     if stock >= bounds["lower"]:
         return f"the stock ({stock:g}) is at its bounds ({bounds['lower']:g} to {bounds['upper']:g})"
-    if stock + found.entry.cost > bounds["upper"]:
-        return f"its cost ({found.entry.cost:g}) does not fit above the stock ({stock:g}) yet"
+    takes = min(found.entry.cost, claim_share * bounds["upper"])
+    if stock + takes > bounds["upper"]:
+        return f"its cost ({takes:g}) does not fit above the stock ({stock:g}) yet"
     return "it is served when its turn comes"
 
 

@@ -40,7 +40,7 @@ class LocalGate:
         self.needy = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._purse = Purse(0.0)
-        self._bound = 0.0
+        self._bound = self._claim = 0.0  # the latter is the most that one request takes
         self._paused = False
         self._queue: LocalQueue | None = None
         self._queued: dict[str, _Queued] = {}
@@ -71,7 +71,7 @@ class LocalGate:
         While `paused` nothing is let go.
         """
         self._paused = paused
-        self._purse, self._bound = Purse(min(free, bound)), bound
+        self._purse, self._bound, self._claim = Purse(min(free, bound)), bound, rules.claim_share * bound
         self._queue = LocalQueue(rules)
 
     def keep(self, most: float) -> None:
@@ -80,7 +80,7 @@ class LocalGate:
 
     def cost_of(self, cost: float) -> float:
         """What a request of `cost` is charged, as the scripts do."""
-        return min(cost, self._bound)
+        return min(cost, self._claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
         """True once `cost` is paid for; False if there is a shared state again, to be asked instead. Unless

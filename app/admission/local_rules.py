@@ -14,6 +14,7 @@ class Rules:
     total_capacity: int
     flow_capacity: int
     max_flows: int
+    claim_share: float
     band_policy: str
     band_weights: Mapping[Band, float]
     fairness: str
@@ -47,6 +48,7 @@ def rules_of(effective: Effective, live: int) -> Rules:
         total_capacity=max(1, queue.total_capacity // max(live, 1)),
         flow_capacity=max(1, queue.flow_capacity // max(live, 1)),
         max_flows=max(1, queue.max_flows // max(live, 1)),
+        claim_share=effective.settings.claim_share,
         band_policy=queue.band_policy,
         band_weights=queue.band_weights,
         fairness=queue.fairness,

@@ -25,6 +25,7 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "total_capacity": queue.total_capacity,
         "flow_capacity": queue.flow_capacity,
         "max_flows": queue.max_flows,
+        "claim_share": settings.claim_share,
         "lease_ms": leases.inflight * 1000,
         "silence_ms": leases.replica_silence * 1000,
         "fallbacks": settings.scheduling.fallbacks,

@@ -24,6 +24,7 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.total_capacity": ("total_capacity",),
     "fair_request_queue.flow_capacity": ("flow_capacity",),
     "fair_request_queue.max_flows": ("max_flows",),
+    "fair_request_queue.claim_share": ("claim_share",),
     "fair_request_queue.band_policy": ("band_policy",),
     "fair_request_queue.band_weights": ("band_weights",),
     "fair_request_queue.fairness": ("fairness",),

@@ -121,9 +121,10 @@ class Replay:
 
     def _taken_by(self, entry: Entry) -> float:
         """What the request of `entry` takes of the stock."""
-        if self.rules is not None and not self.rules.queues:
+        rules = self.rules or Rules()
+        if not rules.queues:
             return 0.0
-        return entry.cost if entry.event == "restored" else min(entry.cost, entry.upper)
+        return entry.cost if entry.event == "restored" else min(entry.cost, rules.claim_share * entry.upper)
 
     def _join(self, entry: Entry) -> None:
         """`entry` is the first: is it what an empty pool would make of it?"""

@@ -21,6 +21,7 @@ class Rules:
     weights: Mapping[str, float] = field(default_factory=dict)
     caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
     paused: bool = False
+    claim_share: float = 1.0  # of the bound, that one request takes at most
     queues: bool = True  # False: the queue is switched off, and nothing takes of the stock
     logged: bool = True  # False: what follows this entry was not written
 
@@ -44,6 +45,7 @@ class Rules:
                 weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
                 caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
                 paused=settings.get("paused") == 1,
+                claim_share=float(settings.get("claim_share", 1)),
                 queues=settings.get("queue_enabled", 1) != 0,
                 logged=settings.get("log_max", 1) != 0,
             )

@@ -98,7 +98,7 @@ local function dispatch()
     elseif r.limit > 0 and endpoints.flow_full(r) then
       queue.park(r.band, queue.lane(r), tag)
     else
-      local take = pool.share(r)
+      local take = pool.share(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
       grant(r, tag, take, lane)
       served, places = served + 1, places - 1

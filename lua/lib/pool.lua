@@ -94,10 +94,12 @@ function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
--- What r takes of the stock. With the queue switched off nothing does: requests are placed as they come.
-function pool.share(r)
+-- What a request of `cost` takes of a stock of `most`: a claim of tokens costs its client nothing, so that it takes a
+-- part of the bound and no more. With the queue switched off nothing is taken: requests are placed as they come.
+function pool.share(cost, most)
   if settings.queue_enabled == 0 then return 0 end
-  return r.cost < pool.upper and r.cost or pool.upper
+  most = most * (settings.claim_share or 1)
+  return cost < most and cost or most
 end
 -- Bounds follow the number of ready backends. Nine digits undo binary rounding: 20 at 1.15 are 23, not 22.999….
 function pool.bound()

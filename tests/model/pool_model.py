@@ -142,7 +142,11 @@ class PoolModel:
         return bool(self.moment.settings.get("queue_enabled", 1))
 
     def share_of_stock(self, r: Request) -> float:
-        return min(r.cost, self.upper) if self.queues else 0.0
+        return self.claim(r.cost, self.upper)
+
+    def claim(self, cost: float, most: float) -> float:
+        """What a request of `cost` takes of a stock of `most`."""
+        return min(cost, most * self.moment.settings.get("claim_share", 1)) if self.queues else 0.0
 
     @property
     def _caps(self) -> dict[str, int]:

@@ -291,7 +291,7 @@ class QueueModel(PoolModel):
         self.requests[r.id] = r
         self._reserve(r)
         most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))
-        self._take(r, min(r.cost, most) if self.queues else 0)
+        self._take(r, self.claim(r.cost, most))
         self.workloads.restored(r.workload)
         self._log("restored", r.id)
         return "restored"

@@ -6,6 +6,7 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, ask
 
+from app.admission import ticket
 from app.endpoints.snapshot import Endpoint
 from app.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 from app.state.store import Verdict
@@ -190,3 +191,26 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
         pulse = await a.beat()
         assert (pulse.born, pulse.was_known) == ("0", False)
         assert not (await a.sweep()).ran
+
+
+async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFleet) -> None:
+    # Given a stock of 1000 tokens, of which one request takes a quarter at most
+    async with fleet("a", upper_per=1000, lower_per=1000, claim_share=0.25) as it:
+        (a,) = it.replicas
+        # When six claim a million each, and a hundred honest ones of 10 come behind them
+        for n in range(6):
+            await a.admit(f"greedy{n}", flow="greedy", cost=1e6)
+        for n in range(100):
+            await a.admit(f"honest{n}", flow="honest", cost=20)
+        # Then four of the six run at a time; as two end, their flow has a turn, and the honest ones the next
+        assert (await it.state())["stock"] == 1000
+        await a.settle("greedy0", "greedy1")
+        running = [entry.request for entry in await it.log() if entry.event in ("bypassed", "granted")]
+        assert sum(name.startswith("honest") for name in running) == 12
+        assert all(entry.stock <= 1000 for entry in await it.log())
+        # And what a ticket brings back takes no more either
+        await it.redis.flushall()
+        await a.publish("10.0.0.1:8000", upper_per=1000, lower_per=1000, claim_share=0.25)
+        note = ticket.write(ask("lost", cost=1e6), "10.0.0.1:8000")
+        assert await a.store.renew("lost", None, "", note) == "restored"
+        assert (await it.state())["stock"] == 250

@@ -159,6 +159,9 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
         ({"fair_request_queue": {"overload_status": 500}}, "fair_request_queue.overload_status"),
         ({"fair_request_queue": {"ordering": "lifo"}}, "fair_request_queue.ordering"),
         ({"fair_request_queue": {"guard_share": 1}}, "fair_request_queue.guard_share"),
+        ({"fair_request_queue": {"claim_share": 0}}, "fair_request_queue.claim_share"),
+        ({"fair_request_queue": {"claim_share": 1.5}}, "fair_request_queue.claim_share"),
+        ({"fair_request_queue": {"max_flows": 0}}, "fair_request_queue.max_flows"),
         ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue"),
         (
             {"request_queue_controller": {"watermark_per_backend": float("inf")}},

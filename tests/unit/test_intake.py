@@ -156,7 +156,10 @@ def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: boo
 
 TOKENS = parse(
     {
-        "models": [{"name": "limited", "max_inflight_per_endpoint": 3}],
+        "models": [
+            {"name": "limited", "max_inflight_per_endpoint": 3},
+            {"name": "short", "max_model_len": 2000},
+        ],
         "objectives": [
             {"name": "tight", "max_inflight_per_endpoint": 2},
             {"name": "wide", "max_inflight_per_endpoint": 5},
@@ -216,6 +219,12 @@ def test_a_body_that_envoy_read_is_costed_by_its_length() -> None:
     assert costed(read_metadata({"model": "m", "max_tokens": 50.0}, 4000)) == (1050, False)
     # Given no content-length, then the least is charged
     assert costed(read_metadata({"model": "m"})) == (1, True)
+
+
+def test_a_claim_counts_at_most_what_its_model_takes_and_answers() -> None:
+    assert costed(read_metadata({"model": "short", "max_tokens": 1e6}, 4000)) == (2000, False)
+    assert costed(read_metadata({"model": "short", "max_tokens": 50}, 4000)) == (1050, False)
+    assert costed(read_metadata({"model": "short"}, 400_000)) == (2000, True)
 
 
 def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:

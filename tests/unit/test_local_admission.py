@@ -13,9 +13,12 @@ from scripted_store import until
 from app.admission import ticket
 from app.admission.local import LocalGate
 from app.admission.local_pick import LocalPicker, pick
+from app.admission.local_rules import rules_of
 from app.admission.outbox import Outbox, Placed
 from app.admission.purse import Purse, share
+from app.admission.tuning import Effective
 from app.admission.waiter import Wait
+from app.config import parse
 from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from app.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from app.request import Alive, Band, Completion, Outcome
@@ -185,6 +188,10 @@ async def test_given_more_than_the_bound_when_earned_then_it_is_not_kept() -> No
     gate.earn(5.0)
     assert gate.free == 3.0
     assert gate.cost_of(10.0) == 3.0
+    # Under `unit: tokens` one request takes its share of the bound at most
+    settings = parse({"request_queue_controller": {"unit": "tokens"}})
+    gate.open(50.0, 1000.0, rules_of(Effective(settings, {}), 1))
+    assert (gate.cost_of(1e6), gate.cost_of(100.0)) == (250.0, 100.0)
 
 
 async def test_given_one_that_waits_when_its_client_leaves_then_its_place_is_given_back() -> None:
