@@ -189,7 +189,7 @@ async def test_given_more_than_the_bound_when_earned_then_it_is_not_kept() -> No
     assert gate.free == 3.0
     assert gate.cost_of(10.0) == 3.0
     # Under `unit: tokens` one request takes its share of the bound at most
-    settings = parse({"request_queue_controller": {"unit": "tokens"}})
+    settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 1000}})
     gate.open(50.0, 1000.0, rules_of(Effective(settings, {}), 1))
     assert (gate.cost_of(1e6), gate.cost_of(100.0)) == (250.0, 100.0)
 
