@@ -22,6 +22,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
+_WINDOW_BYTES = 512 * 1024
 _FLUSH_S = 1.0  # for answers that are decided; then streams without end (access logs, EDS) are cut
 _STOP_S = 0.25
 
@@ -42,9 +43,10 @@ class Server:
                 ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
                 ("grpc.max_receive_message_length", settings.max_body_bytes + _MESSAGE_MARGIN_BYTES),
                 ("grpc.max_send_message_length", -1),
-                # What has come and is not read yet counts nowhere: each stream may have one message of it.
-                # By itself gRPC opens windows of megabytes for each stream where the network is fast.
+                # What has come and is not read yet counts nowhere: by itself gRPC opens windows of megabytes
+                # for each stream where the network is fast. A small one costs a message for each 64 KB.
                 ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
                 # Envoy pings idle connections; a strict server would answer with GOAWAY
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
