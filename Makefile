@@ -84,7 +84,6 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
 	$(BIN)/python -m bench.scraping $(ARGS)
 
-
 bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
 	$(BIN)/python -m bench.tuning $(ARGS)
 
