@@ -58,7 +58,10 @@ local function heartbeat(args)
   write_now('ZADD', key.replicas, now_ms - 0.5, owner)
   later('HSET', key.about, owner, about)
   -- A sweep may have begun on what it queued before; the next silence is walked from the start.
-  if was_known == 0 then later('HDEL', key.orphans, owner) end
+  if was_known == 0 then
+    later('HDEL', key.orphans, owner)
+    if args[5] then pool.may_lack() end -- it has been away; one that is new brings nothing
+  end
   local others = redis.call('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf', 'WITHSCORES')
   local leader = 1
   for i = 1, #others, 2 do

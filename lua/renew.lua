@@ -4,16 +4,20 @@
 --
 -- Guarantees: what reports itself is never reaped; the served endpoint is the one that is counted; what has ended is
 -- not restored while its tombstone lasts (bury), but for a later request of the same id that the caller let go; a
--- ticket takes back no more than an admission gives, and only at an endpoint that the pool knows (G1).
+-- ticket takes back no more than an admission gives, and only at an endpoint that the pool knows (G1). A ticket that an
+-- access log brings, which anybody who has seen it can, restores nothing whose end has been counted: only what the
+-- pool may lack (pool.lacks), what was given up unheard, and for a lease what was let go without the shared state.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it),
 --   served endpoint ('' unknown), ticket ('' none): flow, band, weight, cost, workload, criticality,
---   model, endpoint, limit, joined by tabs, what follows is the replicas' own; how long ago it was last seen alive, ms
+--   model, endpoint, limit, and alone=MS if it was let go without the shared state, when by the pool's clock, joined by
+--   tabs, what follows is the replicas' own; how long ago it was last seen alive, ms
 -- Returns {born, news, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 local RENEW_ITEM = 5
-local TICKET = '^([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)\t([^\t]*)'
+local FIELD = '([^\t]*)\t'
+local TICKET -- made at the first call: a library being loaded has no `string`
 
 local MOST = 1e12 -- sums of so much stay exact
 local HIGHEST_LIMIT = 65535
@@ -26,10 +30,19 @@ end
 
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
+-- Whether the pool may have no record of a request that runs.
+local function may_lack(id, alone)
+  local alone_ms = tonumber(string.match(alone, '^alone=(%d+)$'))
+  return pool.lacks() or tombstones.gave_up(id)
+    or (alone_ms and now_ms - alone_ms < settings.lease_ms + LONGER_MS)
+end
+
 local function restore(id, attempt, served, ticket, ago_ms)
   if string.find(ticket, '%z') then return 'unknown' end -- it would end a packed string early
-  local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit = string.match(ticket, TICKET)
-  if not (pool.known and flow) then return 'unknown' end
+  TICKET = TICKET or '^' .. string.rep(FIELD, 8) .. '([^\t]*)\t?([^\t]*)'
+  local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit, alone =
+    string.match(ticket, TICKET)
+  if not (pool.known and flow and (attempt ~= '' or may_lack(id, alone))) then return 'unknown' end
   band, weight, cost = figure(band, 2), figure(weight, MOST), figure(cost, MOST)
   cost = cost and queue.cost(cost)
   criticality, limit = figure(criticality, 5), figure(limit, HIGHEST_LIMIT)
@@ -51,6 +64,7 @@ local function restore(id, attempt, served, ticket, ago_ms)
     endpoints.count_flow(r, r.endpoints, 1)
   end
   workloads.restored(workload_id)
+  tombstones.has_come_back(id)
   later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   record.write(r)
   log('restored', r)

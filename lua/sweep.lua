@@ -25,6 +25,12 @@ local PRESSED = 0.9 -- of the capacity: below it the memory of who was preempted
 
 local function is_running(r) return r and (r.state == 'placed' or r.state == 'granted') end
 
+-- Its end has not been heard; it may run all the same, and is then told of again.
+local function reclaim(r, note_text)
+  if r.state == 'placed' then tombstones.give_up(r.id) end
+  finish_request(r, 'reclaimed', note_text)
+end
+
 local function reap(most)
   local reaped = 0
   for _ = 1, STRAYS do
@@ -33,7 +39,7 @@ local function reap(most)
     for _, id in ipairs(ids) do
       local r = record.read(id)
       if is_running(r) then
-        finish_request(r, 'reclaimed')
+        reclaim(r)
         reaped = reaped + 1
       else
         drop_stray('ZREM', key.inflight, id)
@@ -136,7 +142,7 @@ local function reclaim_ghosts(unseen_ms, limit)
       for _, one in ipairs(silent[address]) do
         if missing < 1 then break end
         if one.by_ms < older_ms then
-          finish_request(one.r, 'reclaimed', 'ghost')
+          reclaim(one.r, 'ghost')
           missing, ghosts = missing - 1, ghosts + 1
         end
       end

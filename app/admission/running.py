@@ -59,13 +59,19 @@ class RunningRequests:
         self, request: InferenceRequest, endpoints: tuple[str, ...], *, held: bool
     ) -> Placement:
         """The placement of a request that was admitted without the shared state."""
-        return self._placement(request, next(self._attempts), endpoints, held)
+        return self._placement(request, next(self._attempts), endpoints, held, self._store.now_ms())
 
     def _placement(
-        self, request: InferenceRequest, attempt: int, endpoints: tuple[str, ...], held: bool
+        self,
+        request: InferenceRequest,
+        attempt: int,
+        endpoints: tuple[str, ...],
+        held: bool,
+        alone_ms: int | None = None,
     ) -> Placement:
         self._service.note(request.band, request.flow, request.cost)
-        note = ticket.signed(ticket.write(request, endpoints[0], self.answer_tokens), request.id, self._keys)
+        written = ticket.write(request, endpoints[0], self.answer_tokens, alone_ms)
+        note = ticket.signed(written, request.id, self._keys)
         if held:
             self._held[request.id] = _Held(attempt, note, endpoints[0])
         return Placement(endpoints, note, attempt, self._chooser.session_token(endpoints[0]))
@@ -126,6 +132,8 @@ class RunningRequests:
         what, _, model = reply.partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
+            if ticket.is_alone(note):  # who has seen it is not to bring it back
+                self._bury(completion)
         elif what == "unknown" and note:
             # Placed without the shared state, or lost with it, or its lease had ended. It is told of once.
             self._metrics.completed(completion, ticket.model_of(note))

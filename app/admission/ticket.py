@@ -1,8 +1,9 @@
 """The ticket: what Envoy carries for a placed request, so that any replica can account for it.
 
 It travels in dynamic metadata and comes back with each access-log entry. Fields joined by tabs, in the
-order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters. The last
-is the fleet's signature, over the request's id and all fields before it.
+order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters. One of a
+request that was let go without the shared state has a field more, which says when. The last is the fleet's
+signature, over the request's id and all fields before it.
 """
 
 from app.request import InferenceRequest
@@ -12,11 +13,16 @@ _PURPOSE = "ticket"
 _TRACEPARENT = "00-"
 
 _COST, _MODEL, _ENDPOINT = 3, 6, 7  # which of the fields they are
-_FIELDS = 9  # then the signature; a further one is the request's trace
+_FIELDS = 9  # then, it may be, when it was let go alone; then the signature; a further one is its trace
+_ALONE = "alone="
 
 
-def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) -> str:
+def write(
+    request: InferenceRequest, endpoint: str, answer_tokens: float = 0, alone_ms: int | None = None
+) -> str:
     """The ticket of `request` placed on `endpoint` (`ip:port`).
+
+    `alone_ms` is when that was, by the clock of the shared state, if it was without that.
 
     `answer_tokens` stands for the answer in the cost of a request that lacks it: what flows have learned of
     their answers is lost together with the state that a ticket makes good.
@@ -33,6 +39,7 @@ def write(request: InferenceRequest, endpoint: str, answer_tokens: float = 0) ->
             request.model,
             endpoint,
             str(request.limit),
+            *(() if alone_ms is None else (f"{_ALONE}{alone_ms}",)),
         )
     )
 
@@ -48,18 +55,21 @@ def checked(ticket: str, request_id: str, keys: Keyring) -> tuple[str, str]:
 
     One that a version without signatures has made gets an empty one, where those are accepted.
     """
-    fields = ticket.count("\t") + 1
-    own = ticket.rpartition("\t")[0] if fields == _FIELDS + 2 else ticket
+    own, parent = split_trace(ticket)
     note, _, signature = own.rpartition("\t")
-    if fields <= _FIELDS:
+    if own.count("\t") < _FIELDS:
         signature = ""
     fault = keys.fault(_PURPOSE, f"{request_id}\t{note}", signature)
-    if fault and keys.accepts_unsigned:
-        if fields == _FIELDS:
-            return f"{ticket}\t", ""
-        if fields == _FIELDS + 1 and signature.startswith(_TRACEPARENT):
-            return f"{note}\t\t{signature}", ""
+    if fault and keys.accepts_unsigned and own.count("\t") == _FIELDS - 1:
+        unsigned = f"{own}\t"
+        return (with_trace(unsigned, parent) if parent else unsigned), ""
     return ticket, fault
+
+
+def is_alone(ticket: str) -> bool:
+    """Whether its request was let go without the shared state."""
+    fields = ticket.split("\t")
+    return len(fields) > _FIELDS and fields[_FIELDS].startswith(_ALONE)
 
 
 def endpoint_of(ticket: str) -> str:
@@ -91,7 +101,7 @@ def with_trace(ticket: str, parent: str) -> str:
 
 def split_trace(ticket: str) -> tuple[str, str]:
     """A ticket as it was written, and the traceparent it carries; '' if it carries none."""
-    if ticket.count("\t") <= _FIELDS:
-        return ticket, ""
     own, _, parent = ticket.rpartition("\t")
-    return own, parent
+    if parent.startswith(_TRACEPARENT) and ticket.count("\t") >= _FIELDS:
+        return own, parent
+    return ticket, ""

@@ -215,6 +215,11 @@ class Store:
         born, now_us, heard_s = self._told_us
         return born, str(now_us + int((self._clock() - heard_s) * 1e6))
 
+    def now_ms(self) -> int:
+        """What the clock of the shared state shows by now, or a moment ago; 0 while nobody has told."""
+        told = self._now_at_least()
+        return int(told[1]) // 1000 if told else 0
+
     async def news(self) -> list[tuple[str, str]]:
         """What waits in this replica's inbox, each as (what, request id). It stays there."""
         flat = await self._link.command("HGETALL", self.keys.inbox(self._replica))

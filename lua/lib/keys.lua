@@ -35,6 +35,7 @@
 -- about        hash    replica incarnation -> JSON it gave of itself             sweep
 -- suspects     zset    placed id whose client may have gone -> since when, ms  sweep
 -- buried       zset    id whose end somebody has heard -> when, ms               sweep
+-- unheard      zset    id that was given up, its end unheard -> when, ms         its next sign of life, sweep
 -- orphans      hash    silent replica -> cursor of the sweep's walk              sweep, heartbeat
 -- inbox:R      hash    request id -> news for replica R                          place, heartbeat, sweep
 -- log          stream  the decision log, when it is on                           its own cap
@@ -66,7 +67,7 @@ local function use_keys(pool_key)
   local base = string.sub(pool_key, 1, -5)
   key = {pool = pool_key}
   for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'suspects', 'orphans', 'lanes', 'log',
+    'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'unheard', 'suspects', 'orphans', 'lanes', 'log',
     'blockers'}) do
     key[name] = base .. name
   end

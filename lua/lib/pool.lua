@@ -55,6 +55,10 @@ do -- a chunk may have 200 locals
     end
     remembered = same and v[3] == endpoints_version and now_ms - called_ms < REMEMBERED_MS and not pool.is_mixed()
     called_ms, endpoints_version, unsaved = now_ms, v[3], false
+    if v[1] ~= key.counters then
+      key.counters = v[1]
+      pool.may_lack()
+    end
     pool.ended_before, pool.loads_changed = pool.ended, false
     if not v[2] then
       settings, settings_text = NO_SETTINGS, nil
@@ -85,9 +89,15 @@ do -- a chunk may have 200 locals
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
     redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
-    unsaved = false
+    unsaved, key.counters = false, counters_text
   end
 end
+-- Whether records may be missing of requests that run: where this server has not made the last change to the pool
+-- itself (it was lost, restarted, or a replica until now), or a replica has come back. Then all that runs is told
+-- again, at the latest by its next sign of life.
+local LONGER_MS = 10000 -- than a lease: no journal brings back what is silent for as long (app/admission/outbox.py)
+function pool.may_lack() key.lacks_ms = now_ms end
+function pool.lacks() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 -- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.
 local RESIDUE = 1e-6
 function pool.release(taken)

@@ -1,4 +1,4 @@
--- include: keys writes
+-- include: keys clock writes
 -- One request, packed. state: queued, held (its replica is silent), granted, placed. Fields hold no control
 -- characters (replicas refuse them), so none can end a string early. Each is read once a call. While it waits it has
 -- no endpoints, takes nothing and is charged nothing; there may be millions of those, so that is left out.
@@ -40,6 +40,7 @@ local function parse_record(id, text)
   if not (pcall(fill, r, string.byte(text), text) and r.band < 3) then
     strays, changed_count = strays + 1, changed_count + 1
     known_records[id], changed_ids[changed_count] = false, id
+    later('ZADD', key.unheard, now_ms, id) -- it may run
     return nil
   end
   known_records[id] = r

@@ -84,6 +84,9 @@ class Pool:
         self.buried.add(request_id)
         return self._answer("bury", (request_id,), "back" if self.counted.get(request_id) else "buried")
 
+    def now_ms(self) -> int:
+        return 0
+
     def renew(
         self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
     ) -> Done:

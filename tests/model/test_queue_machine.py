@@ -35,7 +35,7 @@ UNSEEN_MS = 10**9  # no pages of endpoints are read here, by which ghosts are fo
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = {"valkey": 400, "fakeredis": 120}
 STEPS = 50
-TO_SETTLE = 30_000_000  # us: longer than any silence, lease, TTL or idle time here
+TO_SETTLE = 3_601_000_000  # us: longer than any silence, lease, TTL or idle time here, or an end is awaited
 
 BASE: dict[str, Any] = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,

@@ -1,86 +1,16 @@
 """Redis's clock set forward and back by hours: what the pool calls now goes on as if nothing had happened."""
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from script_fleet import SETTINGS
-
-from app.state.arrival import pack
-from app.state.scripts import load_library
+from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, START_MS, Server
 
 HOUR_MS = 3_600_000
-START_MS = 1_800_000_000_000
-LEASE_MS, SILENCE_MS, TTL_MS, SECOND_MS = 15_000, 5_000, 6_000, 1_000
-OPEN = json.dumps({"labels": {}, "draining": False})
+TTL_MS = 6_000
 STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
-
-
-class Server:
-    """One pool on a server whose TIME is set, and a replica that beats and sweeps on it."""
-
-    def __init__(self, client: redis.Redis, pool: str) -> None:
-        library = load_library()
-        assert library.source.count("redis.call('TIME')") == 1
-        source = library.source.replace("redis.call('TIME')", "{redis.call('GET', 'seconds'), '0'}")
-        self._version = f"{library.version}_time"
-        source = source.replace(library.version, self._version)
-        client.function_load(source, replace=True)
-        self._client, self._prefix = client, f"epp:{{{pool}}}:"
-        self.real_ms, self._off_ms = 0, 0
-        self._told: tuple[bytes, int, int] | None = None
-        self.step(0)
-        published = json.dumps({**SETTINGS, "lease_ms": LEASE_MS, "silence_ms": SILENCE_MS})
-        self.call("publish", "a", "c", "e", published, "e:1", OPEN)
-        self.beat()
-
-    def step(self, by_ms: int) -> None:
-        self._off_ms += by_ms
-        self._set()
-
-    def _set(self) -> None:
-        self._client.set("seconds", f"{(START_MS + self.real_ms + self._off_ms) / 1000:.3f}")
-
-    def passes(self, ms: int) -> None:
-        self.real_ms += ms
-        self._set()
-
-    def call(self, name: str, *args: Any) -> Any:
-        return self._client.fcall(f"{name}_{self._version}", 1, f"{self._prefix}pool", *args)
-
-    def beat(self) -> list[Any]:
-        known = ()
-        if self._told is not None:
-            born, now_us, heard_ms = self._told
-            known = (born, now_us + (self.real_ms - heard_ms) * 1000)
-        reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", *known)
-        self._told = (reply[0], int(reply[18]), self.real_ms)
-        return reply
-
-    def sweep(self) -> bool:
-        """Whether it ran."""
-        return self.call("sweep", "a", 100, 3000, 300_000, 1_000_000)[4] == 1
-
-    def knows(self, name: str) -> bool:
-        return bool(self._client.hexists(f"{self._prefix}requests", name))
-
-    def admit(self, name: str, ttl_ms: int = 60_000) -> bytes:
-        request = pack((name, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
-        return bytes(self.call("admit", "a", request)[4])
-
-    def renew(self, *names: str) -> None:
-        self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
-
-    def live(self) -> int:
-        return int(self.beat()[6])
-
-    def clear(self) -> None:
-        for key in self._client.scan_iter(match=self._prefix + "*"):
-            self._client.delete(key)
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,8 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.settle("r1")
         await look()
         await a.store.bury("ended elsewhere")
+        await it.redis.hset(it.keys.prefix + "requests", "damaged", "x")
+        await a.store.renew("damaged", None, "", "")
         await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
         await a.store.suspect("lost")
         # And wait under each ordering, become overdue, are preempted, and come to their flow's limit

@@ -61,6 +61,9 @@ class ScriptedStore:
         self.buried.append(request_id)
         return _answered("buried")
 
+    def now_ms(self) -> int:
+        return 0
+
     def suspect(self, request_id: str) -> asyncio.Future[str]:
         return _answered("unknown")
 

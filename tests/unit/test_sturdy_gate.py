@@ -9,7 +9,7 @@ from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from app.admission import crossing, tombstones
+from app.admission import crossing, ticket, tombstones
 from app.admission.crossing import Mode
 from app.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
 from app.request import Alive, Band, Completion, Outcome
@@ -498,6 +498,28 @@ async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_t
     bench.gate.away("refused", "not there yet")
     bench.gate.beat(PULSE, 0.001)
     assert bench.gate.mode is Mode.SHARED
+
+
+async def test_given_a_placement_alone_when_its_end_is_told_to_the_shared_state_then_its_ticket_is_dead() -> (
+    None
+):
+    bench = Bench()
+    # Given one let in by the shared state, and one without it, whose ticket says when
+    shared = await bench.gate.admit(ask("shared"), held=False)
+    bench.store.away = True
+    alone = await bench.gate.admit(ask("alone"), held=False)
+    assert not ticket.is_alone(shared.ticket)
+    assert ticket.is_alone(alone.ticket)
+    async with watched(bench):
+        bench.store.away = False
+        for _ in range(2):
+            bench.gate.beat(PULSE, 0.001)
+        await eventually(lambda: bench.gate.mode is Mode.SHARED)
+        bench.store.buried.clear()
+        # When the shared state takes their ends, then the second is buried, so that nobody brings it back
+        bench.end("shared", shared)
+        bench.end("alone", alone)
+        await eventually(lambda: bench.store.buried == ["alone"])
 
 
 async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
