@@ -201,6 +201,7 @@ class Membership:
 
     async def _beat_forever(self, interval_s: float) -> None:
         while True:
+            began_s = self._loop.time()
             self._poke.clear()
             if self._left:
                 return
@@ -212,7 +213,9 @@ class Membership:
                 if self._watch is not None:
                     self._watch.missed()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
+                # From beat to beat: a grant whose wake-up was lost waits no longer than one interval.
+                rest_s = interval_s - (self._loop.time() - began_s)
+                async with asyncio.timeout(max(rest_s, interval_s / 2)):
                     await self._poke.wait()
 
     async def _beat(self) -> None:
