@@ -290,6 +290,10 @@ local function sweep(args)
     if fresh then queue.heal(band) end
     if age_tags(band) then more = true end
   end
+  if fresh then
+    for _, band in ipairs(BANDS) do queue.rebase(band) end
+    queue.rebase_bands()
+  end
   drop_overdue()
   if tombstones.forget(LIGHT) then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then

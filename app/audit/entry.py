@@ -12,7 +12,7 @@ ENDS = frozenset({
 LANES = frozenset({"parked", "unparked"})  # about a lane, which `flow` names
 EVENTS = ENDS | LANES | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "held", "restored", "moved",
-    "corrected", "tuned",
+    "corrected", "tuned", "rebased",
 }  # fmt: skip
 
 
@@ -24,8 +24,9 @@ class EntryError(ValueError):
 class Entry:
     """A decision. `stock`, `queued`, `v`, `upper` and `lower` are those after it.
 
-    `tag` is the lane's start tag (None: not told), `due_ms` when the request becomes overdue (None: not
-    told), `limit` that of its flow on each endpoint (0: none), `endpoint` '' while it has none.
+    `tag` is the lane's start tag (None: not told), of `rebased` what all tags of the band are less by,
+    `due_ms` when the request becomes overdue (None: not told), `limit` that of its flow on each endpoint (0:
+    none), `endpoint` '' while it has none.
     """
 
     seq: int

@@ -43,6 +43,8 @@ class Fairness:
             self._newcomers = Newcomers(self._new_tag)
         if entry.event == "tuned":
             return
+        if entry.event == "rebased" and entry.tag is not None:
+            self._rebase(entry.band, entry.tag, self._times)
         if not replay.settled or replay.rules is None:
             self._missed = True
             self._served.clear()
@@ -143,7 +145,7 @@ class Fairness:
         if not lane.waiting and lane.tag is not None and lane.tag <= v:
             # Its finish tag may have been forgotten; then it is the request's own charge that is corrected.
             charged = life.granted.tag if life and life.granted else None
-            own = None if charged is None else charged + rules.share(entry) + change
+            own = None if charged is None else min(charged + rules.share(entry), v) + change
             if entry.tag is not None and (own is None or same(entry.tag, own)):
                 after = own
         self._adjust(lane, after, change, entry, v)
@@ -231,6 +233,18 @@ class Fairness:
             v = self._times.of(lane.band) if self._times else None
             if v is not None:
                 self._begin(lane, entry, v)
+
+    def _rebase(self, band: int, by: float, times: VirtualTimes) -> None:
+        """All tags of `band` are less by `by`; who is ahead of whom, and by how much, is as before."""
+        times.rebase(band, by)
+        self._newcomers.rebase(band, by)
+        for lane in self._replay.lanes.of(band):
+            if lane.tag is not None:
+                lane.tag -= by
+        self._turns.refile(band)
+        for (number, _), service in self._served.items():
+            if number == band:
+                service.rebase(by)
 
     def _forget_tags(self) -> None:
         self._new_tag = None

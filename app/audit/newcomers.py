@@ -12,7 +12,11 @@ _NEWCOMERS = 100  # as in lua/lib/queue.lua
 class Newcomers:
     def __init__(self, first: float | None) -> None:
         """`first` is what each band begins with; None: not known, so that either start is right."""
-        self._charged = dict.fromkeys(BANDS, first)
+        self._charged: dict[int, float | None] = dict.fromkeys(BANDS, first)
+
+    def rebase(self, band: int, by: float) -> None:
+        charged = self._charged[band]
+        self._charged[band] = None if charged is None else max(charged - by, 0.0)
 
     def start(self, band: int, v: float, share: float, shown: float | None) -> float:
         """The start tag of a lane whose next request costs it `share`; `shown` is what the log has."""

@@ -58,6 +58,11 @@ class Service:
         self.claim = max(0.0, v - tag)
         return self._look(tag, v, largest)
 
+    def rebase(self, by: float) -> None:
+        """All tags of the band, and v, are less by `by`."""
+        self.low += by
+        self.high += by
+
     def _look(self, tag: float, v: float, largest: float) -> str:
         debt = max(0.0, tag - v - largest)
         a, b = self.had - debt - v, self.had + self.claim - v

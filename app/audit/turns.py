@@ -20,8 +20,13 @@ class Turns:
         heap = self._heaps[lane.band]
         heapq.heappush(heap, (lane.tag, lane.name))
         if len(heap) > 4 * len(self._lanes) + 64:
-            heap[:] = [(each.tag, each.name) for each in self._lanes.of(lane.band) if each.tag is not None]
-            heapq.heapify(heap)
+            self.refile(lane.band)
+
+    def refile(self, band: int) -> None:
+        """All lanes of `band`, by the tags they have now."""
+        heap = self._heaps[band]
+        heap[:] = [(each.tag, each.name) for each in self._lanes.of(band) if each.tag is not None]
+        heapq.heapify(heap)
 
     def ahead_of(self, lane: Lane, tag: float) -> Lane | None:
         """The lane of the band whose turn it was, if it was not that of `lane` at `tag`."""

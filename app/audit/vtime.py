@@ -1,5 +1,5 @@
 """The virtual time of each band: a turn moves it to the tag it was taken at, and at rest it is brought up to
-the highest finish tag. Nothing else moves it.
+the highest finish tag. When all tags are rebased it is less by the same amount. Nothing else moves it.
 """
 
 from app.audit.entry import GUARD, Entry
@@ -13,7 +13,7 @@ class VirtualTimes:
         """`first` is what each band begins with; None: whatever the log shows first."""
         self._finding = finding
         self._lanes = lanes
-        self._v = dict.fromkeys(BANDS, first)
+        self._v: dict[int, float | None] = dict.fromkeys(BANDS, first)
         self._knows_all = first is not None  # there is no lane but those that were seen
         self._rested = dict.fromkeys(BANDS, False)  # nothing waited or ran since the band's last entry
 
@@ -28,6 +28,10 @@ class VirtualTimes:
         """Take the log's word for it."""
         self._v[entry.band] = entry.v
         self._note_rest(entry)
+
+    def rebase(self, band: int, by: float) -> None:
+        before = self._v[band]
+        self._v[band] = None if before is None else before - by
 
     def judge(self, entry: Entry) -> float:
         """Check what `entry` shows. Returns the virtual time its decision began with."""

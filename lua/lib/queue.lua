@@ -44,6 +44,44 @@ do
       end
     end
   end
+  -- The sweep's part: tags only grow, and what a sum of doubles is off by grows with them. When v has passed REBASED_AT
+  -- all tags of the band are less by one amount, which changes nothing of their order. What running requests remember
+  -- of theirs is then too high, which `correct` bears. Not beside a version that would take it for their place.
+  local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
+  local MOST_REBASED = 30000 -- tags; of more, when there are fewer
+  local function lower(places, by)
+    local found = redis.call('ZRANGE', ahead.anew(places), 0, -1, 'WITHSCORES')
+    for i = 1, #found, 2 do later('ZADD', places, found[i + 1] - by, found[i]) end
+  end
+  local function lower_blocked(band, by)
+    send(key.blockers)
+    local found = redis.call('HGETALL', key.blockers)
+    for i = 1, #found, 2 do
+      local of, lane = string.match(found[i], '^(%d)\31(.*)$')
+      for address in string.gmatch(of == tostring(band) and found[i + 1] or '', '[^,]+') do
+        local places = ahead.anew(key.blocked[band][address])
+        local tag = redis.call('ZSCORE', places, lane)
+        if tag then later('ZADD', places, tag - by, lane) end
+      end
+    end
+  end
+  function queue.rebase(band)
+    local by, count = pool[V[band]] - REBASED_TO, 0
+    if by < REBASED_AT - REBASED_TO or pool.is_mixed() then return end
+    local all = {key.flows[band], key.parked[band], key.finish[band]}
+    for _, places in ipairs(all) do count = count + redis.call('ZCARD', ahead.anew(places)) end
+    if count > MOST_REBASED then return end
+    for _, places in ipairs(all) do lower(places, by) end
+    lower_blocked(band, by)
+    pool[V[band]], pool[NEW[band]] = pool[V[band]] - by, math.max(pool[NEW[band]] - by, 0)
+    log_lane('rebased', band, '', by)
+  end
+  function queue.rebase_bands()
+    local by = pool.bv - REBASED_TO
+    if by < REBASED_AT - REBASED_TO then return end
+    pool.bv = pool.bv - by
+    for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
+  end
   function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
   -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
   local function standing_lane(r)
@@ -209,8 +247,8 @@ do
     end
     return share
   end
-  -- Change what a lane has been charged by `difference`; `floor` is the least its tag can be. Returns the lane's tag
-  -- after it.
+  -- Change what a lane has been charged by `difference`; `floor` is the least its tag can be. A lane without a tag has
+  -- had none above v. Returns the lane's tag after it.
   function queue.correct(r, lane, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
       local tag = redis.call('ZSCORE', ahead.anew(place), lane)
@@ -220,8 +258,9 @@ do
         return tag + difference
       end
     end
-    later('ZADD', key.finish[r.band], floor + difference, lane)
-    return floor + difference
+    local tag = math.min(floor, pool[V[r.band]]) + difference
+    later('ZADD', key.finish[r.band], tag, lane)
+    return tag
   end
   -- Charge its band `cost` more, where bands have shares; negative, it takes back what was charged.
   function queue.charge_band(r, cost)

@@ -12,6 +12,7 @@ from lane_order import Lane, Moment, Request, Workloads
 BANDS = (0, 1, 2)  # Critical, Default, Sheddable
 GUARD_LOOKS_AT = 16
 NEWCOMERS = 100
+REBASED_AT, REBASED_TO = 2.0**26, 2.0**20
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class FairLanes:
         if name in band.lanes:
             band.lanes[name].tag += change
         else:
-            band.finish[name] = band.finish.get(name, floor) + change
+            band.finish[name] = band.finish.get(name, min(floor, band.v)) + change
 
     def charge_band(self, r: Request, cost: float) -> None:
         """Its band is charged `cost` more, where bands have shares; negative, it gets that back."""
@@ -221,6 +222,24 @@ class FairLanes:
             if at_rest and band.finish:
                 band.v = max(band.v, *band.finish.values())
             band.finish = {name: tag for name, tag in band.finish.items() if tag > band.v}
+
+    def rebase(self) -> None:
+        """When virtual time has come far, all tags are less by one amount."""
+        for band in self.bands:
+            if band.v < REBASED_AT:
+                continue
+            by = band.v - REBASED_TO
+            band.v, band.newcomers = band.v - by, max(band.newcomers - by, 0.0)
+            band.finish = {name: tag - by for name, tag in band.finish.items()}
+            for lane in band.lanes.values():
+                lane.tag -= by
+                lane.blocked = {address: tag - by for address, tag in lane.blocked.items()}
+            self._log("rebased", "")
+        if self.bv >= REBASED_AT:
+            by = self.bv - REBASED_TO
+            self.bv -= by
+            for band in self.bands:
+                band.tag -= by
 
 
 def overdue_since(r: Request) -> int:

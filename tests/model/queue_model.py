@@ -176,6 +176,8 @@ class QueueModel(PoolModel):
         self._walk()
         self.lanes.unpark_all()
         self.lanes.age_tags(at_rest=self.lanes.queued == 0 and self.stock == 0)
+        if fresh:
+            self.lanes.rebase()
         self.lanes.relax()
         if fresh:
             self._measure_rate()

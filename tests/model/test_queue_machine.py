@@ -27,6 +27,7 @@ from side_by_side import SideBySide
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
+FAR = 1e7  # a unit of cost by which tags soon come so far that they are rebased
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
 SPELLED = (*WEIGHTS, *WORKLOADS)  # what they are called in a run is drawn
@@ -178,6 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(
         policy=every_of(POLICY | BANDS),
         roomy=st.sampled_from([False, False, True]),
+        unit=st.sampled_from([1.0, 1.0, 1.0, FAR]),
         capped=st.sampled_from([{}, {}, {"caps": {"e1": 1}}, {"caps": {"e1": 2, "e2": 2, "e3": 1}}]),
         batch=batches,
         names=distinct(len(SPELLED)),
@@ -186,12 +188,13 @@ class QueueMachine(RuleBasedStateMachine):
         self,
         policy: dict[str, Any],
         roomy: bool,
+        unit: float,
         capped: dict[str, Any],
         batch: list[dict[str, Any]],
         names: list[str],
     ) -> None:
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
-        roomy = roomy or bool(capped)
+        roomy, self.unit = roomy or bool(capped), unit
         self.base = BASE | policy | capped | (ROOMY if roomy else {})
         self.call("admit", "a", [Arrival("early")])  # the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away"))
@@ -206,6 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
             flow = it["flow"]
             called = {"flow": self.named[flow], "workload": self.named[it["workload"]]}
             called["candidates"] = self.where(called["flow"], it["candidates"])
+            called["cost"] = self.unit * it["cost"]
             items.append(
                 Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **(it | called))
             )
@@ -248,7 +252,8 @@ class QueueMachine(RuleBasedStateMachine):
         self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None
     ) -> None:
         running = self.those(numbers, "placed", "granted")
-        self.repeatable("settle", caller, [(r.id, outcome, actual, tokens) for r in running])
+        real = None if actual is None else self.unit * actual
+        self.repeatable("settle", caller, [(r.id, outcome, real, tokens) for r in running])
 
     @rule(caller=callers, number=number)
     def client_leaves(self, caller: str, number: int) -> None:

@@ -27,11 +27,11 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 class Storm:
     """Requests of all kinds at several replicas, and what becomes of them. Seeded; the order of what the
-    replicas do at the same time is the server's.
+    replicas do at the same time is the server's. Costs are in `unit`s.
     """
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, seed: int, unit: float = 1.0) -> None:
+        self._fleet, self._unit = fleet, unit
         self._random = random.Random(seed)
         self._owners: dict[str, Replica] = {}
         self._count = 0
@@ -67,7 +67,7 @@ class Storm:
             weight=FLOWS[flow],
             limit=LIMITS.get(flow, 0),
             band=chance.choice([Band.CRITICAL, Band.DEFAULT, Band.DEFAULT, Band.SHEDDABLE]),
-            cost=chance.choice([1.0, 2.0, 3.0]),
+            cost=self._unit * chance.choice([1.0, 2.0, 3.0]),
             workload=chance.choice(["", "w1", "w2"]),
             ttl_s=chance.choice([0.05, 1.0, 60.0, 60.0]),
             age_s=chance.choice([0.0, 0.0, 0.02]),
@@ -79,7 +79,9 @@ class Storm:
 
     async def _settle(self, request: str) -> None:
         actual = self._random.choice([None, 0.5, 1.0, 2.5, 6.0])
-        await self._owners[request].store.settle(request, Outcome.COMPLETED, actual)
+        await self._owners[request].store.settle(
+            request, Outcome.COMPLETED, None if actual is None else self._unit * actual
+        )
 
     async def _disturb(self, request: str) -> None:
         what = self._random.randrange(4)
@@ -115,19 +117,23 @@ def told(report: Report) -> list[str]:
     return [violation.what for finding in report.findings for violation in finding.violations]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "unit"), [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
+)
+async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, unit: float) -> None:
     # Given three replicas, a full queue, overdue requests and estimates that are off
     settings = {
-        "total_capacity": 60, "flow_capacity": 40, "upper_per": 3, "starvation_ms": 5, "guard_share": 0.2,
-        **POLICIES[policy],
+        "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
+        "guard_share": 0.2, **POLICIES[policy],
     }  # fmt: skip
     async with valkey_fleet("a", "b", "c", endpoints=2, **settings) as it:
-        storm = Storm(it, seed=11)
+        storm = Storm(it, 11, unit)
         await storm.blow(60)
         await it.after(60)  # the short-lived among those that wait
         # and bounds, weights and the order changed while requests wait
-        await it.replicas[0].store.tune({"upper_per": 5, "lower_per": 5, "weights": {"one": 3}}, {})
+        await it.replicas[0].store.tune(
+            {"upper_per": 5 * unit, "lower_per": 5 * unit, "weights": {"one": 3}}, {}
+        )
         await storm.blow(20)
         await it.replicas[1].store.tune({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
         await storm.blow(20)
@@ -138,6 +144,7 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str) -
         seen = Counter(entry.event for entry in await it.log())
         rare = {"granted", "bypassed", "expired", "cancelled", "evicted", "adopted", "parked", "unparked"}
         assert rare <= seen.keys()
+        assert ("rebased" in seen) is (unit > 1)  # where tags came far
         assert any(entry.by == "guard" for entry in await it.log())
         assert told(report) == []
         assert report.open_at_end == 0

@@ -27,6 +27,17 @@ async def order(it: Fleet, waiting: int) -> list[str]:
     return served
 
 
+async def serve(it: Fleet, turns: int) -> list[str]:
+    """So many who are granted one after the other; each is placed and ends at once."""
+    (a,) = it.replicas
+    served = []
+    for _ in range(turns):
+        served.append(a.news[-1][1])
+        await a.place(served[-1])
+        await a.settle(served[-1])
+    return served
+
+
 @pytest.mark.parametrize("weight", [1e-308, 1e-12, HUGE])
 async def test_given_a_weight_out_of_bounds_when_others_wait_then_tags_stay_finite_and_turns_are_taken(
     fleet: OpenFleet, weight: float
@@ -69,6 +80,34 @@ async def test_given_tags_that_are_infinite_already_when_the_sweep_comes_then_fl
             assert all(math.isfinite(tag) for _, tag in scores)
         packed = await it.redis.hget(it.keys.pool, "counters")
         assert all(math.isfinite(number) for number in doubles(packed))
+
+
+async def test_given_virtual_time_that_has_come_far_when_it_is_swept_then_heavy_flows_have_their_shares_again(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", upper_per=1, lower_per=1) as it:
+        (a,) = it.replicas
+        # Given turns of the lightest flow that there may be, of the dearest requests, and one that waits
+        await a.admit("running")
+        for number in range(3):
+            await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
+        await a.settle("running")
+        await serve(it, 1)
+        # Then a turn of the heaviest is less than what a sum of such numbers shows
+        assert (await it.state())["virtual_times"]["Default"] == 1e12
+        assert 1e12 + 1e-6 == 1e12
+        await a.sweep()
+        assert (await it.state())["virtual_times"]["Default"] == 2**20
+        # When two of the heaviest wait, one of half the weight
+        for number in range(40):
+            await a.admit(f"half {number}", flow="half", weight=5e5)
+            await a.admit(f"whole {number}", flow="whole", weight=1e6)
+        # Then they have their shares, to one turn in a hundred, and the light one its turn after them
+        assert await serve(it, 1) == ["light 1"]
+        served = await serve(it, 60)
+        assert [sum(name.startswith(flow) for name in served) for flow in ("half", "whole", "light")] == [
+            20, 40, 0,
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("weight", [1e-308, 9e-4, 2e6, HUGE, math.inf, math.nan])

@@ -74,7 +74,8 @@ class QueueSimulator:
         r = self.requests[name]
         if actual is not None and r.tag >= 0:
             change = (actual - r.cost) * self.share(r) / r.cost
-            lane = self.lanes.setdefault((r.band, r.flow), Lane(r.tag + self.share(r)))
+            charged = min(r.tag + self.share(r), self.v[r.band])  # a lane without a tag has had none above v
+            lane = self.lanes.setdefault((r.band, r.flow), Lane(charged))
             lane.tag += change
             self.write("corrected", r, tag=lane.tag, note=f"{change:.17g}")
         self.end(r, "completed")
