@@ -5,7 +5,10 @@
 local ahead = {}
 local expected = 1 -- how many may be served
 local fronts = {} -- key -> what was read: members from `at` on; `whole` if there are no more
-local function forget_fronts() expected, fronts = 1, {} end
+local function forget_fronts()
+  expected = 1
+  if next(fronts) then fronts = {} end
+end
 function ahead.expect(count) expected = math.max(count, 1) end -- of 0, all would be read
 -- What has left a front of members leaves Redis by its rank: all that stood before `at`. What has moved,
 -- maybe several times, takes the last of its scores (false: it left).

@@ -14,8 +14,7 @@ do
   end
   local learned, learned_by, new_flows -- flow -> what this call has made of it; the call; new flows
   function answers.learn(flow, tokens)
-    -- Each call has a table of originals of its own.
-    if learned_by ~= originals then learned, learned_by, new_flows = {}, originals, 0 end
+    if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end
     local text = learned[flow] or redis.call('HGET', key.answers, flow)
     local most = settings.max_workloads
     if not text then

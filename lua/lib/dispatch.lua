@@ -36,7 +36,7 @@ local function run_timers(limit)
   send(key.overdue)
   return ran, expired
 end
-local live -- owner -> whether it has been heard of lately, as this call knows it
+local live = {} -- owner -> whether it has been heard of lately, as this call knows it
 local function is_live(owner)
   if live[owner] == nil then
     live[owner] = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
@@ -67,7 +67,7 @@ end
 -- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
 local DISPATCH_LIMIT = 24 -- the next call goes on; every one that frees room ends with a dispatch
 local function dispatch()
-  live = {}
+  if next(live) then live = {} end
   local served, attempts = 0, 0
   if not timed then run_timers(TIMERS_LIMIT) end
   if settings.paused == 1 then return 0, 0 end
@@ -138,7 +138,7 @@ local function conclude(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
   if strays > 0 then news.mine[#news.mine + 1] = 'strays ' .. strays end
-  pool.loads_changed = endpoints.have_changed()
+  pool.touched = pool.touched or endpoints.have_changed()
   committing = true
   if not pcall(commit) then commit_again() end
   if born ~= pool.born then born, born_text = pool.born, full(pool.born) end

@@ -373,7 +373,9 @@ function endpoints.save()
 end
 function endpoints.have_changed() return next(changed_loads) ~= nil end
 local function forget_endpoints()
-  changed_loads, limit_counts, changed_limits, endpoints.all = {}, {}, {}, nil
+  endpoints.all = nil
+  for address in pairs(changed_loads) do changed_loads[address] = nil end
+  if next(limit_counts) then limit_counts, changed_limits = {}, {} end
   if not remembered or loads_known > MOST_LOADS then
     loads, loads_known, window = {}, 0, nil
   elseif window_left ~= math.huge then

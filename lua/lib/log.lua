@@ -23,7 +23,9 @@ local function send_log()
     entries[i] = false
   end
 end
-local function forget_log() entries, logged = {}, 0 end
+local function forget_log()
+  if logged > 0 then entries, logged = {}, 0 end
+end
 -- Something about a lane or the whole pool rather than a request.
 local NOBODY = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,

@@ -19,4 +19,9 @@ function news.forget(owner, id) later('HDEL', key.inbox[owner], id) end
 function news.send()
   for owner, text in pairs(news.others) do redis.call('PUBLISH', key.wake(owner), text) end
 end
-local function forget_news(caller) news.caller, news.mine, news.others = caller, {}, {} end
+news.mine, news.others = {}, {}
+local function forget_news(caller)
+  news.caller = caller
+  if news.mine[1] then news.mine = {} end
+  if next(news.others) then news.others = {} end
+end

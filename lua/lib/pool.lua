@@ -8,6 +8,8 @@ local V = {[0] = 'v:0', 'v:1', 'v:2'}
 local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
 local settings, settings_text -- of the last call; a library outlives its calls
+-- Whoever changes settings, endpoints, their loads or the clock changes a counter too (`pool.touched`), but for the
+-- version before. So a call that finds the counters as its library left them knows the rest, and reads no more.
 -- Whether what former calls left in memory is still so: nobody else has changed the counters since, or published
 -- endpoints, as each call does that changes what may be remembered. Not for long: a primary that was none for a while
 -- has missed more. And not beside a version whose calls may change an endpoint's load alone.
@@ -27,7 +29,7 @@ do -- a chunk may have 200 locals
   local BUSY = 8
   local calm_text
   local BUSY_FORMAT, CALM_FORMAT -- made at the first call: a library being loaded has no `string`
-  local called_ms, endpoints_version = 0, nil
+  local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
     total_capacity = 0, flow_capacity = 0, lease_ms = 0, silence_ms = 0, fallbacks = 0, log_max = 0,
     window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = 'fcfs', weights = {},
@@ -39,31 +41,43 @@ do -- a chunk may have 200 locals
   end
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
-    local v = redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock')
-    steady_clock(v[4])
+    local text, settings_now, endpoints_now, clock_text, same
+    if key == read_key and counters_text and settings_text and not failed
+      and (pool.older_ms == 0 or not pool.is_mixed()) then
+      text = redis.call('HGET', key.pool, 'counters')
+      same = text == counters_text
+    end
+    if same then
+      settings_now, endpoints_now = settings_text, endpoints_version
+    else
+      text, settings_now, endpoints_now, clock_text =
+        unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock'))
+      same = not failed and text and text == counters_text
+    end
     -- Settings come with publish: without them nothing may be admitted.
-    pool.known = v[1] and true or false
-    local same = not failed and v[1] and v[1] == counters_text
+    pool.known, read_key = text and true or false, key
+    steady_clock(same, clock_text)
     if not same then
-      local text = v[1] and whole(v[1])
-      local numbers = text and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, text)} or {}
+      local all = text and whole(text)
+      local numbers = all and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, all)} or {}
       for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
       -- Doubles never end in byte 31, which ends the numbers of a server without `struct`.
-      if text ~= v[1] and string.byte(v[1] or '\31', -1) ~= 31 then pool.older_ms = now_ms end
-      counters_text, saved = v[1], text == v[1] and numbers or {} -- what lacks some is written anew
-      calm_text = text and string.sub(text, 8 * BUSY + 1)
+      if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end
+      counters_text, saved = text, all == text and numbers or {} -- what lacks some is written anew
+      calm_text = all and string.sub(all, 8 * BUSY + 1)
     end
-    remembered = same and v[3] == endpoints_version and now_ms - called_ms < REMEMBERED_MS and not pool.is_mixed()
-    called_ms, endpoints_version, unsaved = now_ms, v[3], false
-    if v[1] ~= key.counters then
-      key.counters = v[1]
+    remembered = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
+      and (pool.older_ms == 0 or not pool.is_mixed())
+    called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
+    if text ~= key.counters then
+      key.counters = text
       pool.may_lack()
     end
-    pool.ended_before, pool.loads_changed = pool.ended, false
-    if not v[2] then
+    pool.ended_before, pool.touched = pool.ended, false
+    if not settings_now then
       settings, settings_text = NO_SETTINGS, nil
-    elseif v[2] ~= settings_text then
-      settings, settings_text = cjson.decode(v[2]), v[2]
+    elseif settings_now ~= settings_text then
+      settings, settings_text = cjson.decode(settings_now), settings_now
     end
   end
   -- Whether a version that writes fewer counters has been at work lately.
@@ -75,20 +89,25 @@ do -- a chunk may have 200 locals
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
     end
-    if changed == 0 and pool.loads_changed and not unsaved then -- what others remember of loads is so no longer
+    if changed == 0 and pool.touched and not unsaved then -- what others remember of these is so no longer
       counters.moved, changed = counters.moved + 1, MOVED
       values[MOVED] = counters.moved
     end
-    pool.loads_changed = false -- once, however often this is repeated
-    local clock_text = clock_change(changed > 0 or unsaved)
+    pool.touched = false -- once, however often this is repeated
+    local clock_text = clock_change()
     if changed == 0 and not unsaved then
-      if clock_text then redis.call('HSET', key.pool, 'clock', clock_text) end
-      return
+      if not clock_text then return end
+      counters.moved, changed = counters.moved + 1, MOVED
+      values[MOVED] = counters.moved
     end
     unsaved = true
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
-    redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
+    if clock_text then
+      redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
+    else
+      redis.call('HSET', key.pool, 'counters', counters_text)
+    end
     unsaved, key.counters = false, counters_text
   end
 end

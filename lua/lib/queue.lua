@@ -92,7 +92,10 @@ do
   end
   local lengths = {} -- of lanes, by the key of their requests, as this call knows them
   local standing = {} -- those of them that this call knows to have their place in the order
-  function forget_lengths() lengths, standing = {}, {} end
+  function forget_lengths()
+    if next(lengths) then lengths = {} end
+    if next(standing) then standing = {} end
+  end
   function queue.length(band, lane)
     local requests = key.queue[band][lane]
     local length = lengths[requests]

@@ -105,8 +105,13 @@ function record.save()
   write_all('HSET', key.requests, packed, packs)
   write_all('HDEL', key.requests, dropped, drops)
 end
+local KEPT = 16 -- of more, the table is not cleared but left
 local function forget_records()
-  known_records = {}
+  local count = 0
+  for id in pairs(known_records) do
+    known_records[id], count = nil, count + 1
+  end
+  if count > KEPT then known_records = {} end
   if records_used > 1000 then record_tables = {} end
   records_used, changed_count = 0, 0
 end

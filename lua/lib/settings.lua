@@ -12,6 +12,7 @@ local function put_settings(base, overrides)
   if base.log_max == 0 then log_change('tuned', text) end -- the last entry says that there will be no more
   settings, settings_text = base, nil
   later('HSET', key.pool, 'settings', text)
+  pool.touched = true
   if changed and pool.queued > 0 then
     pool.refiling = 1
     later('HSET', key.pool, 'walk', '0')

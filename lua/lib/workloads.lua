@@ -138,6 +138,7 @@ do
   end
   function forget_workloads()
     if not remembered or known_count > MOST_KNOWN then known_workloads, known_count = {}, 0 end
-    changed_workloads, registered, slot = {}, nil, nil
+    if next(changed_workloads) then changed_workloads = {} end
+    registered, slot = nil, nil
   end
 end

@@ -6,6 +6,7 @@
 local write_all, remember, remember_all, send, later, unlink_later, write_now, undo, send_all, forget_writes
 local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
 local waiting = {} -- key -> its last command that is put off, with its arguments, n of them
+local call_number = 0
 local originals = {} -- key -> member or field -> its score or value before this call, false if there was none
 do -- a chunk may have 200 locals
   local tables, used = {}, 0 -- of this call and former ones, in order: to fill one again costs less than to make it
@@ -131,10 +132,14 @@ do -- a chunk may have 200 locals
       unlinked[i] = nil
     end
   end
+  -- Tables that a call has left empty serve the next one: to make one costs as much as a tenth of a command.
   function forget_writes()
-    if used > 100 then tables = {} end
-    waiting, used, unlinked = {}, 0, {}
-    originals, present, is_hash = {}, {}, {}
+    call_number = call_number + 1
+    for i = 1, used do waiting[tables[i].key] = nil end
+    if used > 100 then tables, waiting = {}, {} end
+    used = 0
+    if unlinked[1] then unlinked = {} end
+    if next(originals) then originals, present, is_hash = {}, {}, {} end
   end
 end
 -- Ids and lanes that stand in a set without what they stand for: dropped by whoever comes upon them.

@@ -9,7 +9,7 @@ local function steady_clock()
   now_ms = math.floor(now_us / 1000)
 end
 local function advance_clock() end
-local function clock_change() return '' end
+local function clock_change() end
 """
 
 

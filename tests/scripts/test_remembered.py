@@ -143,3 +143,16 @@ def test_given_more_names_than_are_kept_then_loads_and_counts_stay_exact(server:
     for number in range(30):
         server.settle(server.one, f"r-{number}")
     assert server.loads() == {b"a:1": 0, b"b:1": 0}
+
+
+def test_given_a_setting_that_another_version_changes_then_the_next_call_goes_by_it(server: Server) -> None:
+    # Given a version that knows the settings, with nothing that counts about to change
+    server.publish(server.one, "1", "a:1", "b:1")
+    for name in ("x", "y"):
+        server.admit(server.one, name)
+        server.settle(server.one, name)
+    for fallbacks in (0, 1):
+        # When another one changes how many endpoints a request is given
+        server.call(server.other, "tune", "r", json.dumps({"fallbacks": fallbacks}), "{}")
+        # Then the first one goes by it with its next request
+        assert len(server.admit(server.one, f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
