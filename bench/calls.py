@@ -14,19 +14,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from app.state.arrival import pack
-from app.state.scripts import load_library
 from bench.lifecycle.life import SETTINGS
 from bench.lifecycle.server import Server, server
 from bench.overhead.surroundings import look
-from bench.versions import interval
+from bench.versions import interval, package_of
+from picker_fleet.state.arrival import pack
+from picker_fleet.state.scripts import load_library
 
 ROUNDS = 20
 _CALLS = 1500  # of each kind, version and round
 _SIZES = (1, 2, 4)  # requests a call
 _OWNER = "x2k4p-9f3c1a7e"
 _ABOUT = '{"labels":{},"draining":false}'
-_SOURCE = "from app.state.scripts import load_library; x = load_library(); print(x.version); print(x.source)"
+_SOURCE = "from {}.state.scripts import load_library; x = load_library(); print(x.version); print(x.source)"
 _SETTINGS = {**SETTINGS, "upper_per": 1e5, "lower_per": 9e4, "lease_ms": 15_000, "silence_ms": 10_000_000}
 
 
@@ -64,8 +64,9 @@ class Version:
 
 def measure(base: Path) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """For each kind of call and size, base and present in each round."""
-    asked = [sys.executable, "-P", "-c", _SOURCE]
-    environment = {**os.environ, "PYTHONPATH": str(base)}
+    package, path = package_of(base)
+    asked = [sys.executable, "-P", "-c", _SOURCE.format(package)]
+    environment = {**os.environ, "PYTHONPATH": str(path)}
     told = subprocess.run(asked, cwd=base, env=environment, capture_output=True, text=True, check=True).stdout
     version, _, source = told.partition("\n")
     present = load_library()

@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 import psutil
 import yaml
 
-from app.state import primary
-from app.state.keys import Keys
 from bench.overhead.cases import MODEL, PROMPT_BYTES, Prompt
 from bench.overhead.client import Load, WrongAnswer
 from bench.overhead.driver import Driver
 from bench.overhead.processes import cpu_ns
 from bench.overhead.surroundings import look
+from picker_fleet.state import primary
+from picker_fleet.state.keys import Keys
 
 READY_S = 90.0
 STOP_S = 30.0
@@ -101,6 +101,13 @@ class Fleet:
         return Cost(picker / 1000, valkey / 1000, envoy / 1000, calls, commands)
 
 
+def package_of(source: Path) -> tuple[str, Path]:
+    """The name of the product's package in the checkout `source`, and the folder to import it from."""
+    if (source / "app" / "picker_fleet").is_dir():
+        return "picker_fleet", source / "app"
+    return "app", source  # the layout of earlier versions
+
+
 @contextlib.asynccontextmanager
 async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
     """A fleet of `source`, ready; it ends with the block.
@@ -111,8 +118,9 @@ async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="picker-versions-") as folder:
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
         config.write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
+        package, path = package_of(source)
         command = [
-            *(sys.executable, "-P", "-m", "app.cli", "up", "--port", "0", "--replicas", str(replicas)),
+            *(sys.executable, "-P", "-m", f"{package}.cli", "up", "--port", "0", "--replicas", str(replicas)),
             *("--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
             *("--config", str(config), "--state-file", str(state)),
         ]
@@ -120,7 +128,7 @@ async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
             process = subprocess.Popen(  # noqa: ASYNC220 - starting it is all that blocks
                 command,
                 cwd=source,
-                env={**os.environ, "PYTHONPATH": str(source), "TMPDIR": folder},
+                env={**os.environ, "PYTHONPATH": str(path), "TMPDIR": folder},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

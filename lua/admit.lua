@@ -5,7 +5,7 @@
 -- its endpoint and changes its owner, so that repeating a call changes nothing (G6, G7).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then each request, packed (app/state/arrival.py): texts, each ended by byte 0:
+-- args[1] the calling replica; then each request, packed (picker_fleet/state/arrival.py): texts, each ended by byte 0:
 --   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band,
 --   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow, on each endpoint; 0 none), learn (1: cost
 --   lacks the answer's part, which the flow's mean gives)

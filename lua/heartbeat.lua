@@ -6,7 +6,7 @@
 -- args[1] the calling replica
 -- args[2] JSON it gives of itself
 -- args[3] silence_ms: a replica that has been silent for so long is gone, as it is for dispatch and sweep
--- args[4] signing keys that it offers (app/signing.py), parted by blanks: a fresh one, then those it
+-- args[4] signing keys that it offers (picker_fleet/signing.py), parted by blanks: a fresh one, then those it
 --   holds; none of a caller that signs nothing
 -- args[5] and args[6] `born` and now_us as its last heartbeat told them, now_us with what has passed since then added
 --   (us, by its monotonic clock); none: not known

@@ -15,11 +15,6 @@ from typing import Any
 
 import httpx
 
-from app.fleet.probe import until
-from app.state.reads import CHUNK
-from app.state.rows import BETWEEN
-from app.state.scripts import NAMES
-from app.state.survey import CLAIM_MS
 from bench.adminload.decide import PAUSE_S, USERS, Decider
 from bench.adminload.scene import KEY, REPLICAS, RUNNING, Bound, Filler, endpoints, replica
 from bench.adminload.viewers import DASHBOARDS, Viewers, viewers
@@ -27,6 +22,11 @@ from bench.lifecycle.server import Server, server
 from bench.overhead.processes import cpu_ns
 from bench.overhead.surroundings import look
 from bench.rig.ending import end
+from picker_fleet.state.reads import CHUNK
+from picker_fleet.state.rows import BETWEEN
+from picker_fleet.state.scripts import NAMES
+from picker_fleet.state.survey import CLAIM_MS
+from picker_tools.local_fleet.probe import until
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _READY_S = 120.0

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from app.fleet.ports import LOOPBACK
-from app.state.arrival import pack
 from bench.lifecycle.server import Server
+from picker_fleet.state.arrival import pack
+from picker_tools.local_fleet.ports import LOOPBACK
 
 POOL = "bench"
 ENDPOINTS = 10
@@ -90,7 +90,16 @@ async def replica(redis_port: int, addresses: list[str]) -> AsyncIterator[Bound]
         file = Path(folder) / "config.yaml"
         file.write_text(yaml.safe_dump(tree), encoding="utf-8")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "app.cli", "serve", "--config", str(file), "--log-level", "ERROR"),
+            *(
+                sys.executable,
+                "-m",
+                "picker_fleet.cli",
+                "serve",
+                "--config",
+                str(file),
+                "--log-level",
+                "ERROR",
+            ),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import orjson
 
-from app.errors import BadRequest
-from app.intake import _MAX_ANSWER, _MOST_ANSWER_TOKENS, MODEL, Ask, _name_fault, read_body
-from app.request import finite_number
+from picker_fleet.errors import BadRequest
+from picker_fleet.intake import _MAX_ANSWER, _MOST_ANSWER_TOKENS, MODEL, Ask, _name_fault, read_body
+from picker_fleet.request import finite_number
 
 ROUNDS = 15
 ROUND_S = 0.02

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.errors import PickerError
 from bench.fairness import plot, report, suite
 from bench.fairness.claims import Claim, claims
 from bench.fairness.fleet import RunFailed, running
 from bench.fairness.suite import Plan, Results
+from picker_fleet.errors import PickerError
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _INTERRUPTED = 130

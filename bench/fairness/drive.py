@@ -5,10 +5,10 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from app.admission.shared import SharedGate
-from app.errors import RequestError, StateUnavailable
-from app.request import Band, Completion, InferenceRequest, Outcome, Workload
 from bench.fairness.job import Source
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.errors import RequestError, StateUnavailable
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
 
 _AGAIN_S = 0.02  # a caller that was refused pauses, as a client would
 _MODEL = "llama"

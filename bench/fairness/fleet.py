@@ -7,14 +7,14 @@ from typing import cast
 
 from redis.asyncio import Redis
 
-from app.fleet.ports import LOOPBACK
-from app.state.keys import Keys
 from bench.fairness.control import configured, fleet_pools, separate_pools
 from bench.fairness.job import Job, pinned
 from bench.fairness.log import Entry
 from bench.fairness.scenarios import Scenario
 from bench.lifecycle.server import server
 from bench.rig.child import Child, ChildFailed
+from picker_fleet.state.keys import Keys
+from picker_tools.local_fleet.ports import LOOPBACK
 
 _ANSWERS_S = 60.0
 _RUN_S = 120.0

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 
 import uvloop
 
-from app.admission.shared import SharedGate
-from app.assembly import assemble
-from app.config import parse
-from app.endpoints.snapshot import Endpoint
-from app.errors import PickerError
-from app.state.wakeups import listen
 from bench.fairness.drive import Clients
 from bench.fairness.job import Job
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.assembly import assemble
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.errors import PickerError
+from picker_fleet.state.wakeups import listen
 
 _JOINS_S = 30.0
 _ORDERS_S = 600.0  # nobody leads a replica that hears nothing for so long

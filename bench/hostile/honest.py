@@ -7,10 +7,10 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from app.load.client import Client
-from app.load.connection import Exchange
-from app.load.payload import COMPLETIONS, Ask
 from bench.hostile.target import HONEST, MODEL
+from picker_tools.load.client import Client
+from picker_tools.load.connection import Exchange
+from picker_tools.load.payload import COMPLETIONS, Ask
 
 _PATIENCE_S = 30.0
 _TOKENS = 16

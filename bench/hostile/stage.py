@@ -16,18 +16,18 @@ from typing import Any
 
 import yaml
 
-from app.config import parse
-from app.fleet.bootstrap import build, to_yaml
-from app.fleet.envoy import Envoy
-from app.fleet.options import SimOptions
-from app.fleet.ports import LOOPBACK
-from app.fleet.replica import Replica
-from app.fleet.report import Report
-from app.fleet.simulator import Simulator
-from app.fleet.supervisor import Supervisor
-from app.fleet.valkey import Valkey
-from app.header_trust import FAIRNESS_ID
 from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
+from picker_fleet.config import parse
+from picker_fleet.header_trust import FAIRNESS_ID
+from picker_tools.local_fleet.bootstrap import build, to_yaml
+from picker_tools.local_fleet.envoy import Envoy
+from picker_tools.local_fleet.options import SimOptions
+from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.replica import Replica
+from picker_tools.local_fleet.report import Report
+from picker_tools.local_fleet.simulator import Simulator
+from picker_tools.local_fleet.supervisor import Supervisor
+from picker_tools.local_fleet.valkey import Valkey
 
 MIB = 1024 * 1024
 # What each process may have, of deploy/kubernetes and docker-compose.yml.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from app.state.pending import MAX_BATCH
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.replay import Floor, Life, floor, life, upkeep_us
 from bench.lifecycle.server import Server, server
 from bench.lifecycle.upkeep import MANY
 from bench.overhead.surroundings import look
+from picker_fleet.state.pending import MAX_BATCH
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROUNDS = 3

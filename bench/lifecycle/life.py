@@ -8,8 +8,8 @@ from typing import Any
 
 import hiredis
 
-from app.state.arrival import pack
 from bench.lifecycle.server import Server
+from picker_fleet.state.arrival import pack
 
 BATCH = 16  # requests a call
 IN_FLIGHT = 4 * BATCH

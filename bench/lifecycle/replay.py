@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import hiredis
 
-from app.fleet.ports import LOOPBACK
-from app.state.calls import HEAD
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.server import Server
 from bench.lifecycle.upkeep import upkeep
+from picker_fleet.state.calls import HEAD
+from picker_tools.local_fleet.ports import LOOPBACK
 
 _DEADLINE_S = 60.0
 _ASTRAY = (b"gone", b"left", b"unknown")

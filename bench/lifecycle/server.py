@@ -9,11 +9,11 @@ from pathlib import Path
 
 import redis
 
-from app.fleet.part import packaged_binary
-from app.fleet.ports import LOOPBACK, free_port
-from app.fleet.valkey import SETTINGS
-from app.state.scripts import load_library
 from bench.overhead.processes import cpu_ns, resident_bytes
+from picker_fleet.state.scripts import load_library
+from picker_tools.local_fleet.part import packaged_binary
+from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.valkey import SETTINGS
 
 _DEADLINE_S = 60.0
 # Calls longer than this are kept in the server's slow log. Of 1000 us it kept 15 000 while a million requests

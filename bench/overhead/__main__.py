@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.errors import PickerError
 from bench.overhead import cases, measure, memory, plot, table, targets
 from bench.overhead.cases import Plan
 from bench.overhead.client import WrongAnswer
@@ -18,6 +17,7 @@ from bench.overhead.driver import Driver
 from bench.overhead.measure import RigResult
 from bench.overhead.memory import Memory
 from bench.overhead.surroundings import Surroundings, look
+from picker_fleet.errors import PickerError
 
 _QUICK_ROUNDS, _FULL_ROUNDS = 3, 5
 _INTERRUPTED = 130

@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from app.fleet.child import Child
-from app.fleet.envoy import Envoy
-from app.fleet.part import READY_S
-from app.fleet.ports import LOOPBACK
-from app.fleet.report import Report
-from app.fleet.simulator import Simulator
-from app.units import split_host_port
+from picker_fleet.units import split_host_port
+from picker_tools.local_fleet.child import Child
+from picker_tools.local_fleet.envoy import Envoy
+from picker_tools.local_fleet.part import READY_S
+from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.report import Report
+from picker_tools.local_fleet.simulator import Simulator
 
 _EXT_PROC = "envoy.filters.http.ext_proc"
 

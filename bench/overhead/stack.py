@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from app.config import parse
-from app.errors import StartupError
-from app.fleet.envoy import Envoy
-from app.fleet.modes import Mode
-from app.fleet.options import SimOptions
-from app.fleet.part import Part
-from app.fleet.probe import get, until
-from app.fleet.replica import Replica
-from app.fleet.supervisor import Supervisor
-from app.fleet.valkey import Valkey
 from bench.overhead.cases import MODEL, QUEUED_WATERMARK, Variant
 from bench.overhead.parts import Constant, EnvoyAlone, QuietReport, RoomySimulator
 from bench.overhead.processes import cpu_ns
+from picker_fleet.config import parse
+from picker_fleet.errors import StartupError
+from picker_tools.local_fleet.envoy import Envoy
+from picker_tools.local_fleet.modes import Mode
+from picker_tools.local_fleet.options import SimOptions
+from picker_tools.local_fleet.part import Part
+from picker_tools.local_fleet.probe import get, until
+from picker_tools.local_fleet.replica import Replica
+from picker_tools.local_fleet.supervisor import Supervisor
+from picker_tools.local_fleet.valkey import Valkey
 
 _ENDPOINTS = 2
 _QUEUED_TTFT_MS = 4.0  # long enough that the bound, not the machine, is what requests wait for

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from app.body import Body
-from app.scheduling.ask import PickAsk
-from app.scheduling.blocks import block_hashes, prompt_bytes
-from app.scheduling.latency import LatencyStats
-from app.scheduling.prefix import PrefixIndex
-from app.scheduling.scheduler import Scheduler
-from app.scheduling.scorers import SCORERS
-from app.scheduling.signals import Signals
+from picker_fleet.body import Body
+from picker_fleet.scheduling.ask import PickAsk
+from picker_fleet.scheduling.blocks import block_hashes, prompt_bytes
+from picker_fleet.scheduling.latency import LatencyStats
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scorers import SCORERS
+from picker_fleet.scheduling.signals import Signals
 
 USUAL = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0, "in-flight": 1.0}
 EVERY = dict.fromkeys(SCORERS, 1.0)

@@ -5,18 +5,18 @@ import json
 import random
 from typing import Any
 
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.request import Band, InferenceRequest, Workload
-from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
-from app.scheduling.latency import LatencyBook
-from app.scheduling.prefix import PrefixIndex
-from app.scheduling.scheduler import Scheduler
-from app.scraping.board import Reading
-from app.scraping.metrics import EndpointMetrics
-from app.state.arrival import pack
 from bench.lifecycle.life import SETTINGS
 from bench.lifecycle.server import Server, server
 from bench.picking.cases import Step
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.request import Band, InferenceRequest, Workload
+from picker_fleet.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from picker_fleet.scheduling.latency import LatencyBook
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scraping.board import Reading
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.state.arrival import pack
 
 SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}
 ENDPOINTS = 10

@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 
-from app.fleet.options import SimOptions
-from app.fleet.probe import get
-from app.fleet.replica import Replica
-from app.fleet.report import Report
-from app.fleet.simulator import Simulator
-from app.fleet.supervisor import Supervisor
-from app.fleet.valkey import Valkey
-from app.scraping.page import samples
+from picker_fleet.scraping.page import samples
+from picker_tools.local_fleet.options import SimOptions
+from picker_tools.local_fleet.probe import get
+from picker_tools.local_fleet.replica import Replica
+from picker_tools.local_fleet.report import Report
+from picker_tools.local_fleet.simulator import Simulator
+from picker_tools.local_fleet.supervisor import Supervisor
+from picker_tools.local_fleet.valkey import Valkey
 
 _READY_S = 60.0
 _LOOK_S = 0.05

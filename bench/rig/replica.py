@@ -15,13 +15,13 @@ from pathlib import Path
 
 import uvloop
 
-from app import assembly, replica
-from app.config import load
-from app.endpoints.snapshot import SnapshotCell
-from app.request import InferenceRequest
-from app.scheduling.chooser import Choice, Chooser, LeastLoaded
-from app.scheduling.feed import RouteFeed
-from app.telemetry import logs
+from picker_fleet import assembly, replica
+from picker_fleet.config import load
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.request import InferenceRequest
+from picker_fleet.scheduling.chooser import Choice, Chooser, LeastLoaded
+from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.telemetry import logs
 
 
 class SnapshotOnly(Chooser):

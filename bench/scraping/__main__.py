@@ -10,12 +10,12 @@ from pathlib import Path
 
 import uvloop
 
-from app.errors import PickerError
-from app.sim.engine import Limits, Load
-from app.sim.metrics import Page, Tally
 from bench.scraping import measure, table
 from bench.scraping.measure import Fleet, Rate
 from bench.scraping.pages import serving
+from picker_fleet.errors import PickerError
+from picker_tools.simulator.engine import Limits, Load
+from picker_tools.simulator.metrics import Page, Tally
 
 _ENDPOINTS, _CONTROL_ENDPOINTS = 100, 20
 _BIG_PAGE = Path(__file__).parents[2] / "tests" / "data" / "vllm.prom"

@@ -11,13 +11,13 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.fleet.child import Child
-from app.fleet.valkey import Valkey
-from app.scraping import page
-from app.scraping.connection import Connection
-from app.scraping.engines import VLLM
 from bench.scraping.pages import Pages
 from bench.scraping.replica import HEARTBEAT_S
+from picker_fleet.scraping import page
+from picker_fleet.scraping.connection import Connection
+from picker_fleet.scraping.engines import VLLM
+from picker_tools.local_fleet.child import Child
+from picker_tools.local_fleet.valkey import Valkey
 
 INTERVAL_S = 0.1
 _START_S = 30.0
@@ -137,7 +137,7 @@ async def costs(pages: Pages, times: int) -> list[Cost]:
 
         text = await connection.fetch()
         here = Cost(
-            "app.scraping",
+            "picker_fleet.scraping",
             await _fetching_us(connection.fetch, times),
             _reading_us(lambda: page.read(text, VLLM, 0), times),
         )

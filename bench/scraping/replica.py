@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import uvloop
 
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.scraping.engines import VLLM
-from app.scraping.task import ScrapingTask
-from app.sections import Scraping
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.scraping.engines import VLLM
+from picker_fleet.scraping.task import ScrapingTask
+from picker_fleet.sections import Scraping
 
 HEARTBEAT_S = 1.0
 

@@ -11,13 +11,13 @@ from PIL import Image
 from playwright.sync_api import ViewportSize, sync_playwright
 from rich.console import Console
 
-from app.top.admin import Admin
-from app.top.feed import Feed, News
-from app.top.frame import Place, frame
-from app.top.pages import read
-from app.top.views import VIEWS
 from bench.screenshots.fleet import fleet
 from bench.screenshots.load import CONFIG, load
+from picker_tools.top.admin import Admin
+from picker_tools.top.feed import Feed, News
+from picker_tools.top.frame import Place, frame
+from picker_tools.top.pages import read
+from picker_tools.top.views import VIEWS
 
 CHROMIUM = "/usr/bin/chromium"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

@@ -30,7 +30,7 @@ def fleet(config: Mapping[str, Any], *options: str) -> Iterator[dict[str, Any]]:
         file.write_text(yaml.safe_dump(dict(config)))
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "app.cli", "up", "--port", "0"),
+                *(sys.executable, "-m", "picker_fleet.cli", "up", "--port", "0"),
                 *("--config", str(file), "--state-file", str(state), *options),
             ],
             env={**os.environ, "PICKER_EXTPROC__DRAIN_GRACE": "100ms"},

@@ -119,7 +119,7 @@ async def running(config: Mapping[str, Any] = _CONFIG, options: Sequence[str] = 
         arguments = ["--port", "0", *files, "--debug-headers", *options]
         with (folder / "up.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "app.cli", "up", *arguments), stdout=log, stderr=log
+                *(sys.executable, "-m", "picker_fleet.cli", "up", *arguments), stdout=log, stderr=log
             )
         try:
             state = await _until_ready(process, folder)

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from app.audit.entry import Entry
-from app.audit.stream import LogStream
+from picker_tools.audit.entry import Entry
+from picker_tools.audit.stream import LogStream
 
 REPLICAS = ENDPOINTS = 2
 SERVICE_MS = 300  # one token after this long: an answer's whole time
@@ -176,7 +176,7 @@ async def running(settings: Mapping[str, Any], service_ms: int) -> AsyncIterator
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
         config.write_text(json.dumps({**_CONFIG, **settings}), encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "app.cli", "up", "--port", "0", "--config", str(config)),
+            *(sys.executable, "-m", "picker_fleet.cli", "up", "--port", "0", "--config", str(config)),
             *("--replicas", str(REPLICAS), "--endpoints", str(ENDPOINTS), "--state-file", str(state)),
             *("--sim-ttft", str(service_ms), "--sim-itl", "0", "--seed", "1"),
         ]

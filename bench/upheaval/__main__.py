@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from app.fleet.ports import LOOPBACK
 from bench.lifecycle.server import server
 from bench.overhead.surroundings import look
 from bench.upheaval.configuration import POOL
 from bench.upheaval.fleet import Deeds, Upheaval
+from picker_tools.local_fleet.ports import LOOPBACK
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _AUDIT_S = 1800.0
@@ -31,7 +31,7 @@ def main() -> int:
         lasted_s = time.monotonic() - began
         url = f"redis://{LOOPBACK}:{it.port}/0"
         audit = subprocess.run(
-            [sys.executable, "-m", "app.cli", "audit", "--redis", url, "--pool", POOL],
+            [sys.executable, "-m", "picker_fleet.cli", "audit", "--redis", url, "--pool", POOL],
             capture_output=True,
             text=True,
             check=False,

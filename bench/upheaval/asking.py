@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from app.request import Band, InferenceRequest, Workload
+from picker_fleet.request import Band, InferenceRequest, Workload
 
 FLOWS = tuple(f"flow-{number}" for number in range(12))
 _LIMITED, _LIMIT = 3, 2  # so many flows may have so many in flight on each endpoint

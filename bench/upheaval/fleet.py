@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from app.fleet.ports import LOOPBACK
-from app.state.awake import AwakeClock
-from app.state.keys import Keys
-from app.state.silence import Silence
-from app.state.store import Store
-from app.telemetry.metrics import Metrics
 from bench.fairness.job import Job
 from bench.rig.child import Child
 from bench.upheaval.configuration import POOL, change, configuration
+from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.local_fleet.ports import LOOPBACK
 
 _READY_S = 30.0
 _ENDS_S = 60.0

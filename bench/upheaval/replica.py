@@ -10,12 +10,12 @@ import sys
 
 import uvloop
 
-from app.admission.shared import SharedGate
-from app.errors import RequestError
-from app.request import Completion, Outcome
 from bench.fairness.job import Job
 from bench.fairness.replica import Led, joined
 from bench.upheaval.asking import ask_of
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.errors import RequestError
+from picker_fleet.request import Completion, Outcome
 
 _CALLERS = 60
 _AGAIN_S = 0.1  # a caller that was refused pauses, as a client would

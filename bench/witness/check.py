@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.audit.auditor import audit
 from bench.witness.asking import Asked
+from picker_tools.audit.auditor import audit
 
 _BEGINS = ("queued", "bypassed")
 _OF_A_SLEEPER = frozenset(("abandoned", "cancelled", "withdrawn"))

@@ -19,10 +19,10 @@ from typing import Any
 import gevent
 from locust import FastHttpUser, task
 
-from app.load import payload
-from app.load.catalogue import SCENARIOS
-from app.load.payload import Ask
-from app.load.scenario import Scenario, Source
+from picker_tools.load import payload
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.payload import Ask
+from picker_tools.load.scenario import Scenario, Source
 
 _PAUSE_S = 1.0  # mean, between the answer and the next request
 _FIRST_BYTE = 1

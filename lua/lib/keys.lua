@@ -2,7 +2,7 @@
 -- Every key of the pool, derived from the one declared: keys[1] = epp:{POOL}:pool. All carry the hash
 -- tag {POOL}, so a Cluster keeps them in one slot and each call is legal there. B is a band (0 to 2), L a
 -- lane: what a band orders, the flow's name or, under `fairness: none`, '' for the whole band. Two names in one
--- key or field are joined by byte 31, which no name can hold (app/units.py): by any other, two pairs of names
+-- key or field are joined by byte 31, which no name can hold (picker_fleet/units.py): by any other, two pairs of names
 -- could spell the same key.
 --
 -- key          type    what it holds                                             removed by
@@ -26,9 +26,9 @@
 -- load         zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints    hash    endpoint -> JSON {labels, draining}                       publish
 -- marks        hash    drained\31endpoint or down\31endpoint -> since when, ms    undrain, probes, sweep
--- metrics      hash    endpoint -> JSON of its last scrape; and its channel      scraping (app/scraping/)
+-- metrics      hash    endpoint -> JSON of its last scrape; and its channel      scraping (picker_fleet/scraping/)
 -- lanes        string  all lanes as one replica read them for all, or its claim  Redis, when old
--- routes       stream  what was routed where, and completed (app/scheduling/)   its own cap
+-- routes       stream  what was routed where, and completed (picker_fleet/scheduling/)   its own cap
 -- workloads    hash    workload id -> metrics (lib/workloads.lua)                sweep, when idle
 -- answers      hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas     zset    replica incarnation -> last heartbeat, ms                 sweep

@@ -114,7 +114,7 @@ end
 -- Whether records may be missing of requests that run: where this server has not made the last change to the pool
 -- itself (it was lost, restarted, or a replica until now), or a replica has come back. Then all that runs is told
 -- again, at the latest by its next sign of life.
-local LONGER_MS = 10000 -- than a lease: no journal brings back what is silent for as long (app/admission/outbox.py)
+local LONGER_MS = 10000 -- than a lease: no journal brings back what is silent for as long (admission/outbox.py)
 function pool.may_lack() key.lacks_ms = now_ms end
 function pool.lacks() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 -- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.

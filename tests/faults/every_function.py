@@ -6,9 +6,9 @@ from typing import Any
 
 from script_fleet import Fleet, ask, until
 
-from app.request import Band, Outcome
-from app.state.reads import Reads, Stretch
-from app.state.store import Store
+from picker_fleet.request import Band, Outcome
+from picker_fleet.state.reads import Reads, Stretch
+from picker_fleet.state.store import Store
 
 POLICIES: tuple[Mapping[str, Any], ...] = (
     {},

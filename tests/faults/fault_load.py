@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import RedisError
 from script_fleet import Fleet, Replica, ask, ended, until
 
-from app.errors import StateUnavailable
+from picker_fleet.errors import StateUnavailable
 
 LEASE_S = 3.0
 HEARTBEAT_S = 0.5

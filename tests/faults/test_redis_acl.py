@@ -12,16 +12,16 @@ from redis.exceptions import NoPermissionError
 from redis_servers import LOOPBACK, Server
 from script_fleet import running, until
 
-import app
-from app.audit.stream import LogStream
-from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
-from app.scheduling.prefix import PrefixIndex
-from app.scraping.feed import Feed
-from app.state.keys import Keys
-from app.state.wakeups import listen
+import picker_fleet
+from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.scheduling.latency import LatencyBook
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scraping.feed import Feed
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.wakeups import listen
+from picker_tools.audit.stream import LogStream
 
-PROJECT = Path(app.__file__).parent.parent
+PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)
 PICKER, AUDITOR, SENTINEL = LINES
 SECRET = "p@ss"

@@ -9,13 +9,13 @@ from proxy import LOOPBACK, Proxy, proxy
 from redis_servers import Server
 from script_fleet import Fleet, ask, ended, running, until
 
-from app.errors import StateUnavailable
-from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
-from app.scheduling.prefix import PrefixIndex
-from app.scraping.feed import Feed
-from app.state.keys import Keys
-from app.state.wakeups import listen
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.scheduling.latency import LatencyBook
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scraping.feed import Feed
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.wakeups import listen
 
 SHORT_S = 0.3
 PATIENT_S = 20.0

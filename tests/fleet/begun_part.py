@@ -15,14 +15,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
-from app.fleet import child, guard
-from app.fleet.part import picker_command
+from picker_tools.local_fleet import child, guard
+from picker_tools.local_fleet.part import picker_command
 
 _executed = child.begin
 
 
 async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> child.Process:
-    """In place of `app.fleet.child.begin`."""
+    """In place of `picker_tools.local_fleet.child.begin`."""
     ours = picker_command()
     if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
         return await _executed(command, output, environment)
@@ -64,7 +64,7 @@ class _Forked:
 
 def become(prepare: Callable[[], None], words: list[str], environment: Mapping[str, str]) -> NoReturn:
     """Run `picker WORDS…` in this copy after `prepare`; nothing else of it is to go on."""
-    from app import cli
+    from picker_fleet import cli
 
     status: int | str | None = 1
     try:

@@ -79,10 +79,10 @@ def _nursery() -> socket.socket:
 def _serve(asked: socket.socket) -> None:
     import begun_part
 
-    from app import replica_command  # noqa: F401 - what each part is to find imported
-    from app.config import Settings
-    from app.fleet import bootstrap, child, up_command  # noqa: F401 - and each fleet
-    from app.sim import command  # noqa: F401
+    from picker_fleet import replica_command  # noqa: F401 - what each part is to find imported
+    from picker_fleet.config import Settings
+    from picker_tools.local_fleet import bootstrap, child, up_command  # noqa: F401 - and each fleet
+    from picker_tools.simulator import command  # noqa: F401
 
     child.begin = begun_part.begin
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
-from app.fleet import guard
-from app.fleet.part import packaged_binary
+from picker_tools.local_fleet import guard
+from picker_tools.local_fleet.part import packaged_binary
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
@@ -108,8 +108,8 @@ class Stack:
     def _programs(self) -> None:
         programs = self.folder / "bin"
         programs.mkdir()
-        python = f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}"'
-        for name, how in (("picker", "-P -m app.cli "), ("locust", "-m locust "), ("python", "")):
+        python = f'#!/bin/sh\nPYTHONPATH="{ROOT}/app" exec "{sys.executable}"'
+        for name, how in (("picker", "-P -m picker_fleet.cli "), ("locust", "-m locust "), ("python", "")):
             text = f'{python} {how}"$@"\n'
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
-from app import config
-from app.fleet.bootstrap import build, to_yaml
-from app.fleet.modes import Mode
-from app.fleet.part import packaged_binary
+from picker_fleet import config
+from picker_tools.local_fleet.bootstrap import build, to_yaml
+from picker_tools.local_fleet.modes import Mode
+from picker_tools.local_fleet.part import packaged_binary
 
 _READY_S = 60.0
 _POLL_S = 0.02

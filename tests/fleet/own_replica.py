@@ -14,8 +14,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from extproc_client import body, headers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from app.extproc.service import SERVICE
-from app.fleet import probe
+from picker_fleet.extproc.service import SERVICE
+from picker_tools.local_fleet import probe
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
 PATIENT_S = 60.0  # what has not happened by then on a busy machine will not
@@ -70,7 +70,7 @@ async def served(
     file = folder / "replica.yaml"
     file.write_text(json.dumps(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "app.cli", "serve", "--config", str(file)),
+        *(sys.executable, "-m", "picker_fleet.cli", "serve", "--config", str(file)),
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=prepare,
     )

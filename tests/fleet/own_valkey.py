@@ -12,9 +12,9 @@ from pathlib import Path
 
 from script_backends import REAL_SERVER
 
-from app.fleet.part import packaged_binary
-from app.fleet.ports import LOOPBACK, free_port
-from app.fleet.probe import redis_answers, until
+from picker_tools.local_fleet.part import packaged_binary
+from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.probe import redis_answers, until
 
 
 class OwnValkey:

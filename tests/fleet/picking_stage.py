@@ -16,10 +16,10 @@ from page_server import PageServer, answered, serving
 from picking_case import Ask, Case, Server
 from picking_talk import PATIENT_S, Names, Played, Talk
 
-from app.config import parse
-from app.header_trust import STEERING
-from app.replica import Bound, new_incarnation, serve
-from app.scheduling.chooser import FRESH_S
+from picker_fleet.config import parse
+from picker_fleet.header_trust import STEERING
+from picker_fleet.replica import Bound, new_incarnation, serve
+from picker_fleet.scheduling.chooser import FRESH_S
 
 _POLL_S = 0.02
 

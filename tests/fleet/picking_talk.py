@@ -17,8 +17,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from extproc_client import body, headers, response_body, response_headers, set_headers
 from picking_case import GIVEN, Ask
 
-from app.extproc import accesslog
-from app.extproc.service import SERVICE
+from picker_fleet.extproc import accesslog
+from picker_fleet.extproc.service import SERVICE
 
 PATIENT_S = 30.0
 _TICKET = (

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import httpx
 from fleet_load import PATIENT, at_rest, decisions, metric, shared
 
-from app.admin import listed
-from app.admin.models import Endpoint, State
+from picker_fleet.admin import listed
+from picker_fleet.admin.models import Endpoint, State
 
 OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name": "iron", "weight": 1.0}]
 CONFIG = {"decision_log": {"enabled": True}, "objectives": OBJECTIVES}

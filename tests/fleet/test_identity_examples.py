@@ -46,7 +46,7 @@ def example(fleet: Any, folder: Path, name: str, *arguments: str, mode: str = "l
     """Envoy as an example's two commands make it."""
     listen = ("--listen", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--mode", mode)
     pickers = [each for replica in fleet.state["replicas"] for each in ("--picker", replica["grpc"])]
-    plain = run(["-m", "app.cli", "envoy-config", *listen, *pickers])
+    plain = run(["-m", "picker_fleet.cli", "envoy-config", *listen, *pickers])
     bootstrap = run([str(EXAMPLES / name), *arguments], plain)
     with started(bootstrap, folder / "envoy") as running:
         yield running
@@ -219,7 +219,9 @@ async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None
 def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "keys.yaml"
     table.write_text(yaml.safe_dump({"ab" * 32: "flow"}))
-    trusting = run(["-m", "app.cli", "envoy-config", "--trust-headers", "x-llm-d-inference-fairness-id"])
+    trusting = run(
+        ["-m", "picker_fleet.cli", "envoy-config", "--trust-headers", "x-llm-d-inference-fairness-id"]
+    )
     done = subprocess.run(
         [sys.executable, EXAMPLES / "api_key.py", table],
         input=trusting,

@@ -38,7 +38,7 @@ async def ended(process: Process) -> tuple[int, str]:
 
 
 async def load(*arguments: str) -> tuple[int, str]:
-    return await ended(await started("app.cli", "load", *arguments))
+    return await ended(await started("picker_fleet.cli", "load", *arguments))
 
 
 def verdicts(folder: Path) -> dict[str, str]:
@@ -110,7 +110,7 @@ async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(here: An
 async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
     # Given a load under way that would go on for minutes
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
-    process = await started("app.cli", "load", "steady", *where)
+    process = await started("picker_fleet.cli", "load", "steady", *where)
     assert process.stdout is not None
     async with asyncio.timeout(END_S):
         while b"served 0" in (line := await process.stdout.readline()) or b" sent " not in line:

@@ -15,8 +15,8 @@ from own_replica import Replica, served
 from own_valkey import OwnValkey
 from page_server import serving
 
-from app.config import parse
-from app.fleet import probe
+from picker_fleet.config import parse
+from picker_tools.local_fleet import probe
 
 MIB = 1024 * 1024
 PEAK_MIB = 400

@@ -8,7 +8,7 @@ import judged_log
 from fleet_load import PATIENT, complete, shared
 from redis_servers import LOOPBACK, certificate, debian, running
 
-import app
+import picker_fleet
 
 CONFIG = {
     "fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True},
@@ -18,7 +18,7 @@ LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 
 async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
     # Given a Redis that speaks TLS only, and a user who may do what docs/redis.md says
-    page = (Path(app.__file__).parent.parent / "docs/redis.md").read_text()
+    page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     rules = next(line for line in page.splitlines() if line.startswith("user picker on")).split()[4:]
     files = certificate(tmp_path / "certificate")
     with running(debian("redis-server"), tmp_path / "redis", tls=files) as server:

@@ -19,7 +19,7 @@ from fleet_load import PATIENT, at_rest, shared
 LINES, CELLS = 24, 80
 ROWS = 14  # of the queue, on so many lines
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-TOP = (sys.executable, "-P", "-m", "app.cli", "top", "--admin")
+TOP = (sys.executable, "-P", "-m", "picker_fleet.cli", "top", "--admin")
 
 
 @pytest.fixture(scope="module")

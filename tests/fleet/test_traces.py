@@ -101,7 +101,7 @@ async def test_each_decision_has_a_line(fleet: Any, collector: Collector) -> Non
 
     async def lines() -> dict[str, Any] | None:
         log = next(running.state_file.parent.rglob("replica-1.log")).read_text()
-        told = [json.loads(line) for line in log.splitlines() if '"app.telemetry.decisions"' in line]
+        told = [json.loads(line) for line in log.splitlines() if '"picker_fleet.telemetry.decisions"' in line]
         by_decision = {line["decision"]: line for line in told}
         return by_decision if {"ok", "bad_request"} <= by_decision.keys() else None
 

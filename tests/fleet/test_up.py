@@ -11,8 +11,8 @@ import h11
 import psutil
 import pytest
 
-from app.fleet.valkey import Valkey
-from app.state import primary
+from picker_fleet.state import primary
+from picker_tools.local_fleet.valkey import Valkey
 
 MODES = ["standard", "lean", "headers"]
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 8}

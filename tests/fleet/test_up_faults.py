@@ -15,7 +15,7 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 def up(*options: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`picker up` that is expected to end by itself; its files are made in `temporary`."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "app.cli", "up", *options],
+        [sys.executable, "-P", "-m", "picker_fleet.cli", "up", *options],
         capture_output=True,
         text=True,
         timeout=90,

@@ -22,8 +22,8 @@ import yaml
 from begun_up import BegunUp
 from crowd import Crowd
 
-from app.state import primary
-from app.state.keys import Keys
+from picker_fleet.state import primary
+from picker_fleet.state.keys import Keys
 
 if TYPE_CHECKING:
     import openai
@@ -243,7 +243,7 @@ class Fleet:
 
 def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "app.cli", "up", *arguments],
+        [sys.executable, "-P", "-m", "picker_fleet.cli", "up", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple, cast
 from local_requests import ask
 from sturdy_bench import PULSE, gate_over
 
-from app.admission.crossing import Mode
-from app.admission.homecoming import bring
-from app.admission.purse import Purse
-from app.admission.shared import SharedGate
-from app.admission.sturdy import SturdyGate
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.request import Alive, Completion, Outcome
-from app.scheduling.chooser import LeastLoaded
-from app.state.awake import AwakeClock
-from app.state.silence import Silence
-from app.state.store import Store, Verdict
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission.crossing import Mode
+from picker_fleet.admission.homecoming import bring
+from picker_fleet.admission.purse import Purse
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.request import Alive, Completion, Outcome
+from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Store, Verdict
+from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
 NOW_S = 1000.0

@@ -11,9 +11,9 @@ from packed import counters, doubles
 from pool_model import Reply
 from set_clock import clock_of
 
-from app.state.arrival import pack
-from app.state.keys import Keys
-from app.state.scripts import load_library
+from picker_fleet.state.arrival import pack
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.scripts import load_library
 
 READ_ORDERS = """
 local found = {}

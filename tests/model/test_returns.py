@@ -12,8 +12,8 @@ from returns import ENDPOINT, Pool, World, search, walk
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from app.admission.tombstones import Tombstones
-from app.state.arrival import pack
+from picker_fleet.admission.tombstones import Tombstones
+from picker_fleet.state.arrival import pack
 
 START_US = 1_750_000_000_000_000
 IN_FULL = pytest.mark.skipif(os.environ.get("PICKER_RETURNS") != "full", reason="takes minutes")

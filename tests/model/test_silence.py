@@ -6,7 +6,7 @@ import pytest
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from app.state.arrival import pack
+from picker_fleet.state.arrival import pack
 
 START_US = 1_000_000_000
 

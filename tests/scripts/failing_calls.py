@@ -6,7 +6,7 @@ from typing import Any
 import redis
 from set_clock import clock_of
 
-from app.state.scripts import load_library
+from picker_fleet.state.scripts import load_library
 
 Everything = Mapping[str, Any]
 _FAILING = """

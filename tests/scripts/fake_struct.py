@@ -1,7 +1,7 @@
 """Lua's `struct` for fakeredis, which lacks it: as much as the library uses. What it packs only it can read;
 what comes packed from a replica ('<' in the format) it reads as everyone does."""
 
-from app.state.scripts import Library
+from picker_fleet.state.scripts import Library
 
 _STRUCT = r"""
 local struct = {}

@@ -10,18 +10,18 @@ from decision_ledger import Entry, Ledger
 from packed import counters
 from redis.asyncio import Redis
 
-from app.admission.membership import Membership
-from app.admission.shared import SharedGate
-from app.config import parse
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.request import Band, Completion, InferenceRequest, Outcome, Workload
-from app.state.awake import AwakeClock
-from app.state.keys import Keys
-from app.state.primary import client
-from app.state.silence import Silence
-from app.state.store import Pulse, Store, Sweep, Verdict
-from app.state.wakeups import listen
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission.membership import Membership
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.primary import client
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Pulse, Store, Sweep, Verdict
+from picker_fleet.state.wakeups import listen
+from picker_fleet.telemetry.metrics import Metrics
 
 DEADLINE_S = 20.0  # generous: what has not happened by then will not
 SILENCE_S = 5.0

@@ -7,12 +7,12 @@ import pytest
 from pydantic import BaseModel
 from script_fleet import Fleet, OpenFleet, Replica, until
 
-from app.admin import listed
-from app.admin.cursor import BadCursor
-from app.admin.fleet_lists import FleetLists
-from app.admin.standing import Lookout
-from app.request import Band
-from app.scheduling.chooser import LeastLoaded
+from picker_fleet.admin import listed
+from picker_fleet.admin.cursor import BadCursor
+from picker_fleet.admin.fleet_lists import FleetLists
+from picker_fleet.admin.standing import Lookout
+from picker_fleet.request import Band
+from picker_fleet.scheduling.chooser import LeastLoaded
 
 CONFIG: dict[str, Any] = {
     "fair_request_queue": {"total_capacity": 5000, "flow_capacity": 5000, "queue_ttl": "600s"},
@@ -175,7 +175,7 @@ async def test_more_flows_than_are_read_are_listed_still(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more flows than a look at all of them takes in
-    monkeypatch.setattr("app.admin.standing.MOST_LANES", 10)
+    monkeypatch.setattr("picker_fleet.admin.standing.MOST_LANES", 10)
     async with valkey_fleet("a", joined=CONFIG) as it:
         await waiting(it, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT, 1.0) for i in range(25)))
         lists = lists_of(it.replicas[0])

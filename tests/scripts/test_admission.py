@@ -6,10 +6,10 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, ask
 
-from app.admission import ticket
-from app.endpoints.snapshot import Endpoint
-from app.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
-from app.state.store import Verdict
+from picker_fleet.admission import ticket
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
+from picker_fleet.state.store import Verdict
 
 
 async def test_below_the_bound_a_request_is_placed_at_once(fleet: OpenFleet) -> None:

@@ -6,8 +6,8 @@ import pytest
 from decision_ledger import events_of, order_of
 from script_fleet import Fleet, OpenFleet, ask, ended, until
 
-from app.errors import ClientGone, ExpiredTtl
-from app.state.store import Verdict
+from picker_fleet.errors import ClientGone, ExpiredTtl
+from picker_fleet.state.store import Verdict
 
 
 async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> None:

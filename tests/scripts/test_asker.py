@@ -7,8 +7,8 @@ import pytest
 from redis.asyncio import Redis
 from script_fleet import until
 
-from app.errors import StateUnavailable
-from app.state.asker import Asker
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.state.asker import Asker
 
 DEADLINE_S = 5.0
 

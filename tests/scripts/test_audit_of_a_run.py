@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica
 
-from app.audit.auditor import audit
-from app.audit.report import Report
-from app.audit.stream import LogStream
-from app.cli import main
-from app.request import Band, Outcome
+from picker_fleet.cli import main
+from picker_fleet.request import Band, Outcome
+from picker_tools.audit.auditor import audit
+from picker_tools.audit.report import Report
+from picker_tools.audit.stream import LogStream
 
 FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
 LIMITS = {"tight": 1}
@@ -221,7 +221,7 @@ async def test_what_is_trimmed_while_the_log_is_read_is_told(
     valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a log of several pages, of which the first has been read
-    monkeypatch.setattr("app.audit.stream.PAGE", 10)
+    monkeypatch.setattr("picker_tools.audit.stream.PAGE", 10)
     async with valkey_fleet("a") as it:
         (a,) = it.replicas
         for i in range(40):

@@ -5,7 +5,7 @@ import itertools
 
 from script_fleet import OpenFleet
 
-from app.request import Outcome
+from picker_fleet.request import Outcome
 
 
 async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:

@@ -9,13 +9,13 @@ import pytest
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 from sturdy_bench import gate_over
 
-from app.admission.crossing import Mode
-from app.admission.membership import Membership
-from app.admission.sturdy import SturdyGate
-from app.config import parse
-from app.endpoints.snapshot import Endpoint
-from app.request import Alive, Placement
-from app.state.silence import Silence
+from picker_fleet.admission.crossing import Mode
+from picker_fleet.admission.membership import Membership
+from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Alive, Placement
+from picker_fleet.state.silence import Silence
 
 (E1,) = addresses(1)
 CONFIG: Mapping[str, Any] = {

@@ -7,8 +7,8 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import OpenFleet, addresses
 
-from app.endpoints.snapshot import Endpoint
-from app.state.store import Verdict
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.state.store import Verdict
 
 E1, E2, E3, E4 = addresses(4)
 

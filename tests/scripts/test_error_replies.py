@@ -18,11 +18,11 @@ from script_backends import LOOPBACK, Wire, url_of, valkey, wire
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 from sturdy_bench import gate_over
 
-from app.admission.crossing import Mode
-from app.admission.sturdy import SturdyGate
-from app.errors import ScriptFailed, WritesRefused
-from app.state.error_replies import ERROR_REPLIES
-from app.state.silence import Silence
+from picker_fleet.admission.crossing import Mode
+from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.errors import ScriptFailed, WritesRefused
+from picker_fleet.state.error_replies import ERROR_REPLIES
+from picker_fleet.state.silence import Silence
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 ASK_ANEW = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
@@ -172,7 +172,7 @@ async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
 async def test_an_error_for_one_request_is_its_own(
     valkey_url: str, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "app.state.refusals")
+    caplog.set_level(logging.ERROR, "picker_fleet.state.refusals")
     async with watched(valkey_url, pool) as it:
         # Given what no script of ours has written, where a flow's requests are kept
         name, flow = "ba\nd" + "x" * 300, "bad"

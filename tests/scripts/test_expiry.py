@@ -7,7 +7,7 @@ from decision_ledger import events_of, order_of
 from script_backends import wire
 from script_fleet import Fleet, OpenFleet, ask, until
 
-from app.errors import DeadlineExceeded, ExpiredTtl
+from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFleet) -> None:

@@ -6,9 +6,9 @@ import pytest
 import redis
 from script_fleet import SETTINGS
 
-from app.state.arrival import pack
-from app.state.keys import Keys
-from app.state.scripts import load_library
+from picker_fleet.state.arrival import pack
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.scripts import load_library
 
 SILENCE_MS = 60_000
 

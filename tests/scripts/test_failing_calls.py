@@ -8,7 +8,7 @@ import redis
 from failing_calls import FailingLibrary
 from script_fleet import SETTINGS
 
-from app.state.arrival import pack
+from picker_fleet.state.arrival import pack
 
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})

@@ -6,10 +6,10 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
-from app.endpoints.snapshot import Endpoint
-from app.errors import NoEndpoints
-from app.request import Placement
-from app.state.store import Verdict
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.errors import NoEndpoints
+from picker_fleet.request import Placement
+from picker_fleet.state.store import Verdict
 
 E1, E2 = addresses(2)
 

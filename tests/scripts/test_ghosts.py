@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from script_fleet import Fleet, OpenFleet, addresses
 
-from app.scraping.metrics import EndpointMetrics, encode
+from picker_fleet.scraping.metrics import EndpointMetrics, encode
 
 UNSEEN_S = 1.0
 (E1,) = addresses(1)

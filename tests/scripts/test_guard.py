@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decision_ledger import Entry, order_of
 from script_fleet import OpenFleet
 
-from app.request import Band
+from picker_fleet.request import Band
 
 
 def by_guard(entries: Sequence[Entry]) -> list[str]:

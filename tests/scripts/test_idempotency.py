@@ -9,8 +9,8 @@ from packed import doubles
 from script_backends import wire
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
-from app.admission import ticket
-from app.state.store import Verdict
+from picker_fleet.admission import ticket
+from picker_fleet.state.store import Verdict
 
 Call = Callable[[Replica], Awaitable[object]]
 TICKET = ticket.write(ask("gone", workload="w"), "10.0.0.1:8000")

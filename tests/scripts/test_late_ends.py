@@ -10,16 +10,16 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
-from app.config import parse
-from app.extproc.bodies import Bodies
-from app.extproc.codec import WHOLE_BYTES
-from app.extproc.desk import Desk, newcomers, reads
-from app.extproc.door import Door
-from app.extproc.exchange import Exchange
-from app.intake import Intake
-from app.paths import AllowedPaths
-from app.request import Placement
-from app.telemetry.decisions import DecisionLines
+from picker_fleet.config import parse
+from picker_fleet.extproc.bodies import Bodies
+from picker_fleet.extproc.codec import WHOLE_BYTES
+from picker_fleet.extproc.desk import Desk, newcomers, reads
+from picker_fleet.extproc.door import Door
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.intake import Intake
+from picker_fleet.paths import AllowedPaths
+from picker_fleet.request import Placement
+from picker_fleet.telemetry.decisions import DecisionLines
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}

@@ -7,10 +7,10 @@ from decision_ledger import events_of
 from packed import doubles
 from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
 
-from app.admission import ticket
-from app.request import Alive, Outcome
-from app.signing import Keyring
-from app.state.store import Verdict
+from picker_fleet.admission import ticket
+from picker_fleet.request import Alive, Outcome
+from picker_fleet.signing import Keyring
+from picker_fleet.state.store import Verdict
 
 E1, E2 = addresses(2)
 MOST_TOMBSTONES = 100_000

@@ -9,12 +9,12 @@ import pytest
 from script_backends import url_of, valkey, wire
 from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
 
-from app.admission import ticket
-from app.errors import ScriptFailed, StateUnavailable, WritesRefused
-from app.fleet.ports import free_port
-from app.request import Outcome
-from app.state.scripts import load_library
-from app.state.store import Verdict
+from picker_fleet.admission import ticket
+from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
+from picker_fleet.request import Outcome
+from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import Verdict
+from picker_tools.local_fleet.ports import free_port
 
 E1 = addresses(1)[0]
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 from script_fleet import addresses, ask, until
 
-from app.admin.fleet_controls import FleetControls
-from app.assembly import Parts, assemble
-from app.config import parse
-from app.endpoints.snapshot import Endpoint
-from app.request import InferenceRequest
+from picker_fleet.admin.fleet_controls import FleetControls
+from picker_fleet.assembly import Parts, assemble
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import InferenceRequest
 
 E1, E2, E3 = addresses(3)
 PROMPT = (b"a" * 8, b"b" * 8)

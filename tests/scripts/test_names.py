@@ -10,8 +10,8 @@ from names import NAMES, REQUEST_IDS, distinct
 from script_fleet import Fleet, OpenFleet, Replica, running
 from test_audit_of_a_run import audited
 
-from app.request import Band, Outcome
-from app.state.reads import Stretch
+from picker_fleet.request import Band, Outcome
+from picker_fleet.state.reads import Stretch
 
 _POOLS = itertools.count(1)
 

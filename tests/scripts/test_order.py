@@ -8,7 +8,7 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet
 
-from app.request import Band
+from picker_fleet.request import Band
 
 Backlog = Mapping[str, Sequence[float]]  # flow -> cost of each of its requests
 

@@ -6,8 +6,8 @@ import pytest
 from decision_ledger import events_of, order_of
 from script_fleet import OpenFleet, addresses
 
-from app.request import Band
-from app.state.store import Verdict
+from picker_fleet.request import Band
+from picker_fleet.state.store import Verdict
 
 
 async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(

@@ -5,7 +5,7 @@ import struct
 from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet, Replica
 
-from app.request import Band, Outcome
+from picker_fleet.request import Band, Outcome
 
 
 async def served(it: Fleet, a: Replica, count: int) -> list[str]:

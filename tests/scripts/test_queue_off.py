@@ -2,8 +2,8 @@
 
 from script_fleet import OpenFleet, addresses
 
-from app.audit.auditor import audit
-from app.endpoints.snapshot import Endpoint
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_tools.audit.auditor import audit
 
 A, B = addresses(2)
 

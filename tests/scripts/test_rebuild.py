@@ -7,9 +7,9 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 
-from app.errors import StateUnavailable
-from app.request import Alive, InferenceRequest, Placement
-from app.state.store import Verdict
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.request import Alive, InferenceRequest, Placement
+from picker_fleet.state.store import Verdict
 
 # Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.
 CONFIG: dict[str, Any] = {

@@ -8,8 +8,8 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica
 
-from app.errors import ScriptFailed
-from app.request import Outcome
+from picker_fleet.errors import ScriptFailed
+from picker_fleet.request import Outcome
 
 BAD = "queue:1:bad"  # the queue of flow `bad` in the band of all requests here
 

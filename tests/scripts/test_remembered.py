@@ -8,8 +8,8 @@ import redis
 from script_fleet import SETTINGS
 from set_clock import clock_of
 
-from app.state.arrival import pack
-from app.state.scripts import Library, load_library
+from picker_fleet.state.arrival import pack
+from picker_fleet.state.scripts import Library, load_library
 
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})

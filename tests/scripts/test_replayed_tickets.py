@@ -10,7 +10,7 @@ import redis
 from script_fleet import ask
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, Server
 
-from app.admission import ticket
+from picker_fleet.admission import ticket
 
 ENDPOINT = "e:1"
 TICKET = ticket.write(ask("r"), ENDPOINT)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, ask
 
-from app.admission import ticket
-from app.endpoints.snapshot import Endpoint
-from app.request import Outcome
-from app.state.keys import Keys
+from picker_fleet.admission import ticket
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Outcome
+from picker_fleet.state.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"

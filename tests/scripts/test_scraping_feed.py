@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from app.errors import StateUnavailable
-from app.scraping.feed import Feed
-from app.scraping.metrics import EndpointMetrics
-from app.state.keys import Keys
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.scraping.feed import Feed
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.state.keys import Keys
 
 
 class Clock:

@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.fleet.child import Child
-from app.fleet.options import SimOptions
-from app.fleet.simulator import Simulator
-from app.scraping.engines import VLLM
-from app.scraping.task import ScrapingTask
-from app.sections import Scraping
-from app.state.keys import Keys
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.scraping.engines import VLLM
+from picker_fleet.scraping.task import ScrapingTask
+from picker_fleet.sections import Scraping
+from picker_fleet.state.keys import Keys
+from picker_tools.local_fleet.child import Child
+from picker_tools.local_fleet.options import SimOptions
+from picker_tools.local_fleet.simulator import Simulator
 
 INTERVAL_S = 0.05
 HEARTBEAT_S = 10.0  # who is silent for 6 s is taken for gone: longer than a busy machine stands still

@@ -6,7 +6,7 @@ import pytest
 from metrics_page import page_of
 from script_fleet import Fleet, OpenFleet, until
 
-from app.request import Outcome
+from picker_fleet.request import Outcome
 
 MANY = 40
 STRAYS = [f"stray-{number}" for number in range(MANY)]

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
-from app.admin.standing import Lookout
-from app.request import Outcome
-from app.state import survey
-from app.state.link import Link
-from app.state.reads import CHUNK, Reads
-from app.state.rows import Lane
+from picker_fleet.admin.standing import Lookout
+from picker_fleet.request import Outcome
+from picker_fleet.state import survey
+from picker_fleet.state.link import Link
+from picker_fleet.state.reads import CHUNK, Reads
+from picker_fleet.state.rows import Lane
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000

@@ -6,9 +6,9 @@ import pytest
 from packed import doubles
 from script_fleet import Fleet, OpenFleet
 
-from app.admission import tuning
-from app.config import parse
-from app.errors import ConfigError
+from picker_fleet.admission import tuning
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
 
 HUGE = 1e308
 

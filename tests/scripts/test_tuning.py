@@ -6,7 +6,7 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet
 
-from app.request import Band
+from picker_fleet.request import Band
 
 
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:

@@ -6,8 +6,8 @@ import pytest
 from script_backends import wire
 from script_fleet import DEADLINE_S, OpenFleet, until
 
-from app.errors import StateUnavailable
-from app.request import Outcome
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.request import Outcome
 
 
 async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_cannot(

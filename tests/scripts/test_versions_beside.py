@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from script_fleet import SETTINGS
 
-from app.admission.published import published
-from app.config import Settings
-from app.state.arrival import pack
-from app.state.scripts import Library, load_library
+from picker_fleet.admission.published import published
+from picker_fleet.config import Settings
+from picker_fleet.state.arrival import pack
+from picker_fleet.state.scripts import Library, load_library
 
 DOUBLE = 8
 ADDED = 5  # counters that came after the others

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from script_fleet import Fleet, OpenFleet, addresses
 
-from app.state.reads import Stretch
+from picker_fleet.state.reads import Stretch
 
 (E1,) = addresses(1)
 

@@ -9,16 +9,16 @@ import httpx
 from fastapi import FastAPI
 from scripted_store import ScriptedStore
 
-from app.admin.api import create
-from app.admin.events import Events
-from app.admin.fleet_controls import FleetControls
-from app.admin.models import State
-from app.admin.server import serving
-from app.admin.view import Lists
-from app.admission.membership import Membership
-from app.config import Settings
-from app.state.store import Store
-from app.telemetry.metrics import Metrics
+from picker_fleet.admin.api import create
+from picker_fleet.admin.events import Events
+from picker_fleet.admin.fleet_controls import FleetControls
+from picker_fleet.admin.models import State
+from picker_fleet.admin.server import serving
+from picker_fleet.admin.view import Lists
+from picker_fleet.admission.membership import Membership
+from picker_fleet.config import Settings
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
 
 STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
 

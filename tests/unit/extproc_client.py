@@ -12,16 +12,16 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
-from app.config import Settings, parse
-from app.errors import RequestError
-from app.extproc.bodies import Bodies
-from app.extproc.desk import Desk, newcomers, reads
-from app.extproc.door import Door
-from app.extproc.exchange import Exchange
-from app.intake import Intake
-from app.paths import AllowedPaths
-from app.request import Alive, Completion, InferenceRequest, Placement
-from app.telemetry.decisions import DecisionLines
+from picker_fleet.config import Settings, parse
+from picker_fleet.errors import RequestError
+from picker_fleet.extproc.bodies import Bodies
+from picker_fleet.extproc.desk import Desk, newcomers, reads
+from picker_fleet.extproc.door import Door
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.intake import Intake
+from picker_fleet.paths import AllowedPaths
+from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.telemetry.decisions import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), ticket="ticket-1")

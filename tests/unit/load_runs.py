@@ -1,17 +1,17 @@
-"""Runs made up for tests of `app.load`: whatever a test does not name is as it would be in a good run."""
+"""Runs made up for tests of `picker_tools.load`: what a test does not name is as in a good run."""
 
 from dataclasses import replace
 from typing import Any
 
-from app.audit.auditor import audit
-from app.load.answer import Answer
-from app.load.catalogue import SCENARIOS
-from app.load.evidence import Evidence, Parameters
-from app.load.judges import judged
-from app.load.ledger import Ledger
-from app.load.promise import Promise
-from app.load.sample import Sample
-from app.load.scenario import Scenario
+from picker_tools.audit.auditor import audit
+from picker_tools.load.answer import Answer
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.evidence import Evidence, Parameters
+from picker_tools.load.judges import judged
+from picker_tools.load.ledger import Ledger
+from picker_tools.load.promise import Promise
+from picker_tools.load.sample import Sample
+from picker_tools.load.scenario import Scenario
 
 PER_SOURCE = 40
 

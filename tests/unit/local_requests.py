@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from app.admission.local_rules import Rules, rules_of
-from app.admission.tuning import Effective
-from app.config import parse
-from app.request import Band, InferenceRequest, Workload
+from picker_fleet.admission.local_rules import Rules, rules_of
+from picker_fleet.admission.tuning import Effective
+from picker_fleet.config import parse
+from picker_fleet.request import Band, InferenceRequest, Workload
 
 
 def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:

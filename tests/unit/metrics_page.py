@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.metrics import Metrics
+from picker_fleet.telemetry.metrics import Metrics
 
 
 def page_of(metrics: Metrics) -> bytes:

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from app.endpoints.snapshot import Endpoint
-from app.request import InferenceRequest, Outcome
-from app.state.store import Pulse, Sweep, Verdict
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import InferenceRequest, Outcome
+from picker_fleet.state.store import Pulse, Sweep, Verdict
 
 
 class ScriptedStore:

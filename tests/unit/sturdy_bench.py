@@ -7,19 +7,19 @@ from typing import Any, cast
 
 from scripted_store import ScriptedStore
 
-from app.admission.shared import SharedGate
-from app.admission.sturdy import SturdyGate
-from app.admission.tuning import Effective
-from app.config import parse
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.errors import StateUnavailable
-from app.fleet import probe
-from app.request import Completion, InferenceRequest, Outcome, Placement
-from app.scheduling.chooser import LeastLoaded
-from app.state.awake import AwakeClock
-from app.state.silence import Silence
-from app.state.store import Pulse, Store, Verdict
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.admission.tuning import Effective
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Pulse, Store, Verdict
+from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.local_fleet import probe
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
 PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)

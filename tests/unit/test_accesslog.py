@@ -9,11 +9,11 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from metrics_page import page_of
 
-from app.admission import ticket
-from app.extproc import accesslog
-from app.request import Alive, Completion, InferenceRequest, Outcome, Placement
-from app.signing import Keyring
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission import ticket
+from picker_fleet.extproc import accesslog
+from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.signing import Keyring
+from picker_fleet.telemetry.metrics import Metrics
 
 Entry = accesslog_pb2.HTTPAccessLogEntry
 METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"

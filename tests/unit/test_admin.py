@@ -8,9 +8,9 @@ import httpx
 import pytest
 from admin_client import STATE, View, api, asking, problem
 
-from app.admin.server import serving
-from app.errors import StartupError, StateUnavailable
-from app.telemetry.metrics import Metrics
+from picker_fleet.admin.server import serving
+from picker_fleet.errors import StartupError, StateUnavailable
+from picker_fleet.telemetry.metrics import Metrics
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def test_given_an_unreachable_state_when_read_then_the_problem_is_a_503(
 async def test_given_a_state_that_never_comes_when_read_then_the_problem_is_a_503(
     http: httpx.AsyncClient, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.admin.problems._READ_S", 0.05)
+    monkeypatch.setattr("picker_fleet.admin.problems._READ_S", 0.05)
     view.answer = None
     assert "did not answer" in problem(await http.get("/api/v1/state"), 503)["detail"]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.admin import cursor
-from app.admin.cursor import BadCursor
+from picker_fleet.admin import cursor
+from picker_fleet.admin.cursor import BadCursor
 
 
 @given(st.integers(0, 2**63 - 1), st.text(st.characters(exclude_categories=["Cs"])))

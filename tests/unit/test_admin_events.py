@@ -10,9 +10,9 @@ import pytest
 from admin_client import api, asking, problem
 from scripted_store import until
 
-from app.admin.events import BACKLOG, MOST_LISTENERS, Events, Listener, event
-from app.admin.server import serving
-from app.errors import StateUnavailable
+from picker_fleet.admin.events import BACKLOG, MOST_LISTENERS, Events, Listener, event
+from picker_fleet.admin.server import serving
+from picker_fleet.errors import StateUnavailable
 
 
 class Look:
@@ -37,7 +37,7 @@ def look() -> Look:
 @pytest.fixture
 async def events(look: Look, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Events]:
     """Running, with little pause between two looks."""
-    monkeypatch.setattr("app.admin.events._EVERY_S", 0.005)
+    monkeypatch.setattr("picker_fleet.admin.events._EVERY_S", 0.005)
     made = Events(look)
     running = asyncio.create_task(made.run())
     yield made
@@ -106,7 +106,7 @@ async def test_given_a_lost_state_then_listeners_are_told(events: Events, look: 
 
 
 async def test_given_silence_then_a_comment_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.admin.events._PING_S", 0.01)
+    monkeypatch.setattr("picker_fleet.admin.events._PING_S", 0.01)
     assert await told(Listener().events(), 3) == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
 
 

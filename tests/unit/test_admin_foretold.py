@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.admin import foretold
-from app.admin.foretold import Point, Turn
-from app.state.rows import Lane
+from picker_fleet.admin import foretold
+from picker_fleet.admin.foretold import Point, Turn
+from picker_fleet.state.rows import Lane
 
 SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
 NAMES = ("", "a", "b", "c", "d")

@@ -7,8 +7,8 @@ import re
 import pytest
 from admin_client import api, asking, problem
 
-from app.admin import page_routes
-from app.admin.page_routes import policy
+from picker_fleet.admin import page_routes
+from picker_fleet.admin.page_routes import policy
 
 
 async def test_the_page_comes_with_a_policy_that_lets_nothing_else_in() -> None:

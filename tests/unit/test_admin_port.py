@@ -12,16 +12,16 @@ from admin_client import api, asking, problem
 from fastapi import FastAPI
 from metrics_page import page_of
 
-import app.admin.metrics_page
-from app.admin.connection import Bounds
-from app.admin.metrics_page import EVERY_S, MOST_READS, MetricsPage
-from app.admin.problems import Refused
-from app.admin.server import serving
-from app.config import parse
-from app.errors import ConfigError
-from app.request import Completion, Outcome
-from app.telemetry.metrics import Metrics
-from app.telemetry.series import OTHER
+import picker_fleet.admin.metrics_page
+from picker_fleet.admin.connection import Bounds
+from picker_fleet.admin.metrics_page import EVERY_S, MOST_READS, MetricsPage
+from picker_fleet.admin.problems import Refused
+from picker_fleet.admin.server import serving
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.request import Completion, Outcome
+from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.series import OTHER
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SOON = Bounds(connections=40, request_s=0.05, stalled_s=0.05, pipelined=4)
@@ -281,7 +281,7 @@ async def test_who_reads_again_and_again_waits_for_the_next_page() -> None:
 async def test_a_large_page_is_made_in_slices_between_which_requests_have_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app.admin.metrics_page, "_SLICE_S", 0.0)
+    monkeypatch.setattr(picker_fleet.admin.metrics_page, "_SLICE_S", 0.0)
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)

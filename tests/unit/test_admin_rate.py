@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from admin_client import api, asking, problem
 
-import app.admin.api
-from app.admin.problems import Refused
-from app.admin.rate import BURST_S, CHANGE, Rate
-from app.config import parse
+import picker_fleet.admin.api
+from picker_fleet.admin.problems import Refused
+from picker_fleet.admin.rate import BURST_S, CHANGE, Rate
+from picker_fleet.config import parse
 
 
 class Clock:
@@ -81,7 +81,7 @@ async def test_given_a_client_at_its_rate_when_it_calls_then_it_is_told_when_to_
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     still = Clock()  # nothing is refilled
-    monkeypatch.setattr(app.admin.api, "Rate", lambda per_s: Rate(per_s, still, at_once))
+    monkeypatch.setattr(picker_fleet.admin.api, "Rate", lambda per_s: Rate(per_s, still, at_once))
     async with asking(api(settings=parse({"admin": {"rate": 1}}))) as client:
         while (await client.get("/api/v1/state")).status_code == 200:
             pass

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.admin import snapshot
-from app.admin.snapshot import Snapshots
+from picker_fleet.admin import snapshot
+from picker_fleet.admin.snapshot import Snapshots
 
 
 class Shared:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.state.arrival import pack
+from picker_fleet.state.arrival import pack
 
 NUMBERS = (1, 1.0, 1, 60_000, 0, 3, 0, False)
 

@@ -3,11 +3,11 @@
 import pytest
 from queue_simulator import QueueSimulator
 
-from app.audit.auditor import audit
-from app.audit.entry import Entry, EntryError
-from app.audit.rules import Rules
-from app.cli import main
-from app.fleet.ports import LOOPBACK, free_port
+from picker_fleet.cli import main
+from picker_tools.audit.auditor import audit
+from picker_tools.audit.entry import Entry, EntryError
+from picker_tools.audit.rules import Rules
+from picker_tools.local_fleet.ports import LOOPBACK, free_port
 
 
 def raw(**changes: str) -> dict[str, str]:

@@ -32,8 +32,8 @@ from faulty_queues import (
 )
 from queue_simulator import QueueSimulator
 
-from app.audit.auditor import audit
-from app.audit.report import Report
+from picker_tools.audit.auditor import audit
+from picker_tools.audit.report import Report
 
 
 def mixed_load(queue: QueueSimulator) -> None:

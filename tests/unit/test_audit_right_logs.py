@@ -7,8 +7,8 @@ import random
 import pytest
 from queue_simulator import QueueSimulator
 
-from app.audit.auditor import Auditor, audit
-from app.audit.report import Report
+from picker_tools.audit.auditor import Auditor, audit
+from picker_tools.audit.report import Report
 
 
 def told(report: Report) -> list[str]:

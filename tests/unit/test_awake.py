@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from app.state.awake import TICK_S, AwakeClock, KernelDelay
+from picker_fleet.state.awake import TICK_S, AwakeClock, KernelDelay
 
 
 class Time:

@@ -23,10 +23,10 @@ from extproc_client import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import parse
-from app.errors import ConfigError, ExpiredTtl, NoEndpoints
-from app.extproc.desk import Desk
-from app.extproc.exchange import Exchange
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError, ExpiredTtl, NoEndpoints
+from picker_fleet.extproc.desk import Desk
+from picker_fleet.extproc.exchange import Exchange
 
 ASK = b'{"model": "m", "prompt": "p"}'
 LIMIT = 2048

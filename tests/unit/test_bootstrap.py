@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from app import cli, config
-from app.errors import ConfigError
-from app.fleet.bootstrap import build, to_yaml
-from app.fleet.modes import MODES, Mode
+from picker_fleet import cli, config
+from picker_fleet.errors import ConfigError
+from picker_tools.local_fleet.bootstrap import build, to_yaml
+from picker_tools.local_fleet.modes import MODES, Mode
 
 PICKERS = [("127.0.0.1", 9002), ("127.0.0.1", 9003)]
 
@@ -328,7 +328,7 @@ def test_command_refuses_bad_arguments(arguments: list[str], capsys: pytest.Capt
 def test_command_line_does_not_import_envoy_s_types() -> None:
     # They cost more than half a second; a replica must not pay it.
     program = (
-        "import sys, app.cli, app.fleet.up_command; "
+        "import sys, picker_fleet.cli, picker_tools.local_fleet.up_command; "
         "sys.exit(any(name.startswith('envoy_data_plane') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

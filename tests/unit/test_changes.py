@@ -9,10 +9,10 @@ import pytest
 from admin_client import STATE, View, api, asking, problem
 from scripted_store import ScriptedStore
 
-from app.admin.server import serving
-from app.admission.tuning import LIVE
-from app.config import parse
-from app.errors import StateUnavailable
+from picker_fleet.admin.server import serving
+from picker_fleet.admission.tuning import LIVE
+from picker_fleet.config import parse
+from picker_fleet.errors import StateUnavailable
 
 TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
 CHANGES = [
@@ -106,7 +106,7 @@ async def test_given_a_body_that_never_ends_when_patched_then_the_problem_is_a_4
     store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a client that announces more than it sends
-    monkeypatch.setattr("app.admin.changes._BODY_S", 0.05)
+    monkeypatch.setattr("picker_fleet.admin.changes._BODY_S", 0.05)
     async with serving(api(store=store), "127.0.0.1:0") as address, asyncio.timeout(10):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -191,7 +191,7 @@ async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a
 
     for name in ("tune", "tuned", "evict", "mark"):
         monkeypatch.setattr(store, name, silent)
-    monkeypatch.setattr("app.admin.changes._CHANGE_S", 0.02)
+    monkeypatch.setattr("picker_fleet.admin.changes._CHANGE_S", 0.02)
     async with asking(api(store=store)) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
             assert "did not answer" in problem(await http.request(method, path, json={}), 503)["detail"]

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 import pytest
 from scripted_store import ScriptedStore
 
-from app.admission.probes import Probes
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.request import Band, Completion, InferenceRequest, Outcome, Workload
-from app.scheduling.chooser import Chooser, LeastLoaded, weights_of
-from app.scheduling.feed import RouteFeed
-from app.scheduling.latency import LatencyBook
-from app.scheduling.prefix import PrefixIndex
-from app.scheduling.scheduler import Scheduler
-from app.scheduling.session import SessionTokens
-from app.scraping.board import Reading
-from app.scraping.metrics import EndpointMetrics
-from app.signing import Keyring
+from picker_fleet.admission.probes import Probes
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.scheduling.chooser import Chooser, LeastLoaded, weights_of
+from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.scheduling.latency import LatencyBook
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.session import SessionTokens
+from picker_fleet.scraping.board import Reading
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.signing import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 

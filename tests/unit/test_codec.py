@@ -6,8 +6,15 @@ import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import PLACEMENT, headers, set_headers
 
-from app.errors import BadRequest, ExpiredTtl, NoEndpoints, PayloadTooLarge, RequestError, ShuttingDown
-from app.extproc import codec
+from picker_fleet.errors import (
+    BadRequest,
+    ExpiredTtl,
+    NoEndpoints,
+    PayloadTooLarge,
+    RequestError,
+    ShuttingDown,
+)
+from picker_fleet.extproc import codec
 
 HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import check_command
-from app.config import Settings, load, parse
-from app.errors import ConfigError
-from app.request import Band
+from picker_fleet import check_command
+from picker_fleet.config import Settings, load, parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.request import Band
 
 # The configuration of the contract, key for key.
 WHOLE = """

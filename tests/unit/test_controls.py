@@ -5,12 +5,12 @@ from typing import cast
 import pytest
 from scripted_store import ScriptedStore
 
-from app.admin.fleet_controls import FleetControls
-from app.admin.models import Config
-from app.admission.membership import Membership
-from app.config import Settings, parse
-from app.errors import ConfigError, StateUnavailable
-from app.state.store import Store
+from picker_fleet.admin.fleet_controls import FleetControls
+from picker_fleet.admin.models import Config
+from picker_fleet.admission.membership import Membership
+from picker_fleet.config import Settings, parse
+from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.state.store import Store
 
 CONFIGURED = parse(
     {

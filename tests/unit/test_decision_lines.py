@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from local_requests import ask
 
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.scheduling.chooser import LeastLoaded
-from app.scheduling.explain import Explanation
-from app.telemetry.decisions import DecisionLines
-from app.telemetry.logs import setup
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.explain import Explanation
+from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import setup
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 

@@ -17,13 +17,13 @@ import dns.rdatatype
 import dns.rrset
 import pytest
 
-from app.config import parse
-from app.endpoints.discovery import Source, source_of
-from app.endpoints.dns_source import DnsSource
-from app.endpoints.file_source import FileFault, FileSource, listed
-from app.endpoints.snapshot import Endpoint
-from app.endpoints.source import endpoints_of
-from app.errors import StartupError
+from picker_fleet.config import parse
+from picker_fleet.endpoints.discovery import Source, source_of
+from picker_fleet.endpoints.dns_source import DnsSource
+from picker_fleet.endpoints.file_source import FileFault, FileSource, listed
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.endpoints.source import endpoints_of
+from picker_fleet.errors import StartupError
 
 
 class Reports:
@@ -76,7 +76,7 @@ class Lines(logging.Handler):
 @pytest.fixture
 def log() -> Iterator[Lines]:
     lines = Lines()
-    logger = logging.getLogger("app.endpoints")
+    logger = logging.getLogger("picker_fleet.endpoints")
     logger.addHandler(lines)
     yield lines
     logger.removeHandler(lines)

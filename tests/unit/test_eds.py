@@ -10,8 +10,8 @@ from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.extproc import eds
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.extproc import eds
 
 Request = discovery_pb2.DiscoveryRequest
 Response = discovery_pb2.DiscoveryResponse

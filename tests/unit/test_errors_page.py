@@ -8,12 +8,19 @@ from pathlib import Path
 import orjson
 import pytest
 
-from app import cli
-from app.admin import problems
-from app.admin.cursor import BadCursor
-from app.errors import Dropped, RequestError, ScriptFailed, StateFault, StateUnavailable, WritesRefused
-from app.extproc import codec
-from app.state.error_replies import ERROR_REPLIES
+from picker_fleet import cli
+from picker_fleet.admin import problems
+from picker_fleet.admin.cursor import BadCursor
+from picker_fleet.errors import (
+    Dropped,
+    RequestError,
+    ScriptFailed,
+    StateFault,
+    StateUnavailable,
+    WritesRefused,
+)
+from picker_fleet.extproc import codec
+from picker_fleet.state.error_replies import ERROR_REPLIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -32,8 +39,11 @@ def table(section: str) -> list[list[str]]:
 
 
 def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
-    """Every fault that a client can be answered with: those of app.errors."""
-    if of.__module__ == "app.errors" and of not in (Dropped, StateFault):  # those are only names for several
+    """Every fault that a client can be answered with: those of picker_fleet.errors."""
+    if of.__module__ == "picker_fleet.errors" and of not in (
+        Dropped,
+        StateFault,
+    ):  # those are only names for several
         yield of
     for one in of.__subclasses__():
         yield from faults(one)
@@ -74,8 +84,8 @@ def test_what_redis_answers_means_what_the_page_says() -> None:
 
 
 def admin_codes() -> Iterator[tuple[str, str]]:
-    """Code and status of each fault that app/admin names in its source, and of its parameters."""
-    for file in sorted((ROOT / "app" / "admin").glob("*.py")):
+    """Code and status of each fault that the admin API names in its source, and of its parameters."""
+    for file in sorted((ROOT / "app" / "picker_fleet" / "admin").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name in ("Refused", "_problem"):

@@ -30,11 +30,18 @@ from extproc_client import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import parse
-from app.errors import ExpiredTtl, NoEndpoints, RequestError, ShuttingDown, StateUnavailable, TotalCapacity
-from app.extproc.codec import WHOLE_BYTES
-from app.extproc.exchange import Exchange
-from app.request import Outcome, Placement
+from picker_fleet.config import parse
+from picker_fleet.errors import (
+    ExpiredTtl,
+    NoEndpoints,
+    RequestError,
+    ShuttingDown,
+    StateUnavailable,
+    TotalCapacity,
+)
+from picker_fleet.extproc.codec import WHOLE_BYTES
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.request import Outcome, Placement
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()

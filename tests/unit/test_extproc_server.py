@@ -26,14 +26,14 @@ from extproc_client import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from app.config import parse
-from app.errors import StartupError
-from app.extproc.codec import WHOLE_BYTES
-from app.extproc.desk import Desk
-from app.extproc.server import Server
-from app.extproc.service import SERVICE, Service
-from app.extproc.uploads import STALLED_S, Uploads
-from app.request import Outcome
+from picker_fleet.config import parse
+from picker_fleet.errors import StartupError
+from picker_fleet.extproc.codec import WHOLE_BYTES
+from picker_fleet.extproc.desk import Desk
+from picker_fleet.extproc.server import Server
+from picker_fleet.extproc.service import SERVICE, Service
+from picker_fleet.extproc.uploads import STALLED_S, Uploads
+from picker_fleet.request import Outcome
 
 ASK = b'{"model": "m"}'
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -2,9 +2,9 @@
 
 import pytest
 
-from app.config import parse
-from app.errors import ConfigError
-from app.header_trust import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, trusted, untrusted
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.header_trust import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, trusted, untrusted
 
 
 def test_by_default_nothing_that_steers_is_taken_from_a_client() -> None:

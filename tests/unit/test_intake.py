@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.body import _LARGE_BYTES as LARGE_BYTES
-from app.body import Body
-from app.config import parse
-from app.errors import BadRequest
-from app.intake import (
+from picker_fleet.body import _LARGE_BYTES as LARGE_BYTES
+from picker_fleet.body import Body
+from picker_fleet.config import parse
+from picker_fleet.errors import BadRequest
+from picker_fleet.intake import (
     HEADERS,
     Ask,
     Intake,
@@ -23,7 +23,7 @@ from app.intake import (
     read_subset,
     wanted_headers,
 )
-from app.request import Band, InferenceRequest, Workload
+from picker_fleet.request import Band, InferenceRequest, Workload
 
 SETTINGS = parse(
     {
@@ -293,7 +293,7 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
     # When it is read, also as a large one that is not ASCII is
     for large_bytes in (LARGE_BYTES, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("app.body._LARGE_BYTES", large_bytes)
+            patch.setattr("picker_fleet.body._LARGE_BYTES", large_bytes)
             twice = {name for name in used if names.count(name) > 1}
             if twice:
                 # Then a used key that comes twice is named

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from app import config
+from picker_fleet import config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -4,10 +4,10 @@ import pytest
 from local_requests import ask
 from sturdy_bench import PULSE, Bench, eventually, watched
 
-from app.admission import crossing
-from app.admission.crossing import Mode
-from app.errors import StateUnavailable
-from app.request import Placement
+from picker_fleet.admission import crossing
+from picker_fleet.admission.crossing import Mode
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.request import Placement
 
 LEASE_S = 15.0  # as configured by default
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.admission import tuning
-from app.admission.published import published
-from app.config import Settings, parse
-from app.errors import ConfigError
+from picker_fleet.admission import tuning
+from picker_fleet.admission.published import published
+from picker_fleet.config import Settings, parse
+from picker_fleet.errors import ConfigError
 
 CONFIGURED = parse(
     {

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.load import payload
-from app.load.arrivals import arrivals
-from app.load.catalogue import SCENARIOS
-from app.load.faults import kill_moments
-from app.load.pace import fixed, pace
-from app.load.scenario import Source, Wave
+from picker_tools.load import payload
+from picker_tools.load.arrivals import arrivals
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.faults import kill_moments
+from picker_tools.load.pace import fixed, pace
+from picker_tools.load.scenario import Source, Wave
 
 PLAIN = Source("plain", 1.0, "plain")
 WAVY = Source("wavy", 1.0, "wavy", wave=Wave(period_s=4, high_s=1, factor=5))

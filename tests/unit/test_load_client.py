@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.load.answer import Answer, Kind
-from app.load.arrivals import Arrival
-from app.load.client import Client, answer_of
-from app.load.drive import Drive
-from app.load.payload import Ask
-from app.load.scenario import Source, Talk
+from picker_tools.load.answer import Answer, Kind
+from picker_tools.load.arrivals import Arrival
+from picker_tools.load.client import Client, answer_of
+from picker_tools.load.drive import Drive
+from picker_tools.load.payload import Ask
+from picker_tools.load.scenario import Source, Talk
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 

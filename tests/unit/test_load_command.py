@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import main
-from app.errors import ConfigError
-from app.load.catalogue import SCENARIOS
-from app.load.own_fleet import OwnFleet, Size
-from app.load.sample import Sample
-from app.load.target import check_url
+from picker_fleet.cli import main
+from picker_fleet.errors import ConfigError
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.own_fleet import OwnFleet, Size
+from picker_tools.load.sample import Sample
+from picker_tools.load.target import check_url
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.load.figures import fair, quantile, quantiles
-from app.load.scenario import Source
-from app.request import Band
+from picker_fleet.request import Band
+from picker_tools.load.figures import fair, quantile, quantiles
+from picker_tools.load.scenario import Source
 
 
 def test_a_quantile_is_one_of_the_values() -> None:

@@ -8,16 +8,16 @@ from faulty_queues import EndsTwice, IgnoresWeights, OverAdmits, ServesLowBandsF
 from load_runs import answer, audited, refusal, rest, run, sample, verdict
 from queue_simulator import QueueSimulator
 
-from app.load.catalogue import SCENARIOS
-from app.load.evidence import Evidence
-from app.load.harm import Harm
-from app.load.judges import judged
-from app.load.judges_always import ALWAYS
-from app.load.judges_shown import SHOWN
-from app.load.ledger import Ledger, Turn
-from app.load.promise import Verdict
-from app.load.sample import OnEndpoints
-from app.request import Band
+from picker_fleet.request import Band
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.evidence import Evidence
+from picker_tools.load.harm import Harm
+from picker_tools.load.judges import judged
+from picker_tools.load.judges_always import ALWAYS
+from picker_tools.load.judges_shown import SHOWN
+from picker_tools.load.ledger import Ledger, Turn
+from picker_tools.load.promise import Verdict
+from picker_tools.load.sample import OnEndpoints
 
 HELD, BROKEN, NOT_JUDGED = Verdict.HELD, Verdict.BROKEN, Verdict.NOT_JUDGED
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from load_runs import answer, refusal, run, sample
 
-from app.load.catalogue import SCENARIOS
-from app.load.evidence import Evidence
-from app.load.harm import Harm
-from app.load.judges import judged
-from app.load.report import show, write
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.evidence import Evidence
+from picker_tools.load.harm import Harm
+from picker_tools.load.judges import judged
+from picker_tools.load.report import show, write
 
 HARM = Harm(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 

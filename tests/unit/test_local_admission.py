@@ -10,20 +10,20 @@ from local_requests import ask, rules
 from metrics_page import samples
 from scripted_store import until
 
-from app.admission import ticket
-from app.admission.local import LocalGate
-from app.admission.local_pick import LocalPicker, pick
-from app.admission.local_rules import rules_of
-from app.admission.outbox import Outbox, Placed
-from app.admission.purse import Purse, share
-from app.admission.tuning import Effective
-from app.admission.waiter import Wait
-from app.config import parse
-from app.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from app.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
-from app.request import Alive, Band, Completion, Outcome
-from app.scheduling.chooser import LeastLoaded
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission import ticket
+from picker_fleet.admission.local import LocalGate
+from picker_fleet.admission.local_pick import LocalPicker, pick
+from picker_fleet.admission.local_rules import rules_of
+from picker_fleet.admission.outbox import Outbox, Placed
+from picker_fleet.admission.purse import Purse, share
+from picker_fleet.admission.tuning import Effective
+from picker_fleet.admission.waiter import Wait
+from picker_fleet.config import parse
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
+from picker_fleet.request import Alive, Band, Completion, Outcome
+from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 

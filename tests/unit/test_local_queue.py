@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from local_requests import ask, rules
 
-from app.admission.local_queue import LocalQueue, Waiting
-from app.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
-from app.request import Band, Workload
+from picker_fleet.admission.local_queue import LocalQueue, Waiting
+from picker_fleet.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
+from picker_fleet.request import Band, Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
 

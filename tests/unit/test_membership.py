@@ -9,14 +9,14 @@ import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from app.admission.membership import Membership
-from app.admission.published import published
-from app.admission.shared import SharedGate
-from app.admission.tuning import Effective
-from app.config import Settings, parse
-from app.endpoints.snapshot import Endpoint, SnapshotCell
-from app.state.store import Store
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission.membership import Membership
+from picker_fleet.admission.published import published
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.tuning import Effective
+from picker_fleet.config import Settings, parse
+from picker_fleet.endpoints.snapshot import Endpoint, SnapshotCell
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
 
 CONFIGURED = parse({"request_queue_controller": {"watermark_per_backend": 4}})
 DEEPER = {"fair_request_queue.total_capacity": 2000}

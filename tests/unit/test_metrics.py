@@ -9,11 +9,11 @@ import pytest
 from metrics_page import page_of, samples
 from metrics_table import documented, families
 
-from app.request import Band, Completion, Outcome
-from app.telemetry import logs
-from app.telemetry.decisions import DecisionLines
-from app.telemetry.metrics import Metrics
-from app.telemetry.series import OTHER, LabelCap
+from picker_fleet.request import Band, Completion, Outcome
+from picker_fleet.telemetry import logs
+from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.series import OTHER, LabelCap
 
 STATE = {
     "stock": 7,
@@ -247,7 +247,7 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_given_a_log_line_when_written_then_it_is_one_json_object_with_its_fields(lines: io.StringIO) -> None:
-    logging.getLogger("app.x").warning("took %d", 3, extra=logs.about("id-1", "flow-1", "expired"))
+    logging.getLogger("picker_fleet.x").warning("took %d", 3, extra=logs.about("id-1", "flow-1", "expired"))
     line = json.loads(lines.getvalue())
     assert lines.getvalue().count("\n") == 1
     assert line["message"] == "took 3"
@@ -265,7 +265,7 @@ def test_given_values_json_does_not_know_when_logged_then_the_line_is_written_al
     try:
         raise ValueError("bad \ud800 text\nsecond line")
     except ValueError:
-        logging.getLogger("app.x").exception("failed \ud800", extra={"what": {1, 2}, "size": 2**70})
+        logging.getLogger("picker_fleet.x").exception("failed \ud800", extra={"what": {1, 2}, "size": 2**70})
     line = json.loads(lines.getvalue())
     assert "ValueError" in line["exception"]
     assert lines.getvalue().count("\n") == 1
@@ -282,7 +282,7 @@ def test_given_text_when_a_line_is_written_then_it_stays_one_line_and_its_fields
     formatter = logs.TextFormatter()
     record = logging.makeLogRecord(
         {
-            "name": "app.x",
+            "name": "picker_fleet.x",
             "levelname": "INFO",
             "msg": "a\nb",
             "flow": "x y=\n",
@@ -292,7 +292,7 @@ def test_given_text_when_a_line_is_written_then_it_stays_one_line_and_its_fields
     )
     line = formatter.format(record)
     assert "\n" not in line
-    assert line.endswith('INFO    app.x a\\nb flow="x y=\\n" request_id=r-1 none=""')
+    assert line.endswith('INFO    picker_fleet.x a\\nb flow="x y=\\n" request_id=r-1 none=""')
 
 
 def test_given_a_flood_of_refusals_when_logged_then_a_few_a_second_are_written_and_the_rest_counted(

@@ -4,11 +4,11 @@ import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from extproc_client import Counted, ScriptedGate, body, converse, desk, headers, parts, set_headers
 
-from app.config import parse
-from app.errors import TooManyFlows
-from app.extproc import newcomers
-from app.extproc.exchange import Exchange
-from app.extproc.newcomers import Newcomers
+from picker_fleet.config import parse
+from picker_fleet.errors import TooManyFlows
+from picker_fleet.extproc import newcomers
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.extproc.newcomers import Newcomers
 
 HERE = b"10.0.0.1"
 

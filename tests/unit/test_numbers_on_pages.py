@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from picking_table import TABLE
 
-from app import intake
-from app.admin import events, metrics_page, reading, standing
-from app.admin.connection import BOUNDS
-from app.admission import crossing, inbox, local_pick, outbox, shared, tombstones
-from app.fleet import bootstrap, listener
-from app.scheduling import blocks, prefix
-from app.scraping import connection, pacing
-from app.state import pending, reads, refusals, survey
-from app.telemetry import series
+from picker_fleet import intake
+from picker_fleet.admin import events, metrics_page, reading, standing
+from picker_fleet.admin.connection import BOUNDS
+from picker_fleet.admission import crossing, inbox, local_pick, outbox, shared, tombstones
+from picker_fleet.scheduling import blocks, prefix
+from picker_fleet.scraping import connection, pacing
+from picker_fleet.state import pending, reads, refusals, survey
+from picker_fleet.telemetry import series
+from picker_tools.local_fleet import bootstrap, listener
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,10 @@ from admin_client import View, api, asking
 from jsonschema import Draft202012Validator
 from scripted_store import ScriptedStore
 
-from app.admin import cursor as cursors
-from app.admin.view import Lists
-from app.config import parse
-from app.errors import StateUnavailable
+from picker_fleet.admin import cursor as cursors
+from picker_fleet.admin.view import Lists
+from picker_fleet.config import parse
+from picker_fleet.errors import StateUnavailable
 
 METHODS = ("get", "post", "patch")
 PLACES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}

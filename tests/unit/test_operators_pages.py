@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.admission.tuning import AFFECTS
-from app.config import Settings
-from app.sections import Section
+from picker_fleet.admission.tuning import AFFECTS
+from picker_fleet.config import Settings
+from picker_fleet.sections import Section
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("operations", "errors", "tuning", "upgrading")]
@@ -78,7 +78,7 @@ def test_every_alert_is_on_the_page_once() -> None:
 
 def warnings() -> Iterator[str]:
     """How each warning or error of a replica's log begins, up to what is filled in."""
-    for file in sorted((ROOT / "app").rglob("*.py")):
+    for file in sorted((ROOT / "app" / "picker_fleet").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
                 first = node.args[0]

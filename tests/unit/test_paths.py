@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import parse
-from app.errors import ConfigError
-from app.paths import AllowedPaths, rules
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.paths import AllowedPaths, rules
 
 PATHS = AllowedPaths()
 

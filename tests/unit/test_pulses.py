@@ -7,9 +7,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from app.fleet import probe
 from bench.pulses.stops import pulses
 from bench.pulses.verdict import Run, faults_of, page, verdict
+from picker_tools.local_fleet import probe
 
 CALM = Run(40.0, 2400, 0, 0.4, 0.6, 0.8, 13, 0, 0, 0.0)
 WELL = Run(40.0, 1300, 0, 0.8, 1.8, 2.1, 15, 0, 1, 11.0)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from app.state.silence import CALM_S, ReplyTimes, Silence, Verdict
+from picker_fleet.state.silence import CALM_S, ReplyTimes, Silence, Verdict
 
 TICK_S = 0.1
 FLOOR_S, CEILING_S = 1.0, 7.5

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.scheduling.ask import PickAsk
-from app.scheduling.latency import LatencyStats
-from app.scheduling.scheduler import Ranking, Scheduler
-from app.scheduling.scorers import SCORERS
-from app.scheduling.signals import Signals
+from picker_fleet.scheduling.ask import PickAsk
+from picker_fleet.scheduling.latency import LatencyStats
+from picker_fleet.scheduling.scheduler import Ranking, Scheduler
+from picker_fleet.scheduling.scorers import SCORERS
+from picker_fleet.scheduling.signals import Signals
 
 A, B, C, V6 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"
 DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}

@@ -2,12 +2,12 @@
 
 import orjson
 
-from app.endpoints.snapshot import Endpoint
-from app.scheduling.ask import PickAsk
-from app.scheduling.explain import Unscored
-from app.scheduling.recall import ExplanationRing
-from app.scheduling.scheduler import Ranking, Scheduler
-from app.scheduling.signals import Signals
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.scheduling.ask import PickAsk
+from picker_fleet.scheduling.explain import Unscored
+from picker_fleet.scheduling.recall import ExplanationRing
+from picker_fleet.scheduling.scheduler import Ranking, Scheduler
+from picker_fleet.scheduling.signals import Signals
 
 
 def ranking() -> Ranking:

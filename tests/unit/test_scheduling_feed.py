@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from script_backends import url_of, valkey
 
-from app.fleet.ports import free_port
-from app.scheduling.blocks import block_hashes
-from app.scheduling.feed import MAX_ENTRIES, MAX_ENTRY_BYTES, RouteFeed
-from app.scheduling.latency import LatencyBook
-from app.scheduling.prefix import PrefixIndex
-from app.scheduling.records import Done, Record, Routed, bodies, pack, unpack
+from picker_fleet.scheduling.blocks import block_hashes
+from picker_fleet.scheduling.feed import MAX_ENTRIES, MAX_ENTRY_BYTES, RouteFeed
+from picker_fleet.scheduling.latency import LatencyBook
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.records import Done, Record, Routed, bodies, pack, unpack
+from picker_tools.local_fleet.ports import free_port
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)

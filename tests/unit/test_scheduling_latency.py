@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scheduling.latency import LatencyBook, LatencyRing
+from picker_fleet.scheduling.latency import LatencyBook, LatencyRing
 
 times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=400)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.body import Body
-from app.scheduling.blocks import BLOCK_BYTES, MOST_BYTES, block_hashes, prompt_bytes
-from app.scheduling.prefix import BYTES_A_BLOCK, PrefixIndex
+from picker_fleet.body import Body
+from picker_fleet.scheduling.blocks import BLOCK_BYTES, MOST_BYTES, block_hashes, prompt_bytes
+from picker_fleet.scheduling.prefix import BYTES_A_BLOCK, PrefixIndex
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
 messages = st.lists(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from app.scheduling.ask import PickAsk
-from app.scheduling.latency import LatencyStats, LatencyWeights
-from app.scheduling.scorers import SCORERS
-from app.scheduling.session import session_of
-from app.scheduling.signals import Signals
+from picker_fleet.scheduling.ask import PickAsk
+from picker_fleet.scheduling.latency import LatencyStats, LatencyWeights
+from picker_fleet.scheduling.scorers import SCORERS
+from picker_fleet.scheduling.session import session_of
+from picker_fleet.scheduling.signals import Signals
 
 
 def row(name: str, *values: object) -> list[Signals]:

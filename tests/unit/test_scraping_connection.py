@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
-from app.scraping.connection import Connection, FetchFault
+from picker_fleet.scraping.connection import Connection, FetchFault
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scraping.ownership import owned, owner
-from app.scraping.presence import Presence
+from picker_fleet.scraping.ownership import owned, owner
+from picker_fleet.scraping.presence import Presence
 
 ADDRESSES = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(2000)]
 REPLICAS = [f"host-{number:08x}" for number in range(8)]

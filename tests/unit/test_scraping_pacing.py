@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.scraping.pacing import PROBE_S, Pacing, PageCost
+from picker_fleet.scraping.pacing import PROBE_S, Pacing, PageCost
 
 
 def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> PageCost:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.errors import ConfigError
-from app.scraping import page
-from app.scraping.engines import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
-from app.scraping.metrics import EndpointMetrics
-from app.scraping.page import BadPage
+from picker_fleet.errors import ConfigError
+from picker_fleet.scraping import page
+from picker_fleet.scraping.engines import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.scraping.page import BadPage
 
 DATA = Path(__file__).parents[1] / "data"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.scraping import message, metrics
-from app.scraping.board import MetricsBoard
-from app.scraping.metrics import BadReading, EndpointMetrics
+from picker_fleet.scraping import message, metrics
+from picker_fleet.scraping.board import MetricsBoard
+from picker_fleet.scraping.metrics import BadReading, EndpointMetrics
 
 AMOUNTS = st.none() | st.floats(0, 1e12)
 NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_size=4)

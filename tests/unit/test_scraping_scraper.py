@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
-from app.errors import StateUnavailable
-from app.scraping import scraper as scraper_module
-from app.scraping.engines import VLLM
-from app.scraping.metrics import EndpointMetrics
-from app.scraping.pacing import Pacing
-from app.scraping.scraper import Scraper, pause_s
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.scraping import scraper as scraper_module
+from picker_fleet.scraping.engines import VLLM
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.scraping.pacing import Pacing
+from picker_fleet.scraping.scraper import Scraper, pause_s
 
 INTERVAL_S = 0.02
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.state.scripts import NAMES, load_library
+from picker_fleet.state.scripts import NAMES, load_library
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,4 +42,4 @@ def test_the_wheel_carries_the_scripts(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     shipped = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "lua").rglob("*.lua"):
-        assert f"app/_lua/{path.relative_to(ROOT / 'lua').as_posix()}" in shipped
+        assert f"picker_fleet/_lua/{path.relative_to(ROOT / 'lua').as_posix()}" in shipped

@@ -1,6 +1,6 @@
 """A replica's service by flow: the last ten whole seconds, the busiest flows, no more."""
 
-from app.admission.service import ServiceMeter
+from picker_fleet.admission.service import ServiceMeter
 
 
 class Clock:

@@ -7,10 +7,10 @@ import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from app.admission import ticket
-from app.admission.shared import SharedGate
-from app.endpoints.snapshot import SnapshotCell
-from app.errors import (
+from picker_fleet.admission import ticket
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.errors import (
     ClientGone,
     DeadlineExceeded,
     Dropped,
@@ -23,9 +23,9 @@ from app.errors import (
     Saturated,
     TotalCapacity,
 )
-from app.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
-from app.state.store import Store, Verdict
-from app.telemetry.metrics import Metrics
+from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.state.store import Store, Verdict
+from picker_fleet.telemetry.metrics import Metrics
 
 E1 = "10.0.0.1:8000"
 QUEUED = Verdict("queued", "30000")

@@ -10,13 +10,13 @@ import pytest
 from local_requests import ask, rules
 from scripted_store import until
 
-from app.admission.borrowing import Borrower
-from app.admission.local import LocalGate
-from app.admission.waiter import Wait
-from app.extproc import shares
-from app.extproc.shares import SERVICE, GrpcPeers, handler
-from app.signing import Keyring
-from app.telemetry.metrics import Metrics
+from picker_fleet.admission.borrowing import Borrower
+from picker_fleet.admission.local import LocalGate
+from picker_fleet.admission.waiter import Wait
+from picker_fleet.extproc import shares
+from picker_fleet.extproc.shares import SERVICE, GrpcPeers, handler
+from picker_fleet.signing import Keyring
+from picker_fleet.telemetry.metrics import Metrics
 
 KEYS = Keyring()  # the fleet's
 

@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from app.sim.ask import Ask, parse
-from app.sim.refusal import Refusal
+from picker_tools.simulator.ask import Ask, parse
+from picker_tools.simulator.refusal import Refusal
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.sim.engine import Engine, Limits, NeverFits, Phase, Sequence
-from app.sim.prefix_cache import PrefixCache, prompt_blocks
+from picker_tools.simulator.engine import Engine, Limits, NeverFits, Phase, Sequence
+from picker_tools.simulator.prefix_cache import PrefixCache, prompt_blocks
 
 
 def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = None) -> Sequence:

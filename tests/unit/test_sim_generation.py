@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from app.sim.engine import Limits
-from app.sim.generation import Simulator
-from app.sim.words import VOCABULARY, Words
+from picker_tools.simulator.engine import Limits
+from picker_tools.simulator.generation import Simulator
+from picker_tools.simulator.words import VOCABULARY, Words
 
 
 async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int, stride: int = 1) -> int:

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.sim.asgi import MAX_BODY_BYTES
-from app.sim.command import add_arguments, run
+from picker_tools.simulator.asgi import MAX_BODY_BYTES
+from picker_tools.simulator.command import add_arguments, run
 
 COMMAND = (
-    "import argparse, sys; from app.sim.command import add_arguments, run; "
+    "import argparse, sys; from picker_tools.simulator.command import add_arguments, run; "
     "parser = argparse.ArgumentParser(); add_arguments(parser); sys.exit(run(parser.parse_args()))"
 )
 AN_HOUR = ("--ttft", "3600000")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from app.config import Settings
+from picker_fleet.config import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "specification.md").read_text(encoding="utf-8")

@@ -9,11 +9,11 @@ from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from app.admission import crossing, ticket, tombstones
-from app.admission.crossing import Mode
-from app.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
-from app.request import Alive, Band, Completion, Outcome
-from app.state.store import Verdict
+from picker_fleet.admission import crossing, ticket, tombstones
+from picker_fleet.admission.crossing import Mode
+from picker_fleet.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
+from picker_fleet.request import Alive, Band, Completion, Outcome
+from picker_fleet.state.store import Verdict
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 from scripted_store import ScriptedStore, until
 
-from app.admission import tombstones
-from app.admission.outbox import unseen_s
-from app.admission.tombstones import Tombstones
-from app.errors import StateUnavailable
-from app.state.store import Store
+from picker_fleet.admission import tombstones
+from picker_fleet.admission.outbox import unseen_s
+from picker_fleet.admission.tombstones import Tombstones
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.state.store import Store
 
 REPORT_S = 5.0
 CALM: Mapping[str, Any] = {"degraded": False, "returns": 0, "told": []}

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from top_news import NOTHING, lines, news, shot
 
-from app.top.admin import Admin, AdminFault
-from app.top.feed import News
-from app.top.frame import Place
-from app.top.keys import parsed
-from app.top.operator import Operator
-from app.top.views import VIEWS
-from app.top.words import bar, number, percent, plain, seconds
+from picker_tools.top.admin import Admin, AdminFault
+from picker_tools.top.feed import News
+from picker_tools.top.frame import Place
+from picker_tools.top.keys import parsed
+from picker_tools.top.operator import Operator
+from picker_tools.top.views import VIEWS
+from picker_tools.top.words import bar, number, percent, plain, seconds
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 50), (60, 12)])

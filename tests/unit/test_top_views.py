@@ -2,11 +2,11 @@
 
 from top_news import HOSTILE, LOG, QUEUE, entry, lines, moments, news, page, shot
 
-from app.top.chart import charts
-from app.top.feed import News
-from app.top.frame import Place, height_of
-from app.top.operator import Operator
-from app.top.views import VIEWS
+from picker_tools.top.chart import charts
+from picker_tools.top.feed import News
+from picker_tools.top.frame import Place, height_of
+from picker_tools.top.operator import Operator
+from picker_tools.top.views import VIEWS
 
 
 def test_given_a_queue_when_drawn_at_80_by_24_then_its_first_requests_are_there_in_order() -> None:

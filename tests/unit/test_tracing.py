@@ -10,15 +10,15 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from app.admission import ticket
-from app.admission.traced import TracedGate
-from app.config import parse
-from app.errors import ConfigError, TotalCapacity
-from app.fleet.bootstrap import build, to_yaml
-from app.intake import HEADERS, Intake, read_body
-from app.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
-from app.signing import Keyring
-from app.telemetry.tracing import Traces
+from picker_fleet.admission import ticket
+from picker_fleet.admission.traced import TracedGate
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError, TotalCapacity
+from picker_fleet.intake import HEADERS, Intake, read_body
+from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.signing import Keyring
+from picker_fleet.telemetry.tracing import Traces
+from picker_tools.local_fleet.bootstrap import build, to_yaml
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
@@ -208,14 +208,14 @@ def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object]) ->
 
 def test_nothing_is_imported_while_it_is_off() -> None:
     # Given a fresh interpreter, When a replica's whole code is imported
-    code = "import sys, app.replica, app.replica_command; print(*sys.modules)"
+    code = "import sys, picker_fleet.replica, picker_fleet.replica_command; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     modules = done.stdout.split()
-    assert "app.replica" in modules
+    assert "picker_fleet.replica" in modules
     # Then nothing of tracing has come with it (the client of Redis brings metrics of its own, if it can)
-    own = ("app.telemetry.tracing", "app.admission.traced")
+    own = ("picker_fleet.telemetry.tracing", "picker_fleet.admission.traced")
     unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", *own)
     assert not [name for name in modules if name.startswith(unwanted)]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.extproc.usage import UsageTail
+from picker_fleet.extproc.usage import UsageTail
 
 
 @pytest.mark.parametrize(

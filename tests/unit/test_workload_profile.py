@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from app.config import Settings, load, parse
+from picker_fleet.config import Settings, load, parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

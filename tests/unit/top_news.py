@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from app.top.chart import Moment
-from app.top.feed import News, Page
-from app.top.frame import Place, frame
+from picker_tools.top.chart import Moment
+from picker_tools.top.feed import News, Page
+from picker_tools.top.frame import Place, frame
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]gold\u202e"
 NOTHING = News(None, 0.0, "")

@@ -10,7 +10,7 @@ import psutil
 from fleet_load import at_rest
 from whole_fleet import Fleet
 
-from app.state.keys import Keys
+from picker_fleet.state.keys import Keys
 
 LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it

@@ -71,7 +71,7 @@ class TwoVersions:
         (folder / "app").symlink_to(_PROJECT / "app")
         shutil.copytree(_PROJECT / "lua", folder / "lua")
         self._file = folder / "lua" / "admit.lua"
-        self.environment = {"PYTHONPATH": str(folder)}
+        self.environment = {"PYTHONPATH": str(folder / "app")}
 
     def change(self, comment: str) -> None:
         """Write `comment` into a script: the library's hash, and so all its functions' names, change."""

@@ -41,7 +41,7 @@ def wrong_clocks(tmp_path: Path) -> dict[str, str]:
     found = [library for library in _LIBRARIES if Path(library).exists()]
     assert found, "libfaketime is missing: install Debian's libfaketime"
     (tmp_path / "sitecustomize.py").write_text(SITE.replace("@", found[0]), encoding="utf-8")
-    project = str(Path(__file__).parents[3])
+    project = str(Path(__file__).parents[3] / "app")
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), project])}
 
 

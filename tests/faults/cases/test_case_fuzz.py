@@ -15,9 +15,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
 from mutation import end, entries, exchange
 
-from app.extproc import accesslog
-from app.extproc.service import SERVICE
 from bench.witness.load import loaded
+from picker_fleet.extproc import accesslog
+from picker_fleet.extproc.service import SERVICE
 
 STREAMS = 40
 HANGS_S = 60.0

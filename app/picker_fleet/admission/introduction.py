@@ -1,0 +1,66 @@
+"""What a replica tells the others of itself, with each heartbeat."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from picker_fleet.admission.service import ServiceMeter
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.units import is_loopback
+from picker_fleet.version import version
+
+_ANY_ADDRESS = ("0.0.0.0", "[::]")
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("192.0.2.1", 9)  # an address that is nobody's (RFC 5737)
+
+
+class Introduction:
+    """Called, it gives the JSON object that docs/redis-schema.md lists under `about`."""
+
+    def __init__(self, gate: SharedGate, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
+        self._gate = gate
+        self._service = service
+        self._clock_s = clock_s
+        self._started_s = clock_s()
+        self._host = socket.gethostname()
+        self._reached: dict[str, str] = {}
+
+    def reached(self, *, admin: str, grpc: str) -> None:
+        """Where it listens: a URL and a `host:port`; this host's own stands in for any address."""
+        self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
+
+    @property
+    def grpc(self) -> str:
+        """Where the others are told to reach this replica, host:port; '' until it listens."""
+        return self._reached.get("grpc", "")
+
+    def __call__(self) -> dict[str, Any]:
+        return {
+            "host": self._host,
+            "version": version(),
+            **self._reached,
+            "up_s": round(self._clock_s() - self._started_s, 3),
+            "waiting": self._gate.waiting,
+            "served": self._service.report(),
+        }
+
+    def _named(self, address: str) -> str:
+        for wildcard in _ANY_ADDRESS:
+            address = address.replace(f"{wildcard}:", f"{_own_address(self._host)}:")
+        return address
+
+
+def _own_address(host: str) -> str:
+    """Where others reach this host; its name may mean nothing to them.
+
+    Many a hosts file gives the own name a loopback address: then it is that of the route to the others.
+    """
+    try:
+        address = socket.gethostbyname(host)
+        if not is_loopback(address):
+            return address
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect(_ELSEWHERE)  # nothing is sent
+            return str(route.getsockname()[0])
+    except OSError:
+        return _LOOPBACK

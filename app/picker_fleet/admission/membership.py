@@ -1,0 +1,354 @@
+"""A replica's part in the fleet: its heartbeat, the sweep, the leases it keeps, what it publishes, and the
+changes made live that it follows."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from picker_fleet.admission import tuning
+from picker_fleet.admission.inbox import Inbox
+from picker_fleet.admission.published import published
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.tuning import Effective, Tuned
+from picker_fleet.config import Settings
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.sections import Leases
+from picker_fleet.state.store import Pulse, Store
+from picker_fleet.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_LONGEST_RETRY_S = 60
+_RENEWALS = 3  # of a lease, by who holds the request's stream
+
+
+class Watch(Protocol):
+    """Who goes by the heartbeat: the gate that can do without the shared state (admission/sturdy.py)."""
+
+    def says(self) -> Mapping[str, object]:
+        """What the other replicas are told of this one: `degraded`, and what goes with it."""
+        ...
+
+    def beat(self, pulse: Pulse, took_s: float) -> None: ...
+
+    def missed(self) -> None: ...
+
+    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
+
+    def status(self) -> dict[str, Any] | None: ...
+
+
+class Membership:
+    """Keeps this replica known and the pool's shared facts in step; see `run`. One event loop.
+
+    `about` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
+    `on_effective` hears the configuration with the live changes in it, whenever those are another.
+
+    `on_suspects` is called with endpoints where requests in flight may have ended unheard.
+
+    The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        gate: SharedGate,
+        settings: Settings,
+        *,
+        endpoints: SnapshotCell,
+        metrics: Metrics,
+        about: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        watch: Watch | None = None,
+        on_effective: Callable[[Effective], object] = lambda _: None,
+        on_suspects: Callable[[Sequence[str]], None] = lambda addresses: None,
+    ) -> None:
+        self._store = store
+        self._gate = gate
+        self._settings = settings
+        self._cell = endpoints
+        self._metrics = metrics
+        self._about = about if callable(about) else lambda: about
+        self._watch = watch
+        self._on_effective = on_effective
+        self._on_suspects = on_suspects
+        self._state: dict[str, Any] = {}
+        self._glancing = False
+        self._loop = asyncio.get_running_loop()
+        self._read_s = -math.inf  # when the whole state was last read
+        self._shared = published(settings, {})
+        self._config_version = _version(self._shared)
+        self._discovered: tuple[Endpoint, ...] | None = None
+        self._discovered_version = ""
+        self._born = ""
+        self._lives = 0  # of the connection to the shared state, as of the last heartbeat
+        self._forgotten = False  # the shared state has yet to be told again what this replica holds
+        self._poke = asyncio.Event()
+        self._pulse: Pulse | None = None
+        self._known = asyncio.Event()
+        self._left = False
+        self._live: Sequence[str] = ()
+        self._in_flight: Mapping[str, int] = {}
+        self._tuned = Tuned()
+        self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
+        self._effective = Effective(settings, {})
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """What the last heartbeat learned; None before the first."""
+        return self._pulse
+
+    @property
+    def live(self) -> Sequence[str]:
+        """Ids of the live replicas, as of the last heartbeat; empty before it."""
+        return self._live
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """The fleet's requests by endpoint, as of the last heartbeat."""
+        return self._in_flight
+
+    @property
+    def tuned(self) -> Tuned:
+        """The live changes, as of the last heartbeat."""
+        return self._tuned
+
+    @property
+    def effective(self) -> Effective:
+        """The configuration with the live changes in it, as of the last heartbeat."""
+        return self._effective
+
+    @property
+    def standing(self) -> str:
+        """`ok`, or that this replica works without the shared state."""
+        alone = self._alone()
+        return "ok" if alone is None else f"{alone['mode']}: without the shared state"
+
+    async def endpoints(self) -> tuple[Endpoint, ...]:
+        """The pool's endpoints; without the shared state as last known. Raises StateUnavailable."""
+        if self.standing != "ok":
+            return self._cell.current.endpoints
+        return await self._store.endpoints()
+
+    async def known(self) -> None:
+        """Wait until this replica has joined a pool that may admit."""
+        await self._known.wait()
+
+    async def state(self) -> dict[str, Any]:
+        """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable.
+
+        While this replica works without it: as it was last known, and under `local` what it does by itself.
+        """
+        if (alone := self._alone()) is None:
+            try:
+                return await self._read()
+            except StateUnavailable:
+                if (alone := self._alone()) is None:  # it has not turned out to be away meanwhile
+                    raise
+        return {**self._state, "degraded": True, "local": alone}
+
+    def _alone(self) -> dict[str, Any] | None:
+        return self._watch.status() if self._watch is not None else None
+
+    async def _read(self) -> dict[str, Any]:
+        state = await self._store.state(self._settings.leases.replica_silence)
+        settings = self._effective.settings
+        watermark = settings.request_queue_controller.watermark_per_backend
+        state["bounds"]["watermark"] = watermark * state["ready_backends"]
+        state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
+        state["degraded"] = False
+        about = state.pop("about", {})
+        if self._watch is not None:
+            self._watch.peers(about)
+        self._state, self._read_s = state, self._loop.time()
+        return state
+
+    def discovered(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take the endpoints that discovery reports; published at once if this replica publishes."""
+        self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
+        facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
+        self._discovered_version = _version(facts)
+        self._poke.set()
+
+    def poke(self) -> None:
+        """Beat now rather than at the next interval."""
+        self._poke.set()
+
+    def glance(self) -> None:
+        """Beat now, but leave the rest of what a beat looks after to the next one."""
+        self._glancing = True
+        self._poke.set()
+
+    async def run(self) -> None:
+        """Beat, sweep and renew until cancelled. Faults of Redis are waited out, never raised."""
+        leases = self._settings.leases
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._beat_forever(leases.heartbeat))
+            tasks.create_task(self._sweep_forever())
+            tasks.create_task(self._renew_forever(leases.inflight / _RENEWALS))
+            tasks.create_task(Inbox(self._store, self._gate).run())
+
+    async def leave(self, deadline_s: float) -> None:
+        """Say goodbye, so that nobody waits out this replica's silence."""
+        self._left = True
+        with contextlib.suppress(StateFault, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._store.leave()
+
+    async def _beat_forever(self, interval_s: float) -> None:
+        while True:
+            began_s = self._loop.time()
+            self._poke.clear()
+            if self._left:
+                return
+            try:
+                await self._beat()
+            except StateFault as fault:
+                if not isinstance(fault, StateUnavailable):
+                    _log.warning("a heartbeat failed: %s", fault)
+                if self._watch is not None:
+                    self._watch.missed()
+            with contextlib.suppress(TimeoutError):
+                # From beat to beat: a grant whose wake-up was lost waits no longer than one interval.
+                rest_s = interval_s - (self._loop.time() - began_s)
+                async with asyncio.timeout(max(rest_s, interval_s / 2)):
+                    await self._poke.wait()
+
+    async def _beat(self) -> None:
+        silence_s = self._settings.leases.replica_silence
+        glancing, self._glancing = self._glancing, False
+        pulse = await self._heartbeat(silence_s)
+        unknown = pulse.born == "0"
+        # A new connection may lead to a server that lacks the last of what the former one took.
+        anew, self._lives = self._lives != self._store.lives, self._store.lives
+        if self._born and (unknown or anew or not pulse.was_known or pulse.born != self._born):
+            self._forgotten = True
+        if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
+            with contextlib.suppress(
+                WritesRefused
+            ):  # what is published already goes on, and so do heartbeats
+                await self._publish()
+            pulse = await self._heartbeat(silence_s)
+        self._pulse = pulse
+        if self._forgotten and pulse.born != self._born:
+            await self._drain_again()
+        if pulse.endpoints_version != self._cell.current.version:
+            self._cell.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
+        if pulse.born == "0":
+            return
+        if self._forgotten:
+            _log.warning("the shared state may have lost this replica; registering what it holds")
+            self._forgotten = not await self._gate.register_again()
+        self._born = pulse.born
+        self._known.set()
+        await self._follow(pulse)
+        if glancing and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
+            return
+        state = await self._read()
+        self._live, self._in_flight = state["replicas"], state["in_flight"]
+        self._metrics.pool(state)
+        self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+
+    async def _heartbeat(self, silence_s: float) -> Pulse:
+        clock = self._loop.time
+        about = dict(self._about())
+        served = about.pop("served", None)
+        about |= self._watch.says() if self._watch is not None else {"degraded": False}
+        parts = [about] if served is None else [about, {"served": served}]
+        began_s = clock()
+        text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
+        pulse = await self._store.heartbeat(text, silence_s)
+        if self._watch is not None:
+            self._watch.beat(pulse, clock() - began_s)
+        return pulse
+
+    async def _drain_again(self) -> None:
+        """What an operator drained was lost with the shared state; whoever comes first brings it back."""
+        for endpoint in self._cell.current.endpoints:
+            if endpoint.drained:
+                await self._store.mark(endpoint.address, "drained", True)
+
+    async def _follow(self, pulse: Pulse) -> None:
+        """Take over live changes; bring them back if they were lost with the shared state."""
+        if (pulse.born, pulse.tuned_version) == self._followed:
+            return
+        if not pulse.tuned_version and self._tuned.overrides:
+            await self._store.tune(self._tuned.overrides, self._tuned.note)
+        self._take(pulse.born, Tuned(*await self._store.tuned()))
+
+    def _take(self, born: str, tuned: Tuned) -> None:
+        self._tuned, self._followed = tuned, (born, tuned.version)
+        try:
+            self._effective = tuning.applied(self._settings, tuned.note)
+        except ConfigError as fault:
+            _log.warning("live changes do not fit this replica's configuration: %s", fault)
+            self._effective = Effective(self._settings, {})
+        self._on_effective(self._effective)
+
+    def _differs(self, pulse: Pulse) -> bool:
+        endpoints_version = pulse.endpoints_version.partition("+")[0]  # less what has been marked since
+        return (pulse.config_version, endpoints_version) != (self._config_version, self._discovered_version)
+
+    async def _publish(self) -> None:
+        assert self._discovered is not None
+        await self._store.publish(
+            self._shared,
+            self._discovered,
+            config_version=self._config_version,
+            endpoints_version=self._discovered_version,
+        )
+        # What was changed live may mean other numbers under this configuration than under the last one.
+        tuned = Tuned(*await self._store.tuned())
+        with contextlib.suppress(ConfigError):
+            wanted = tuning.overrides(self._settings, tuned.note)
+            if tuned.note and wanted != {name: tuned.overrides.get(name) for name in wanted}:
+                await self._store.tune(tuning.replacing(tuned.overrides, wanted), {})
+
+    async def _sweep_forever(self) -> None:
+        settings = self._settings
+        interval_s = settings.request_queue_controller.expiry_cleanup_interval
+        while True:
+            with contextlib.suppress(StateFault):
+                more = True
+                while more:
+                    swept = await self._store.sweep(
+                        interval_s=interval_s,
+                        grace_s=settings.leases.adoption_grace,
+                        idle_s=settings.workloads.idle_after,
+                        unseen_s=_unseen_s(settings.leases),
+                    )
+                    more = swept.more
+                    self._metrics.reclaimed(swept.reclaimed)
+                    if swept.ghosts:
+                        self._metrics.ghosts(swept.ghosts)
+                        _log.warning("gave up %d requests that their endpoints do not have", swept.ghosts)
+                    if swept.suspects:
+                        self._on_suspects(swept.suspects)
+            await asyncio.sleep(interval_s)
+
+    async def _renew_forever(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            self._gate.renew_held()
+
+
+def _unseen_s(leases: Leases) -> float:
+    """Without a sign of life for so long, a request in flight is suspect: the longest interval between two
+    signs of life, and a margin for a busy machine."""
+    interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
+    return interval_s + max(1.0, interval_s / 4)
+
+
+def _retry_after_s(queued: int, drain_rate: float) -> int:
+    """How long the queue takes to drain, whole seconds; as the scripts tell it to whom they refuse."""
+    if drain_rate <= 0:
+        return 1
+    return max(1, min(_LONGEST_RETRY_S, math.ceil((queued + 1) / drain_rate)))
+
+
+def _version(facts: object) -> str:
+    return hashlib.sha1(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

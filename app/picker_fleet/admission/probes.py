@@ -1,0 +1,88 @@
+"""What scraping says of endpoints' health, made known to the whole fleet."""
+
+from collections.abc import Callable, Mapping
+
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scraping.board import Reading
+from picker_fleet.scraping.scraper import SILENCE, Meter
+from picker_fleet.state.store import Store
+
+_WELL_AGAIN = 3  # answers in a row
+_UNANSWERED = ("timeout", "silent")
+
+
+class Probes:
+    """A `Meter` of the scraper that also marks endpoints: down when they cannot be connected to or have
+    fallen silent, which each question without an answer confirms, and up again after three answers.
+    Counting is `meter`'s. `readings` gives what was last scraped, by whichever replica."""
+
+    def __init__(
+        self,
+        store: Store,
+        endpoints: SnapshotCell,
+        meter: Meter,
+        readings: Callable[[], Mapping[str, Reading]],
+    ) -> None:
+        self._store = store
+        self._endpoints = endpoints
+        self._meter = meter
+        self._readings = readings
+        self._well: dict[str, int] = {}  # down -> answers in a row
+        self._version = ""
+        self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
+
+    def scraped(self, address: str, seconds: float) -> None:
+        self._meter.scraped(address, seconds)
+        self._answered(address)
+
+    def probed(self, address: str) -> None:
+        self._meter.probed(address)
+        self._answered(address)
+
+    def _answered(self, address: str) -> None:
+        if not self._is_down(address):
+            return
+        self._well[address] = self._well.get(address, 0) + 1
+        if self._well[address] >= _WELL_AGAIN:
+            del self._well[address]
+            self._mark(address, False)
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        self._meter.scrape_failed(address, kind, seconds)
+        self._well.pop(address, None)
+        confirmed = kind in _UNANSWERED and self._is_down(address)
+        if kind == "connection" or confirmed or (kind == "silent" and not self._most_are_silent()):
+            self._mark(address, True)
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        self._meter.scrape_published(readings, seconds)
+
+    def scrape_unpublished(self, readings: int) -> None:
+        self._meter.scrape_unpublished(readings)
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        self._meter.scrape_ages(owned, ages_s)
+
+    def _is_down(self, address: str) -> bool:
+        snapshot = self._endpoints.current
+        if snapshot.version != self._version:
+            self._version = snapshot.version
+            self._down = frozenset(each.address for each in snapshot.endpoints if each.down)
+        return address in self._down
+
+    def _most_are_silent(self) -> bool:
+        """Whether it is the scraping, or the load, that keeps pages from coming: then who does not answer is
+        slow like the others, and to take out one after the other would leave nobody."""
+        readings = self._readings()
+        up = [each.address for each in self._endpoints.current.endpoints if not each.down]
+        silent = sum(
+            (readings[address].metrics.fault or "").startswith(SILENCE)
+            for address in up
+            if address in readings
+        )
+        return 2 * silent > len(up)
+
+    def _mark(self, address: str, down: bool) -> None:
+        # What Redis does not take, the next probe says again.
+        done = self._store.mark(address, "down", down)
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())

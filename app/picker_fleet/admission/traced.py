@@ -1,0 +1,109 @@
+"""Tracing of requests around the gate and the shared state; put in place only where it is configured, so that
+it costs nothing where it is not.
+
+The trace goes with the ticket, as a field after those that `lua/renew.lua` reads: so the replica that hears
+of a request's end, whichever it is, adds its span to the same trace.
+"""
+
+import asyncio
+from typing import Any
+
+from picker_fleet.admission import ticket
+from picker_fleet.admission.gate import Gate
+from picker_fleet.errors import RequestError
+from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.state.store import Store, Verdict
+from picker_fleet.telemetry.tracing import Traces
+
+
+class TracedGate:
+    """`admission.gate.Gate` around another: a trace from a request's arrival to its decision, and a span
+    of its end. One event loop."""
+
+    def __init__(self, gate: Gate, traces: Traces) -> None:
+        self._gate = gate
+        self._traces = traces
+        self._held: dict[str, str] = {}  # request whose stream is held here -> its traceparent
+
+    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+        live = self._traces.begin(request)
+        if live is None:
+            return await self._gate.admit(request, held=held, age_s=age_s)
+        try:
+            placement = await self._gate.admit(request, held=held, age_s=age_s)
+        except RequestError as error:
+            live.end(None, error.code)
+            raise
+        except BaseException:  # cancelled: the client has gone, or the replica goes
+            live.end(None, "cancelled")
+            raise
+        finally:
+            self._traces.decided(request.id, live)
+        live.end(placement)
+        parent = live.parent
+        if held:
+            self._held[request.id] = parent
+        return placement._replace(ticket=ticket.with_trace(placement.ticket, parent))
+
+    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+        return await self._gate.route(subset)
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        own, _ = ticket.split_trace(placement.ticket)
+        return await self._gate.confirm(request_id, placement._replace(ticket=own), age_s)
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        self._held.pop(request_id, None)
+        self._gate.withdraw(request_id, placement)
+
+    def settle(self, completion: Completion) -> None:
+        own, parent = ticket.split_trace(completion.ticket)
+        parent = parent or self._held.pop(completion.id, "")
+        if parent:
+            self._traces.settling(parent, completion)
+            completion = completion._replace(ticket=own)
+        self._gate.settle(completion)
+
+    def suspect(self, request_id: str) -> None:
+        self._gate.suspect(request_id)
+
+    def renew(self, alive: Alive) -> None:
+        own, parent = ticket.split_trace(alive.ticket)
+        self._gate.renew(alive._replace(ticket=own) if parent else alive)
+
+
+class TracedStore(Store):
+    """The store, with a span around each step of a traced request."""
+
+    def __init__(self, url: str, *, traces: Traces, **parts: Any) -> None:
+        super().__init__(url, **parts)
+        self._traces = traces
+
+    async def admit(
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+    ) -> Verdict:
+        live = self._traces.live(request.id)
+        if live is None:
+            return await super().admit(request, attempt, candidates, age_s)
+        with live.stage("admit") as span:
+            verdict = await super().admit(request, attempt, candidates, age_s)
+            span.set_attribute("picker.verdict", verdict.what)
+        live.told(verdict.what)
+        return verdict
+
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
+        live = self._traces.live(request_id)
+        if live is None:
+            return await super().place(request_id, attempt, candidates)
+        with live.stage("place") as span:
+            verdict = await super().place(request_id, attempt, candidates)
+            span.set_attribute("picker.verdict", verdict.what)
+        live.told(verdict.what)
+        return verdict
+
+    def settle(
+        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+    ) -> asyncio.Future[str]:
+        answer = super().settle(request_id, outcome, actual, answer_tokens)
+        self._traces.settled(request_id, answer)
+        return answer

@@ -1,0 +1,219 @@
+"""Changes of the configuration while the fleet runs: which keys may change, and what they amount to.
+
+A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value},
+{`weights.FLOW`: weight}, and of a mapping each name by itself: {`fair_request_queue.band_weights.BAND`: …},
+{`scheduling.scorers.NAME`: weight}), and as *overrides*, the settings that the scripts read in place of the
+published ones. Overrides always follow from the whole note, so that a fault between two keys is found
+whichever of them comes last. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from picker_fleet.admission.published import published
+from picker_fleet.config import Settings, parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.request import Band, finite_number
+from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
+from picker_fleet.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
+
+# Every key that may change -> the shared settings that follow from it.
+_BOUNDS = ("upper_per", "lower_per")
+AFFECTS: Mapping[str, tuple[str, ...]] = {
+    "fair_request_queue.total_capacity": ("total_capacity",),
+    "fair_request_queue.flow_capacity": ("flow_capacity",),
+    "fair_request_queue.max_flows": ("max_flows",),
+    "fair_request_queue.claim_share": ("claim_share",),
+    "fair_request_queue.band_policy": ("band_policy",),
+    "fair_request_queue.band_weights": ("band_weights",),
+    "fair_request_queue.fairness": ("fairness",),
+    "fair_request_queue.ordering": ("ordering",),
+    "fair_request_queue.overload": ("overload",),
+    "fair_request_queue.starvation_after": ("starvation_ms",),
+    "fair_request_queue.guard_share": ("guard_share",),
+    "request_queue_controller.enabled": ("queue_enabled",),
+    "request_queue_controller.watermark_per_backend": _BOUNDS,
+    "request_queue_controller.percentage_deviation_for_bounds": _BOUNDS,
+    "request_queue_controller.lower_bound_per_backend": _BOUNDS,
+    "request_queue_controller.upper_bound_per_backend": _BOUNDS,
+    "workloads.wait_weight": ("wait_weight",),
+    "workloads.criticality_weight": ("criticality_weight",),
+    "workloads.rate_weight": ("rate_weight",),
+    "workloads.wait_cap": ("wait_cap_ms",),
+    "workloads.rate_cap": ("rate_cap",),
+    "workloads.wait_signal": ("wait_signal",),
+    "scheduling.scorers": ("live_weight",),
+}
+LIVE = (*AFFECTS, "weights.FLOW")
+_WEIGHTS = "weights"
+_BAND_WEIGHTS = "fair_request_queue.band_weights"
+_SCORERS = "scheduling.scorers"
+_BY_NAME = (_BAND_WEIGHTS, _SCORERS)  # each name under them changes on its own
+_MOST_SCORER_WEIGHT = 1e6
+_MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
+_LONGEST_FLOW_BYTES = 256
+_OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The live changes in force. `version` is '' while nothing has ever been changed."""
+
+    version: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The configuration as changed, and the weights of single flows."""
+
+    settings: Settings
+    weights: Mapping[str, float]
+
+
+def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
+    """A partial settings tree as changes of the note; None takes a change back.
+
+    Raises:
+        ConfigError: something in it may not change live; one line a fault.
+    """
+    changes: dict[str, Any] = {}
+    faults: list[str] = []
+    for section, keys in patch.items():
+        known = section == _WEIGHTS or any(key.startswith(section + ".") for key in AFFECTS)
+        if known and isinstance(keys, dict):
+            for key, value in keys.items():
+                name = f"{section}.{key}"
+                if name == _SCORERS and not isinstance(value, dict | None):
+                    faults.append(f"{name}: must be an object of scorer and weight")
+                else:
+                    changes |= _by_name(name, value) if name in _BY_NAME else {name: value}
+        else:
+            faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
+    faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return changes
+
+
+def merged(note: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`note` with `changes` made."""
+    return {key: value for key, value in {**note, **changes}.items() if value is not None}
+
+
+def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
+    """`settings` with the changes of `note` in it.
+
+    Raises:
+        ConfigError: together they are not valid; its lines name the keys.
+    """
+    changes = nested(note)
+    weights = changes.pop(_WEIGHTS, {})
+    scorers = changes.pop("scheduling", {}).get("scorers", {})
+    faults = [*_weight_faults(weights), *_scorer_faults(scorers)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    queue = changes.get("fair_request_queue", {})
+    if isinstance(by_band := queue.get("band_weights"), Mapping):
+        configured = settings.fair_request_queue.band_weights.items()
+        queue["band_weights"] = {**{_named(band): weight for band, weight in configured}, **by_band}
+    tree = settings.model_dump(exclude_unset=True)
+    for section, keys in changes.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    if scorers:
+        by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
+        named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
+        tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
+    return Effective(parse(tree), weights)
+
+
+def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
+    """What the scripts must read in place of what `settings` publish.
+
+    Raises:
+        ConfigError: as `applied` does.
+    """
+    effective = applied(settings, note)
+    shared = published(effective.settings, effective.weights)
+    names = {name for key in note for name in AFFECTS.get(_whole(key), ())}
+    if effective.weights:
+        names.add(_WEIGHTS)
+    return {name: shared[name] for name in sorted(names)}
+
+
+def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The change that makes overrides `new` of `old`, without touching what no key stands for."""
+    gone = old.keys() - new.keys() - _OWN_OVERRIDES
+    return {**new, **dict.fromkeys(sorted(gone))}
+
+
+def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`note` as the partial settings tree that would bring it about."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in sorted(note.items()):  # a whole mapping, as earlier versions kept it, before its bands
+        section, _, name = key.partition(".")
+        keys = tree.setdefault(section, {})
+        if (whole_key := _whole(key)) != key:
+            name, _, part = name.partition(".")
+            whole = keys.get(name)
+            kept = whole.items() if isinstance(whole, Mapping) else ()
+            value = {**{_part(whole_key, each): weight for each, weight in kept}, part: value}
+        keys[name] = value
+    return tree
+
+
+def _is_live(key: str) -> bool:
+    return _whole(key) in AFFECTS or key.startswith(_WEIGHTS + ".")
+
+
+def _whole(key: str) -> str:
+    """The configuration's key that `key` is, or is a band or a scorer of."""
+    return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
+
+
+def _by_name(whole: str, weights: Any) -> dict[str, Any]:
+    """A change of the weights under the key `whole`, name by name; None takes all back."""
+    if weights is None:
+        names = SCORERS if whole == _SCORERS else Band
+        return {whole: None, **{f"{whole}.{_part(whole, name)}": None for name in names}}
+    if not isinstance(weights, Mapping):
+        return {whole: weights}
+    return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
+
+
+def _part(whole: str, name: object) -> str:
+    return _named(name) if whole == _BAND_WEIGHTS else str(name)
+
+
+def _named(band: object) -> str:
+    """As the configuration spells it; what is no band's name stays as it is."""
+    try:
+        return Band.parse(band).label
+    except ValueError:
+        return str(band)
+
+
+def _weight_faults(weights: Mapping[str, Any]) -> Iterable[str]:
+    if len(weights) > _MOST_WEIGHTS:
+        yield f"weights: at most {_MOST_WEIGHTS} flows can have one of their own (got {len(weights)})"
+    for flow, weight in weights.items():
+        number = finite_number(weight)
+        if not flow.strip() or has_control(flow) or len(flow.encode(errors="replace")) > _LONGEST_FLOW_BYTES:
+            yield f"weights.{flow[:60]}: is no flow's key"
+        elif number is None or not LEAST_WEIGHT <= number <= MOST_WEIGHT:
+            yield f"weights.{flow[:60]}: must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+
+
+def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
+    for name, weight in scorers.items():
+        key, number = f"{_SCORERS}.{name[:60]}", finite_number(weight)
+        try:
+            scorer_name(name)
+        except ValueError as fault:
+            yield f"{key}: {fault}"
+        if number is None or not 0 <= number <= _MOST_SCORER_WEIGHT:
+            yield f"{key}: must be a number, at most {_MOST_SCORER_WEIGHT:g}; 0 turns it off"
+        elif name == IN_FLIGHT and number == 0:
+            yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"

@@ -1,0 +1,207 @@
+"""What a replica decides with, put together: shared state, the gates before it, the choice of endpoints."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.introduction import Introduction
+from picker_fleet.admission.membership import Membership
+from picker_fleet.admission.probes import Probes
+from picker_fleet.admission.service import ServiceMeter
+from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.admission.tuning import Effective
+from picker_fleet.config import Settings
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.errors import StartupError
+from picker_fleet.extproc import shares
+from picker_fleet.scheduling.chooser import Chooser, weights_of
+from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.scheduling.latency import LatencyBook, LatencyWeights
+from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scorers import FROM_PAGES
+from picker_fleet.scheduling.session import SessionTokens
+from picker_fleet.scraping.engines import engine_of
+from picker_fleet.scraping.task import ScrapingTask
+from picker_fleet.signing import Keyring
+from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from picker_fleet.telemetry.tracing import Traces
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a replica, none of which runs yet. `gate` is what requests come to: it stands before
+    `sturdy`, which stands before `shared`. `feed` runs in `follow_routes`.
+    """
+
+    metrics: Metrics
+    traces: "Traces | None"
+    endpoints: SnapshotCell
+    store: Store
+    scraping: ScrapingTask
+    latencies: LatencyBook
+    feed: RouteFeed
+    chooser: Chooser
+    shared: SharedGate
+    sturdy: SturdyGate
+    gate: Gate
+    about: Introduction
+    membership: Membership
+    signing: Keyring
+
+    async def follow_routes(self) -> None:
+        """Tell and hear of routes, from when the chooser first asks for them, until cancelled."""
+        await self.chooser.routes_asked()
+        await self.feed.run()
+
+
+def assemble(settings: Settings, replica: str) -> Parts:
+    """The parts of `replica`, each knowing those it needs. To be called in the event loop that runs them.
+
+    Raises:
+        StartupError: tracing is configured and not installed.
+    """
+    metrics = Metrics(model.name for model in settings.models)
+    endpoints = SnapshotCell()
+    signing = Keyring()
+    traces = _tracing(settings, replica)
+    awake = AwakeClock()
+    silence = Silence(settings.redis.silence, settings.leases.inflight / 2)
+    make_store: Callable[..., Store] = Store
+    gate_of: Callable[[Gate], Gate] = _as_it_is
+    if traces is not None:
+        make_store, gate_of = _traced(traces)
+    store: Store = make_store(
+        settings.redis.url,
+        pool=settings.pool,
+        replica=replica,
+        silence=silence,
+        awake=awake,
+        connect_timeout_s=settings.redis.connect_timeout,
+        metrics=metrics,
+        on_news=lambda what, request_id: shared.hear(what, request_id),
+        on_dequeued=metrics.dequeued,
+        on_adopted=metrics.adopted,
+        on_away=lambda cause, why: sturdy.away(cause, why),
+        signing=signing,
+    )
+    scraping: ScrapingTask = ScrapingTask(
+        settings.redis.url,
+        settings.pool,
+        replica,
+        scraping=settings.scraping,
+        engine=engine_of(settings.scraping.engine, settings.scraping.series),
+        heartbeat_s=settings.leases.heartbeat,
+        picked_by=lambda: any(
+            scorer.weight and scorer.name in FROM_PAGES
+            for scorer in membership.effective.settings.scheduling.scorers
+        ),
+        busy=lambda: any(membership.in_flight.values()),
+        live=lambda: membership.live,
+        endpoints=endpoints,
+        meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
+    )
+    index, latencies = PrefixIndex(), LatencyBook()
+    clock = asyncio.get_running_loop().time
+    feed = RouteFeed(
+        settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
+    )
+    chooser = Chooser(
+        _scheduler(settings),
+        endpoints,
+        readings=scraping.board.snapshot,
+        in_flight=lambda: membership.in_flight,
+        index=index,
+        latencies=latencies,
+        feed=feed,
+        clock=clock,
+        adapters=settings.scheduling.adapters,
+        latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
+        sessions=SessionTokens(signing, endpoints),
+    )
+    in_tokens = settings.request_queue_controller.unit == "tokens"
+    service = ServiceMeter()
+    shared: SharedGate = SharedGate(
+        store,
+        metrics=metrics,
+        endpoints=endpoints,
+        fallbacks=settings.scheduling.fallbacks,
+        on_unknown_pool=lambda: membership.poke(),
+        answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
+        chooser=chooser,
+        service=service,
+        keys=signing,
+        awake=awake,
+    )
+    sturdy: SturdyGate = SturdyGate(
+        store,
+        shared,
+        replica=replica,
+        metrics=metrics,
+        endpoints=endpoints,
+        chooser=chooser,
+        silence=silence,
+        report_s=settings.leases.access_log_interval,
+        effective=lambda: membership.effective,
+        load=lambda: membership.in_flight,
+        poke=lambda: membership.poke(),
+        glance=lambda: membership.glance(),
+        via=shares.GrpcPeers(settings.pool, signing),
+    )
+    about = Introduction(shared, service, clock)
+
+    def take(effective: Effective) -> None:
+        chooser.weigh(_scheduler(effective.settings))
+
+    membership: Membership = Membership(
+        store,
+        shared,
+        settings,
+        endpoints=endpoints,
+        metrics=metrics,
+        about=about,
+        watch=sturdy,
+        on_effective=take,
+        on_suspects=scraping.suspect,
+    )
+    return Parts(
+        metrics, traces, endpoints, store, scraping, latencies, feed, chooser, shared, sturdy,
+        gate_of(sturdy), about, membership, signing,
+    )  # fmt: skip
+
+
+def _scheduler(settings: Settings) -> Scheduler | None:
+    """What ranks endpoints under `settings`; None where no scorer does."""
+    weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
+    return Scheduler(weights_of(weights)) if weights else None
+
+
+def _tracing(settings: Settings, replica: str) -> "Traces | None":
+    """Where spans go; None, and nothing of OpenTelemetry imported, unless they are configured."""
+    if not settings.tracing.enabled:
+        return None
+    try:
+        from picker_fleet.telemetry.tracing import Traces
+    except ImportError as fault:
+        raise StartupError(f"tracing needs picker-fleet[tracing], which is not installed: {fault}") from None
+    return Traces.to_collector(settings.tracing, replica=replica, pool=settings.pool)
+
+
+def _traced(traces: "Traces") -> "tuple[Callable[..., Store], Callable[[Gate], Gate]]":
+    """What makes the store, and what is put around the gate, where requests are traced."""
+    from picker_fleet.admission.traced import TracedGate, TracedStore
+
+    return partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
+
+
+def _as_it_is(gate: Gate) -> Gate:
+    return gate

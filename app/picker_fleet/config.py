@@ -1,0 +1,242 @@
+"""The one settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
+
+Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
+starts. The sections are in `sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
+seconds) and held as float seconds.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from picker_fleet.errors import ConfigError
+from picker_fleet.observing import Logging as Logging
+from picker_fleet.observing import Tracing as Tracing
+from picker_fleet.request import Band
+from picker_fleet.sections import Admin as Admin
+from picker_fleet.sections import DecisionLog as DecisionLog
+from picker_fleet.sections import Discovery as Discovery
+from picker_fleet.sections import Dns as Dns
+from picker_fleet.sections import ExtProc as ExtProc
+from picker_fleet.sections import FairRequestQueue as FairRequestQueue
+from picker_fleet.sections import Leases as Leases
+from picker_fleet.sections import Model as Model
+from picker_fleet.sections import Objective as Objective
+from picker_fleet.sections import Redis as Redis
+from picker_fleet.sections import RequestQueueController as RequestQueueController
+from picker_fleet.sections import Scheduling as Scheduling
+from picker_fleet.sections import Scraping as Scraping
+from picker_fleet.sections import Section as Section
+from picker_fleet.sections import StaticEndpoint as StaticEndpoint
+from picker_fleet.sections import TargetModel as TargetModel
+from picker_fleet.sections import Workloads as Workloads
+from picker_fleet.units import Duration as Duration
+from picker_fleet.units import duration_s as duration_s
+from picker_fleet.units import endpoint_address as endpoint_address
+from picker_fleet.units import host_port as host_port
+from picker_fleet.units import split_host_port as split_host_port
+from picker_fleet.yaml_source import YamlFault, read_yaml
+
+ENV_PREFIX = "PICKER_"
+# Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
+_SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)")
+
+Loc = tuple[str | int, ...]
+
+
+class Settings(Section):
+    """A replica's whole configuration."""
+
+    pool: str = Field("default", pattern=r"\A[A-Za-z0-9._-]{1,64}\z")
+    redis: Redis = Redis()
+    extproc: ExtProc = ExtProc()
+    admin: Admin = Admin()
+    discovery: Discovery = Discovery()
+    models: tuple[Model, ...] = ()
+    objectives: tuple[Objective, ...] = ()
+    fair_request_queue: FairRequestQueue = FairRequestQueue()
+    request_queue_controller: RequestQueueController = RequestQueueController()
+    workloads: Workloads = Workloads()
+    scheduling: Scheduling = Scheduling()
+    scraping: Scraping = Scraping()
+    leases: Leases = Leases()
+    decision_log: DecisionLog = DecisionLog()
+    logging: Logging = Logging()
+    tracing: Tracing = Tracing()
+
+    @property
+    def claim_share(self) -> float:
+        """The part of the bound that one request takes at most."""
+        in_tokens = self.request_queue_controller.unit == "tokens"
+        return self.fair_request_queue.claim_share if in_tokens else 1.0
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Self:
+        for kind in ("models", "objectives"):
+            names = [entry.name for entry in getattr(self, kind)]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{kind} names {', '.join(twice)} more than once")
+        return self
+
+    @model_validator(mode="after")
+    def _guarantees_fit(self) -> Self:
+        # Critical is never preempted, so each critical flow is promised its part of the queue (specs/003).
+        queue = self.fair_request_queue
+        critical = sum(model.criticality is Band.CRITICAL for model in self.models)
+        if critical * queue.flow_capacity > queue.total_capacity:
+            raise ValueError(
+                f"ErrTooManyFlows: {critical} Critical models with fair_request_queue.flow_capacity "
+                f"{queue.flow_capacity} each need {critical * queue.flow_capacity} places; "
+                f"fair_request_queue.total_capacity is {queue.total_capacity}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_have_flows(self) -> Self:
+        for kind in ("models", "objectives"):
+            entries = getattr(self, kind)
+            limited = [entry.name for entry in entries if entry.max_inflight_per_endpoint is not None]
+            if limited and self.fair_request_queue.fairness == "none":
+                raise ValueError(
+                    "fair_request_queue.fairness none keeps no flows apart, so max_inflight_per_endpoint of "
+                    f"{kind} {', '.join(limited)} cannot be kept; use weighted-fair or round-robin"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _silence_within_leases(self) -> Self:
+        # A grant that is answered so late must still be its request's own.
+        silence_s, lease_s = self.redis.silence, self.leases.inflight
+        if silence_s > lease_s / 2:
+            raise ValueError(
+                f"redis.silence {silence_s:g}s must be at most half of leases.inflight {lease_s:g}s"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _two_doors(self) -> Self:
+        if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
+            raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
+        return self
+
+
+def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
+    """Settings of the YAML file at `path` (none: the defaults), overlaid by the environment.
+
+    A relative `discovery.file` in the file is relative to the file; one in the environment, to the
+    working directory.
+
+    Raises:
+        ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
+            one line a fault, each naming the key, and the variable where the value came from one.
+    """
+    tree: object = {}
+    if path is not None:
+        try:
+            tree = read_yaml(path.read_text(encoding="utf-8"))
+        except OSError as fault:
+            raise ConfigError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+        except UnicodeDecodeError as fault:
+            raise ConfigError(f"{path}: is not UTF-8 at byte {fault.start}") from fault
+        except YamlFault as fault:
+            raise ConfigError(f"{path}: {fault}") from fault
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of sections")
+    discovery = tree.get("discovery")
+    if path is not None and isinstance(discovery, dict):
+        file = discovery.get("file")
+        if isinstance(file, str) and file:
+            discovery["file"] = str(path.parent / file)
+    return _validated(tree, _overlay(tree, environ))
+
+
+def parse(tree: Mapping[str, Any]) -> Settings:
+    """Settings of an already parsed tree. Raises ConfigError as `load` does."""
+    return _validated(tree, {})
+
+
+def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Settings:
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as fault:
+        raise ConfigError("\n".join(_explain(error, variables) for error in fault.errors())) from fault
+
+
+def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
+    """Put the environment's values into `tree`; returns which variable each place came from."""
+    variables: dict[Loc, str] = {}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX) or ("__" not in name and _SERVICE_LINK.fullmatch(name)):
+            continue
+        loc = tuple(name.removeprefix(ENV_PREFIX).lower().split("__"))
+        at = tree
+        for section in loc[:-1]:
+            if at.get(section) is None:
+                at[section] = {}
+            at = at[section]
+            if not isinstance(at, dict):
+                raise ConfigError(f"{name}: {section} is not a section")
+        try:
+            # A text key's value is the text itself: a token of digits is no number.
+            at[loc[-1]] = text if _is_text(loc) else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as fault:
+            raise ConfigError(f"{name}: its value is not YAML: {' '.join(str(fault).split())}") from fault
+        variables[loc] = name
+    return variables
+
+
+def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
+    """`section.key: what is wrong (what would be valid)`, on one line."""
+    loc: Loc = error["loc"]
+    where = ".".join(str(part) for part in loc) or "configuration"
+    for length in range(len(loc), 0, -1):
+        if loc[:length] in variables:
+            where = f"{variables[loc[:length]]}: {where}"
+            break
+    if error["type"] == "extra_forbidden":
+        parent = _section(loc[:-1])
+        valid = ", ".join(parent.model_fields) if parent is not None else ""
+        text = "unknown key" + (f"; valid here: {valid}" if valid else "")
+    else:
+        text = error["msg"].removeprefix("Value error, ")
+        # A URL or a token may hold a secret, and a whole section is no news to whoever wrote it.
+        if error["type"] != "missing" and not isinstance(error["input"], dict) and not _is_secret(loc):
+            text += f" (got {str(error['input'])[:60]!r})"
+    return " ".join(f"{where}: {text}".split())
+
+
+def _is_secret(loc: Loc) -> bool:
+    return loc[:2] in (("redis", "url"), ("admin", "token"))
+
+
+def _is_text(loc: tuple[str, ...]) -> bool:
+    parent = _section(loc[:-1])
+    if parent is None or loc[-1] not in parent.model_fields:
+        return False
+    annotation = parent.model_fields[loc[-1]].annotation
+    return annotation is str or _is_secret(loc)
+
+
+def _section(loc: Loc) -> type[Section] | None:
+    """The Section class at `loc`, through tuples and optionals; None if there is none."""
+    parent: type[Section] | None = Settings
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        if parent is None or part not in parent.model_fields:
+            return None
+        pending: list[Any] = [parent.model_fields[part].annotation]
+        parent = None
+        while pending and parent is None:
+            annotation = pending.pop()
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                parent = annotation
+            pending.extend(getattr(annotation, "__args__", ()))
+    return parent

@@ -1,0 +1,119 @@
+"""Endpoints from DNS: every A and AAAA record of one name, on one port, asked again at an interval.
+
+The two families are asked apart and each keeps its own last good answer: a name server that drops AAAA
+questions is common, and must not cost the addresses that A brought.
+"""
+
+import asyncio
+import logging
+import socket
+from ipaddress import ip_address
+from typing import Literal
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.endpoints.source import Report
+from picker_fleet.units import endpoint_address
+
+_log = logging.getLogger(__name__)
+
+Family = Literal["A", "AAAA"]
+_FAMILIES: tuple[Family, ...] = ("A", "AAAA")
+
+
+class DnsSource:
+    """Follows `name`, an IP address or a host name (the search list applies), on `port`.
+
+    `resolver` replaces the system's configuration. A lookup may take `lookup_s` at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        *,
+        interval_s: float = 5.0,
+        lookup_s: float = 3.0,
+        resolver: dns.asyncresolver.Resolver | None = None,
+    ) -> None:
+        self._name = name
+        self._port = port
+        self._interval_s = interval_s
+        self._lookup_s = lookup_s
+        self._resolver = resolver
+        self._known: dict[Family, tuple[str, ...]] = {}
+        self._faults: dict[Family, str] = {}
+
+    async def watch(self, report: Report) -> None:
+        """As Source.watch; nothing is reported until a lookup succeeds."""
+        reported: tuple[Endpoint, ...] | None = None
+        while True:
+            async with asyncio.TaskGroup() as group:
+                for family in _FAMILIES:
+                    group.create_task(self._refresh(family))
+            # At the start a family without addresses says nothing while the other one has not answered yet.
+            begun = reported is not None or len(self._known) == len(_FAMILIES)
+            if begun or any(self._known.values()):
+                hosts = sorted({host for family in _FAMILIES for host in self._known.get(family, ())})
+                found = tuple(Endpoint(address=_address(host, self._port)) for host in hosts)
+                if found != reported:
+                    reported = found
+                    report(found)
+            await asyncio.sleep(self._interval_s)
+
+    async def _refresh(self, family: Family) -> None:
+        try:
+            async with asyncio.timeout(self._lookup_s):
+                self._known[family] = await self._look_up(family)
+        except (dns.exception.DNSException, OSError) as fault:  # TimeoutError is an OSError
+            text = " ".join(str(fault).split())[:200] or type(fault).__name__
+            if self._faults.get(family) is None:
+                _log.warning(
+                    "DNS lookup of %s %s failed: %s; the last good list stays in use",
+                    self._name,
+                    family,
+                    text,
+                )
+            self._faults[family] = text
+        else:
+            self._faults.pop(family, None)
+
+    async def _look_up(self, family: Family) -> tuple[str, ...]:
+        literal = _literal(self._name)
+        if literal is not None:
+            return (self._name,) if literal == family else ()
+        if self._name == "localhost" or self._name.endswith(".localhost"):
+            return await self._from_system(family)
+        if self._resolver is None:
+            self._resolver = dns.asyncresolver.Resolver()
+        try:
+            answer = await self._resolver.resolve(self._name, family, search=True, lifetime=self._lookup_s)
+        except dns.resolver.NoAnswer:
+            return ()  # the name exists and has no address of this family
+        return tuple(record.address for record in answer)
+
+    async def _from_system(self, family: Family) -> tuple[str, ...]:
+        """Names of this machine are in its hosts file, not in DNS."""
+        wanted = socket.AF_INET if family == "A" else socket.AF_INET6
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, family=wanted, type=socket.SOCK_STREAM)
+        except socket.gaierror as fault:
+            if fault.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None), -9):
+                return ()
+            raise
+        return tuple(str(entry[4][0]) for entry in found)
+
+
+def _literal(name: str) -> Family | None:
+    try:
+        return "A" if ip_address(name).version == 4 else "AAAA"
+    except ValueError:
+        return None
+
+
+def _address(host: str, port: int) -> str:
+    return endpoint_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

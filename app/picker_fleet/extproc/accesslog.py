@@ -1,0 +1,228 @@
+"""Envoy's gRPC access log: signs of life and ends of requests, with usage and the endpoint that served.
+
+In `lean` and `headers` the picker sees nothing of a request after its decision, so this is how stock is
+released (G6) and leases are kept. Each Envoy worker sends batches on one long stream to any one replica;
+entries of one stream are passed on in their order. An entry that makes no sense is counted and dropped:
+it must not cost the others of its batch their place in the books (G10). So is one without a ticket that the
+fleet has signed for its request: whoever else reaches this port can end, renew or restore nothing.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import grpc
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+
+from picker_fleet.admission import ticket
+from picker_fleet.admission.gate import Gate
+from picker_fleet.request import Alive, Completion, Outcome
+from picker_fleet.signing import NO_TICKET, Keyring
+from picker_fleet.telemetry.metrics import Metrics
+
+SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
+SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+NAMESPACE: Final = "envoy.lb"  # of the metadata that has it, by default
+
+_log = logging.getLogger(__name__)
+
+_NOT_SET = accesslog_pb2.NotSet
+_PERIODIC = accesslog_pb2.DownstreamPeriodic
+_END = accesslog_pb2.DownstreamEnd
+
+_CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+_UPSTREAM_FLAGS = frozenset(
+    {
+        "failed_local_healthcheck",
+        "no_healthy_upstream",
+        "upstream_request_timeout",
+        "local_reset",
+        "upstream_remote_reset",
+        "upstream_connection_failure",
+        "upstream_connection_termination",
+        "upstream_overflow",
+        "upstream_retry_limit_exceeded",
+        "upstream_max_stream_duration_reached",
+        "upstream_protocol_error",
+    }
+)
+_NOTHING: Mapping[str, Any] = {}
+_LONGEST_ID = 512
+_MOST_TOKENS = 1e9
+
+
+def handler(gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> Any:
+    """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server.
+
+    Who served is in the metadata `namespace`.
+    """
+
+    async def stream(_: object, context: Any) -> Any:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message.HasField("http_logs"):
+                take(message.http_logs.log_entry, gate, metrics, keys, namespace)
+        return als_pb2.StreamAccessLogsResponse()
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "StreamAccessLogs": grpc.stream_unary_rpc_method_handler(
+                stream,
+                request_deserializer=_message,
+                response_serializer=als_pb2.StreamAccessLogsResponse.SerializeToString,
+            )
+        },
+    )
+
+
+def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> None:
+    """Pass the HTTPAccessLogEntry messages `entries` on to `gate`, in their order."""
+    ended = alive = ignored = 0
+    for entry in entries:
+        try:
+            told = read(entry, namespace)
+        except (ValueError, TypeError, OverflowError):
+            _log.warning("an access-log entry could not be read", exc_info=True)
+            told = None
+        if told is None:
+            ignored += 1
+            continue
+        # One that still waits, or was refused, has none.
+        note, fault = ticket.checked(told.ticket, told.id, keys) if told.ticket else ("", NO_TICKET)
+        if fault:
+            metrics.access_log_rejected(fault)
+            if fault is NO_TICKET and isinstance(told, Completion) and told.outcome is Outcome.CLIENT_GONE:
+                # It left before Envoy had read the answer with the ticket, or anybody says so: no proof.
+                gate.suspect(told.id)
+            ignored += 1
+            continue
+        if note is not told.ticket:
+            told = told._replace(ticket=note)
+        if isinstance(told, Completion):
+            gate.settle(told)
+            ended += 1
+        else:
+            gate.renew(told)
+            alive += 1
+    for kind, count in (("ended", ended), ("alive", alive), ("ignored", ignored)):
+        if count:
+            metrics.access_log(kind, count)
+
+
+def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
+    """What one HTTPAccessLogEntry tells; None if it tells nothing of a request's life or names no request.
+
+    The id and ticket are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
+    decision there is none, and the id is Envoy's `x-request-id`.
+    """
+    common = entry.common_properties
+    kind = common.access_log_type
+    intermediate = kind == _PERIODIC or (kind == _NOT_SET and common.intermediate_log_entry)
+    if not intermediate and kind not in (_END, _NOT_SET):
+        return None
+    metadata = common.metadata.filter_metadata
+    picker = _fields(metadata, "picker")
+    request_id = _text(picker, "id") or entry.request.request_id
+    if not request_id or len(request_id) > _LONGEST_ID:
+        return None
+    served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
+    note = _text(picker, "ticket")
+    if intermediate:
+        return Alive(request_id, served, note)
+    usage = _fields(metadata, "picker.usage")
+    status = entry.response.response_code.value
+    return Completion(
+        id=request_id,
+        outcome=_outcome(common, status),
+        status=status,
+        served=served,
+        prompt_tokens=_tokens(usage, "prompt_tokens"),
+        completion_tokens=_tokens(usage, "completion_tokens"),
+        duration_s=_seconds(common.time_to_last_downstream_tx_byte),
+        first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
+        failed=_failed(common, served, ticket.endpoint_of(note)),
+        ticket=note,
+        service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
+        waited_s=_waited_s(picker),
+        target_model=_text(picker, "target"),
+    )
+
+
+def _message(data: bytes) -> Any:
+    """The message in `data`; an empty one if it is none, so that the stream and its other entries live on."""
+    try:
+        return als_pb2.StreamAccessLogsMessage.FromString(data)
+    except DecodeError:
+        _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
+        return als_pb2.StreamAccessLogsMessage()
+
+
+def _outcome(common: Any, status: int) -> Outcome:
+    if common.HasField("response_flags"):
+        flags = {field.name for field, _ in common.response_flags.ListFields()}
+        if flags & _CLIENT_FLAGS:
+            return Outcome.CLIENT_GONE
+        if flags & _UPSTREAM_FLAGS:
+            return Outcome.UPSTREAM_FAILED
+    return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
+
+
+def _failed(common: Any, served: str | None, picked: str) -> str:
+    """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
+    if served is None or served == picked:
+        failed = common.HasField("response_flags") and common.response_flags.upstream_connection_failure
+        return picked if failed else ""
+    # At the first attempt already: Envoy has not heard of the picked one yet, and passed it over.
+    return picked if common.upstream_request_attempt_count != 1 else ""
+
+
+def _fields(metadata: Any, name: str) -> Any:
+    """The fields of the protobuf Struct `name`; empty if there is none."""
+    struct = metadata.get(name)
+    return _NOTHING if struct is None else struct.fields
+
+
+def _text(fields: Any, key: str) -> str:
+    """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
+    value = fields.get(key)
+    return "" if value is None else value.string_value
+
+
+def _waited_s(fields: Any) -> float | None:
+    """The time in the queue that the picker noted; None of one that went past it."""
+    value = fields.get("waited")
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    seconds = value.number_value
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _tokens(fields: Any, key: str) -> int | None:
+    value = fields.get(key)
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    number = value.number_value
+    return int(number) if math.isfinite(number) and 0 <= number <= _MOST_TOKENS else None
+
+
+def _seconds(duration: Any) -> float | None:
+    """A protobuf Duration; None for one that is not set, and reads as 0, which no request takes."""
+    seconds = duration.seconds + duration.nanos / 1e9
+    return seconds if seconds > 0 else None
+
+
+def _between(first: Any, last: Any) -> float | None:
+    began_s, ended_s = _seconds(first), _seconds(last)
+    return None if began_s is None or ended_s is None else max(ended_s - began_s, 0.0)
+
+
+def _address(common: Any) -> str | None:
+    """`ip:port` of the upstream connection; None if there was none."""
+    socket = common.upstream_remote_address.socket_address
+    if not socket.address or not socket.port_value:
+        return None
+    host = f"[{socket.address}]" if ":" in socket.address else socket.address
+    return f"{host}:{socket.port_value}"

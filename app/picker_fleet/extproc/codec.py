@@ -1,0 +1,188 @@
+"""The ext_proc messages: what is read from them and what is answered (PROTOCOL.md, "Out").
+
+What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import orjson
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+
+from picker_fleet.errors import RequestError
+from picker_fleet.extproc.pressure import HEADER as PRESSURE
+from picker_fleet.request import Placement
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+
+SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
+# {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
+# go to the client
+PICKER = "picker"
+REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
+
+CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
+WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what an Envoy buffers by default
+_RETRY_AFTER_S = 1
+_CONTINUE_AND_REPLACE = 1  # CommonResponse.ResponseStatus
+_OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def _constant(part: str) -> ProcessingResponse:
+    answer = ProcessingResponse()
+    getattr(answer, part).SetInParent()
+    return answer
+
+
+RESPONSE_HEADERS = _constant("response_headers")
+RESPONSE_TRAILERS = _constant("response_trailers")
+RESPONSE_HEADERS_UNSIZED = _constant("response_headers")  # for a body whose length will change
+RESPONSE_HEADERS_UNSIZED.response_headers.response.header_mutation.remove_headers.append("content-length")
+
+
+def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
+    """Raw values of the headers in `wanted` (lower case) of an HttpHeaders; the first of each name."""
+    found: dict[str, bytes] = {}
+    for field in message.headers.headers:
+        name = field.key.lower()
+        if name in wanted and name not in found:
+            found[name] = field.raw_value or field.value.encode()
+    return found
+
+
+def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
+    """The fields of one namespace of a ProcessingRequest's filter metadata; None if it is not there.
+
+    Numbers are floats, lists are lists; nested structures are left out.
+    """
+    if not message.HasField("metadata_context"):
+        return None
+    spaces = message.metadata_context.filter_metadata
+    if namespace not in spaces:
+        return None
+    return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
+
+
+def placed(
+    placement: Placement,
+    request_id: str,
+    content_length: int | None,
+    tries: int = 0,
+    target_model: str = "",
+    *,
+    namespace: str,
+    pressure: str,
+) -> ProcessingResponse:
+    """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
+
+    `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
+    is how many endpoints to name at least, where the request may go to no other; `target_model` is what
+    it is sent as; `pressure` is the client's.
+    """
+    answer = ProcessingResponse()
+    answer.CopyFrom(_towards(placement.header(tries), namespace))
+    if content_length is not None:
+        _overwrite(answer.request_headers.response.header_mutation, "content-length", str(content_length))
+    account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
+    account["pressure"].string_value = pressure
+    if request_id:
+        account["id"].string_value = request_id
+        account["ticket"].string_value = placement.ticket
+        if placement.session:
+            account["session"].string_value = placement.session
+        if placement.waited_s is not None:
+            account["waited"].number_value = placement.waited_s
+            account["target"].string_value = target_model
+    return answer
+
+
+@lru_cache(maxsize=1024)
+def _towards(destination: str, namespace: str) -> ProcessingResponse:
+    """What all answers with one list of endpoints share; to be copied, never changed."""
+    answer = ProcessingResponse()
+    common = answer.request_headers.response
+    common.clear_route_cache = True
+    _overwrite(common.header_mutation, DESTINATION, destination)
+    answer.dynamic_metadata.fields[namespace].struct_value.fields[DESTINATION].string_value = destination
+    return answer
+
+
+def _overwrite(mutation: Any, key: str, value: str) -> None:
+    """Add to a HeaderMutation: the header `key` becomes `value`, whatever it was."""
+    option = mutation.set_headers.add(append_action=_OVERWRITE)
+    option.header.key = key
+    option.header.raw_value = value.encode()
+
+
+def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
+    """`answer`, which `placed` has made, with the request's whole body: Envoy needs nothing else.
+
+    Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
+    """
+    common = answer.request_headers.response
+    common.status = _CONTINUE_AND_REPLACE
+    common.body_mutation.body = body
+    return answer
+
+
+def request_body(body: bytes) -> Iterator[ProcessingResponse]:
+    """`body` in chunks, each made when it is asked for; the last one ends the request."""
+    last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
+    for start in range(0, last + 1, CHUNK_BYTES):
+        answer = ProcessingResponse()
+        echo = answer.request_body.response.body_mutation.streamed_response
+        echo.body = body[start : start + CHUNK_BYTES] if last else body
+        echo.end_of_stream = start == last
+        yield answer
+
+
+def response_headers(told: Mapping[str, str], *, sized: bool) -> ProcessingResponse:
+    """A model server's headers, passed on with those that the client is `told`; an empty one is left out."""
+    answer = ProcessingResponse()
+    answer.CopyFrom(RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED)
+    for name, value in told.items():
+        if value:
+            _overwrite(answer.response_headers.response.header_mutation, name, value)
+    return answer
+
+
+def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
+    """One chunk of the model server's answer, passed on."""
+    answer = ProcessingResponse()
+    echo = answer.response_body.response.body_mutation.streamed_response
+    echo.body = body
+    echo.end_of_stream = ended
+    return answer
+
+
+def refused(error: RequestError, status: int, pressure: str) -> ProcessingResponse:
+    """The picker's own answer to the client: `status` and an OpenAI-style body that says why."""
+    answer = ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = status
+    immediate.details = f"picker_{error.code}"
+    immediate.body = orjson.dumps(
+        {"error": {"message": str(error), "type": error.kind, "code": error.code}},
+        option=orjson.OPT_APPEND_NEWLINE,
+    )
+    headers = {"content-type": "application/json", PRESSURE: pressure}
+    if error.retry_after_s is not None or status in (429, 503):
+        headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
+    if error.reason is not None:
+        headers[DROPPED_REASON] = error.reason
+    for key, value in headers.items():
+        _overwrite(immediate.headers, key, value)
+    return answer
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        return [_plain(entry) for entry in value.list_value.values]
+    if kind in ("string_value", "number_value", "bool_value"):
+        return getattr(value, kind)
+    return None

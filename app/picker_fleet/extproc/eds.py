@@ -1,0 +1,137 @@
+"""EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
+
+State of the world over one stream an Envoy. Nothing is sent before the first snapshot has come: to an
+Envoy that lost its former replica, an empty assignment from one that has just started would mean that
+every model server is gone. Delta and fetch are not offered and answer UNIMPLEMENTED.
+"""
+
+import asyncio
+import logging
+from typing import Any, Final
+
+import grpc
+from envoy.config.core.v3 import health_check_pb2
+from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.service.discovery.v3 import discovery_pb2
+
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.units import split_host_port
+
+SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
+TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+CLUSTER: Final = "pool"
+
+_WRITE_S = 10.0  # an Envoy that takes no update for so long gets a new stream
+
+_log = logging.getLogger(__name__)
+
+
+def handler(cell: SnapshotCell) -> Any:
+    """The endpoint discovery service over `cell` as a grpc.GenericRpcHandler for a grpc.aio server."""
+
+    async def stream(_: Any, context: Any) -> None:
+        await _Subscription(cell, context).run()
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "StreamEndpoints": grpc.stream_stream_rpc_method_handler(
+                stream,
+                request_deserializer=discovery_pb2.DiscoveryRequest.FromString,
+                response_serializer=discovery_pb2.DiscoveryResponse.SerializeToString,
+            )
+        },
+    )
+
+
+def assignment(name: str, snapshot: Snapshot) -> Any:
+    """The ClusterLoadAssignment of cluster `name`: the snapshot's endpoints for `pool`, none for others.
+
+    A draining endpoint stays listed, marked DRAINING: `override_host` still finds it for requests placed
+    there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it. One that is
+    down is UNHEALTHY, which keeps Envoy's own balancing away; a request that names it is still tried there,
+    and goes on to its fallbacks when the connection fails.
+    """
+    message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
+    if name == CLUSTER:
+        locality = message.endpoints.add()
+        for endpoint in snapshot.endpoints:
+            _describe(locality.lb_endpoints.add(), endpoint)
+    return message
+
+
+def _describe(message: Any, endpoint: Endpoint) -> None:
+    host, port = split_host_port(endpoint.address)
+    socket = message.endpoint.address.socket_address
+    socket.address = host
+    socket.port_value = port
+    if endpoint.down:
+        message.health_status = health_check_pb2.UNHEALTHY
+    else:
+        message.health_status = health_check_pb2.HEALTHY if endpoint.ready else health_check_pb2.DRAINING
+
+
+class _Subscription:
+    """One Envoy's stream: which names it asked for, what it was sent last, and its answer to that."""
+
+    def __init__(self, cell: SnapshotCell, context: Any) -> None:
+        self._cell = cell
+        self._context = context
+        self._names: tuple[str, ...] | None = None  # None: nothing asked yet
+        self._nonce = 0
+        self._sent_version = ""
+
+    async def run(self) -> None:
+        """Serve until Envoy ends the stream or the server stops (which cancels this)."""
+        read = asyncio.ensure_future(self._context.read())
+        change = asyncio.ensure_future(self._cell.after(""))
+        try:
+            while True:
+                await asyncio.wait((read, change), return_when=asyncio.FIRST_COMPLETED)
+                due = False
+                if change.done():
+                    change = asyncio.ensure_future(self._cell.after(change.result().version))
+                    due = True
+                if read.done():
+                    request = read.result()
+                    if request is grpc.aio.EOF:
+                        return
+                    read = asyncio.ensure_future(self._context.read())
+                    due = await self._heard(request) or due
+                if due:
+                    await self._send()
+        finally:
+            read.cancel()
+            change.cancel()
+            await asyncio.wait((read, change), timeout=1)
+
+    async def _heard(self, request: Any) -> bool:
+        """Note a request; says whether it needs an answer of its own."""
+        if request.type_url and request.type_url != TYPE_URL:
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
+        if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
+            return False  # about an older response; Envoy answers the newer one as well
+        if request.HasField("error_detail"):
+            # Sent again it would be refused again; the next snapshot is the next chance.
+            _log.warning(
+                "Envoy refused the endpoints: %s",
+                request.error_detail.message[:300],
+                extra={"version": self._sent_version, "node": request.node.id},
+            )
+        names = tuple(request.resource_names) or (CLUSTER,)
+        asked, self._names = self._names, names
+        return names != asked
+
+    async def _send(self) -> None:
+        snapshot = self._cell.current
+        if self._names is None or snapshot.version == "":
+            return
+        self._nonce += 1
+        self._sent_version = snapshot.version
+        response = discovery_pb2.DiscoveryResponse(
+            version_info=snapshot.version, type_url=TYPE_URL, nonce=str(self._nonce)
+        )
+        for name in self._names:
+            response.resources.add().Pack(assignment(name, snapshot))
+        async with asyncio.timeout(_WRITE_S):
+            await self._context.write(response)

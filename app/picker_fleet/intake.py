@@ -1,0 +1,447 @@
+"""What comes in, made into an `InferenceRequest`. Pure: ids and chance come in as arguments.
+
+Names and meanings are PROTOCOL's "In" table; both spellings of a header count, the gateway's first.
+Faults of a body or header are `BadRequest` and name what is wrong (G10). The one lenient part is the
+workload context (DESIGN, "Decisions where the specifications differ"): whatever is in it, the request goes
+on, as an anonymous workload of criticality 3 if need be.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import orjson
+
+from picker_fleet import header_trust
+from picker_fleet.body import MODEL, Body, simple_members
+from picker_fleet.config import Model, Objective, Settings
+from picker_fleet.errors import BadRequest
+from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
+from picker_fleet.request import Band, InferenceRequest, Workload, finite_number
+from picker_fleet.scheduling.blocks import block_hashes, prompt_bytes
+from picker_fleet.scheduling.session import HEADER as SESSION
+from picker_fleet.scheduling.session import session_of
+from picker_fleet.units import duration_s, endpoint_address, has_control
+
+METHOD, PATH = ":method", ":path"
+REQUEST_ID = "x-request-id"
+CONTENT_LENGTH = "content-length"
+FORWARDED_FOR = "x-forwarded-for"
+TTL = ("x-llm-d-inference-ttl",)
+# A client's own deadline. The last is the timeout of the route by which another Envoy has sent the request;
+# Envoys pass it on only from whoever they take for internal.
+REQUEST_TIMEOUT = "x-request-timeout"
+GRPC_TIMEOUT = "grpc-timeout"
+ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
+DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
+WORKLOAD = ("x-workload-context",)
+TRACE = "traceparent"
+HEADERS = frozenset(
+    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
+)
+_PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
+
+MAX_NAME_BYTES = 256  # of a model or a fairness id
+MAX_WORKLOAD_ID_BYTES = 128
+_SHORT_CONTEXT = 512  # characters; longer ones are not remembered
+DEFAULT_CRITICALITY = 3
+_MIN_TTL_S = 0.001
+
+# A token is about four bytes of a JSON body, its field names included; `settle` corrects what was charged.
+_BYTES_A_TOKEN = 4
+_MAX_ANSWER = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+_MOST_ANSWER_TOKENS = 1_000_000
+
+# JSON texts that are worth building: a name all in escapes, the longest finite number written out.
+_LONGEST_NAME = 6 * MAX_NAME_BYTES + 2
+_LONGEST_NUMBER = 400
+_QUOTE = ord('"')
+_NUMBER = b"-0123456789"
+_SALT_BYTES = 1024
+
+_ANYWHERE: Mapping[str, str] = {}
+
+_GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's TimeoutValue and TimeoutUnit
+_GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_WHOLE_MS = re.compile(r"[0-9]{1,15}")
+
+_TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class Ask(NamedTuple):
+    """What a request's body asks for.
+
+    `read` is the body, as it came if it is a simple one; None if Envoy read it (`headers`). `body_bytes` is
+    its length, 0 if that is not known; `answer_tokens` the longest answer it allows, None if it sets no
+    maximum.
+    """
+
+    model: str
+    stream: bool
+    read: Body | bytes | None
+    body_bytes: int = 0
+    answer_tokens: int | None = None
+
+    @property
+    def body(self) -> Body | None:
+        """The body's members."""
+        return Body(self.read) if isinstance(self.read, bytes) else self.read
+
+    def renamed(self, target: str) -> bytes:
+        """The body with `target` as its model, all else byte for byte as it was."""
+        body = self.body
+        assert body is not None, "headers mode renames nothing"
+        return body.with_model(orjson.dumps(target))
+
+
+def read_body(text: bytes) -> Ask:
+    """What a JSON body asks for.
+
+    Raises:
+        BadRequest: it is empty, not JSON, not an object, has a used key twice, or its model is missing or
+            unusable.
+    """
+    members = simple_members(text)
+    if members is not None:
+        asks_stream = members.get("stream") is True
+        return Ask(_model(members[MODEL]), asks_stream, text, len(text), _answer_tokens(members))
+    body = Body(text)
+    model = body.values.get(MODEL)
+    if model is None:
+        raise BadRequest("the body has no model")
+    asks_stream = "stream" in body.values and bytes(memoryview(body.values["stream"])[:5]) == b"true"
+    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(body)))
+
+
+def read_metadata(fields: Mapping[str, object], body_bytes: int = 0) -> Ask:
+    """What Envoy read from the body (`headers` mode): model, stream, max_tokens, error.
+
+    Raises:
+        BadRequest: Envoy could not parse the body, or its model is missing or unusable.
+    """
+    if fields.get("error"):
+        raise BadRequest(f"the body is not valid JSON ({str(fields['error'])[:40]})")
+    if fields.get("model", "") == "":
+        raise BadRequest("the body has no model")
+    model, stream = _model(fields["model"]), fields.get("stream") in (True, "true")
+    return Ask(model, stream, None, body_bytes, _answer_tokens(fields))
+
+
+def read_subset(hint: object) -> tuple[str, ...]:
+    """Endpoints (`ip:port`, canonical) of a subset hint: a list or a comma-separated string.
+
+    What is no address names no endpoint and is left out; a hint that is neither form is empty.
+    """
+    entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
+    found: list[str] = []
+    for entry in entries:
+        try:
+            found.append(endpoint_address(str(entry).strip()))
+        except ValueError:
+            continue
+    return tuple(found)
+
+
+def wanted_headers(settings: Settings) -> frozenset[str]:
+    """The headers (lower-case) that requests are read for under `settings`."""
+    traces = {TRACE} if settings.tracing.enabled else frozenset()
+    return HEADERS | header_trust.trusted(settings.extproc.trusted_headers) | traces
+
+
+class Intake:
+    """Makes requests of headers and bodies under one configuration.
+
+    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models; `hashes`
+    says whether a scorer asks for the hashes of prompts.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        new_id: Callable[[], str],
+        choose: Callable[[], float],
+        hashes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        queue = settings.fair_request_queue
+        self.headers = wanted_headers(settings)
+        self._new_id = new_id
+        self._choose = choose
+        self._ttl_s = queue.queue_ttl
+        self._by_fairness_id = queue.flow_key == "fairness-id"
+        self._in_tokens = settings.request_queue_controller.unit == "tokens"
+        self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
+        self._limits = _limits(settings.models)
+        self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
+        self._objective_limits = _limits(settings.objectives)
+        self._selectors = {
+            model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
+        }
+        self._hashes = hashes
+        self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
+        self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
+
+    def request(
+        self,
+        ask: Ask,
+        headers: Mapping[str, bytes],
+        *,
+        subset: tuple[str, ...] | None,
+        trusted: bool,
+    ) -> InferenceRequest:
+        """The request that `ask` and `headers` (lower-case names, raw values) amount to.
+
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made.
+
+        Raises:
+            BadRequest: a header in use is malformed; the message names it.
+        """
+        raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
+        request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
+        fairness_id = objective = rewrite = context = session = trace = ""
+        ttl_s, by_client = self._ttl_s, False
+        if not headers.keys() <= _PLAIN:
+            fairness_id = _name(headers, FAIRNESS_ID)
+            objective = _name(headers, OBJECTIVE)
+            rewrite = _name(headers, REWRITE)
+            ttl_s = self._ttl(_text(headers, TTL))
+            deadline_s = _deadline_s(headers)
+            by_client = deadline_s <= ttl_s
+            ttl_s = deadline_s if by_client else ttl_s
+            context = _text(headers, WORKLOAD)
+            session = session_of(headers)
+            trace = headers.get(TRACE, b"").decode("latin-1")
+        model = rewrite or ask.model  # and with it what the request may use
+        band, weight = self._rank(model, objective)
+        cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
+        target = self._target(model)
+        return InferenceRequest(
+            id=request_id,
+            model=model,
+            target_model=target,
+            stream=ask.stream,
+            flow=fairness_id if fairness_id and self._by_fairness_id else model,
+            band=band,
+            weight=weight,
+            workload=_workload(context, request_id),
+            cost=cost,
+            ttl_s=ttl_s,
+            by_client=by_client,
+            subset=subset,
+            limit=self._limit(model, objective),
+            learn=learn,
+            session=session,
+            prefix=_prefix(target, ask) if self._hashes() else (),
+            selector=self._selectors.get(model, _ANYWHERE),
+            trace=trace,
+        )
+
+    def _rank(self, model: str, objective: str) -> tuple[Band, float]:
+        ranks, name = (self._objectives, objective) if objective else (self._models, model)
+        return ranks.get(name, (Band.DEFAULT, 1.0))
+
+    def _limit(self, model: str, objective: str) -> int:
+        """Of its flow, on each endpoint: the lower one of its model's and its objective's; 0 for none."""
+        limit = self._limits.get(model, 0)
+        own = self._objective_limits.get(objective, 0) if objective else 0
+        return min(limit, own) if limit and own else limit or own
+
+    def _target(self, model: str) -> str:
+        split = self._targets.get(model)
+        if split is None:
+            return model
+        names, bounds = split
+        # choose() may round up to the last bound
+        return names[min(bisect_right(bounds, self._choose() * bounds[-1]), len(names) - 1)]
+
+    def _ttl(self, text: str) -> float:
+        """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
+        return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
+
+
+def _deadline_s(headers: Mapping[str, bytes]) -> float:
+    """Seconds until the first of a client's own deadlines; infinite without any.
+
+    `x-request-timeout` is in seconds or a duration such as `500ms`, `grpc-timeout` as gRPC has it, the
+    route's timeout in milliseconds, where 0 is none.
+
+    Raises:
+        BadRequest: one of them is malformed; the message names it.
+    """
+    told_s = math.inf
+    if text := _text(headers, (REQUEST_TIMEOUT,)):
+        told_s = _duration_s(REQUEST_TIMEOUT, text)
+    if text := _text(headers, (GRPC_TIMEOUT,)):
+        match = _GRPC_TIMEOUT.fullmatch(text)
+        if match is None:
+            raise BadRequest(
+                f"header {GRPC_TIMEOUT}: {text[:40]!r} is no gRPC timeout: write 500m, 30S or 5M"
+            )
+        told_s = min(told_s, int(match[1]) * _GRPC_UNIT_S[match[2]])
+    if text := _text(headers, (ROUTE_TIMEOUT,)):
+        if not _WHOLE_MS.fullmatch(text):
+            raise BadRequest(f"header {ROUTE_TIMEOUT}: {text[:40]!r} is no number of milliseconds")
+        told_s = min(told_s, int(text) / 1000 or math.inf)
+    return max(told_s, _MIN_TTL_S)
+
+
+def _duration_s(name: str, text: str) -> float:
+    """The duration that header `name` tells, above zero."""
+    try:
+        seconds = duration_s(text)
+    except ValueError as fault:
+        raise BadRequest(f"header {name}: {fault}") from None
+    if seconds <= 0:
+        raise BadRequest(f"header {name}: must be above zero")
+    return seconds
+
+
+def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
+    """The hashes of the prompt's blocks; none where Envoy has read the body."""
+    body = ask.body
+    if body is None:
+        return ()
+    salt = memoryview(body.values.get("cache_salt", b""))[:_SALT_BYTES]
+    return block_hashes(target_model, prompt_bytes(body), salt=bytes(salt))
+
+
+def _tokens(ask: Ask, most: float) -> tuple[float, bool]:
+    """The cost of `ask` in tokens, and whether it lacks the answer's part; `most` is what its model takes and
+    answers, whatever is claimed."""
+    prompt_tokens = max(1.0, ask.body_bytes / _BYTES_A_TOKEN)
+    if ask.answer_tokens is None:
+        return min(prompt_tokens, most), True
+    return min(prompt_tokens + ask.answer_tokens, most), False
+
+
+def _answer_tokens(fields: Mapping[str, object]) -> int | None:
+    """The answer's maximum that `fields` set, in any API's name for it; None without a sensible one."""
+    for name in _MAX_ANSWER:
+        value = fields.get(name)
+        if value is None:
+            continue
+        if type(value) is int and 1 <= value <= _MOST_ANSWER_TOKENS:
+            return value  # as nearly every one is
+        number = finite_number(value)
+        if number is not None and number >= 1:
+            return int(min(number, _MOST_ANSWER_TOKENS))
+    return None
+
+
+def _numbers(body: Body) -> dict[str, object]:
+    """The answer's maxima in `body`, those that are numbers."""
+    found: dict[str, object] = {}
+    for name in _MAX_ANSWER:
+        if name in body.values:
+            text = memoryview(body.values[name])
+            if text[0] in _NUMBER and len(text) <= _LONGEST_NUMBER:
+                found[name] = orjson.loads(text)
+    return found
+
+
+def _workload(text: str, request_id: str) -> Workload:
+    """The workload that the header's `text` tells; an anonymous one is named after its only request."""
+    told = _short_context(text) if len(text) <= _SHORT_CONTEXT else _context(text)
+    return told if told.registered else told._replace(id=f"auto-{request_id}")
+
+
+def _context(text: str) -> Workload:
+    """The workload of a context; an anonymous one is without an id."""
+    context: object = None
+    if text:
+        try:
+            context = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            context = None
+    if not isinstance(context, dict):
+        return Workload("", DEFAULT_CRITICALITY, registered=False)
+    number = finite_number(context.get("criticality"))
+    criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
+    name = context.get("workload_id")
+    stripped = name.strip() if isinstance(name, str) else ""
+    if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or has_control(stripped):
+        return Workload("", criticality, registered=False)
+    return Workload(stripped, criticality, registered=True)
+
+
+_short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests bring the same one
+
+
+def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
+    return {entry.name: entry.max_inflight_per_endpoint or 0 for entry in entries}
+
+
+def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and cumulated weights of a model's targets."""
+    targets = model.target_models
+    return tuple(entry.name for entry in targets), tuple(accumulate(entry.weight for entry in targets))
+
+
+def _model_of(text: memoryview) -> str:
+    """The model whose JSON text is `text`, which may be of any size."""
+    if text[0] != _QUOTE:
+        raise BadRequest("the model must be a string")
+    if len(text) > _LONGEST_NAME:
+        raise BadRequest(f"the model is longer than {MAX_NAME_BYTES} bytes")
+    try:
+        return _model(orjson.loads(text))
+    except orjson.JSONDecodeError as fault:
+        raise BadRequest(f"the body is not valid JSON: its model: {fault}") from None
+
+
+def _model(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRequest("the model must be a string")
+    short = len(value) <= MAX_NAME_BYTES and value.isascii()
+    fault = _fault_of_short(value) if short else _name_fault(value)
+    if fault:
+        raise BadRequest(f"the model {fault}")
+    return value
+
+
+def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    """The first header of `names` that says something, fit for a key; '' if none does."""
+    text = _text(headers, names)
+    fault = _name_fault(text) if text else None
+    if fault:
+        raise BadRequest(f"header {_present(headers, names)} {fault}")
+    return text
+
+
+def _name_fault(text: str) -> str | None:
+    """Why `text` can't be a name in the shared state; None if it can."""
+    if _too_long(text, MAX_NAME_BYTES):
+        return f"is longer than {MAX_NAME_BYTES} bytes"
+    return _fault_of_short(text)
+
+
+@lru_cache(maxsize=4096)
+def _fault_of_short(text: str) -> str | None:
+    """The same names come again and again."""
+    if not text.strip():
+        return "is empty"
+    return "contains a control character" if has_control(text) else None
+
+
+def _too_long(text: str, limit_bytes: int) -> bool:
+    return len(text) > limit_bytes or (not text.isascii() and len(text.encode()) > limit_bytes)
+
+
+def _text(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    """The value of the first header of `names` that has one; '' if none has."""
+    for name in names:
+        raw = headers.get(name)
+        if raw:
+            try:
+                return raw.decode()
+            except UnicodeDecodeError:
+                raise BadRequest(f"header {name} is not valid UTF-8") from None
+    return ""
+
+
+def _present(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
+    return next(name for name in names if headers.get(name))

@@ -1,0 +1,189 @@
+"""One replica: every part, put together and run in one event loop until it is told to go."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from picker_fleet.admin import api
+from picker_fleet.admin import server as admin_server
+from picker_fleet.admin.events import Events
+from picker_fleet.admin.fleet_controls import FleetControls
+from picker_fleet.admin.fleet_lists import FleetLists
+from picker_fleet.admin.fleet_view import FleetView
+from picker_fleet.admin.snapshot import Snapshots
+from picker_fleet.admin.standing import Lookout
+from picker_fleet.admission.membership import Membership
+from picker_fleet.assembly import assemble
+from picker_fleet.config import Settings
+from picker_fleet.endpoints.discovery import source_of
+from picker_fleet.extproc import accesslog, eds, shares
+from picker_fleet.extproc.bodies import Bodies
+from picker_fleet.extproc.desk import Desk, newcomers, reads
+from picker_fleet.extproc.door import Door
+from picker_fleet.extproc.server import Server
+from picker_fleet.extproc.service import Service
+from picker_fleet.extproc.uploads import Uploads
+from picker_fleet.intake import Intake
+from picker_fleet.paths import AllowedPaths
+from picker_fleet.scheduling.chooser import Chooser
+from picker_fleet.state.wakeups import listen
+from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.units import is_loopback, split_host_port
+
+_log = logging.getLogger(__name__)
+_GOODBYE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where a replica listens."""
+
+    id: str
+    grpc: str  # host:port
+    admin: str  # http://host:port
+
+
+async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
+    """Run one replica until SIGTERM or SIGINT, then drain and return.
+
+    `on_bound` is called once both listeners are bound. Redis may be away: the replica starts, says that it
+    is not ready, and joins when Redis comes.
+
+    Raises:
+        StartupError: a listener cannot be bound, or discovery has no list to begin with.
+    """
+    parts = assemble(settings, replica)
+    store, membership = parts.store, parts.membership
+    clock = asyncio.get_running_loop().time
+    door = Door(parts.gate)
+    bodies = Bodies(settings.extproc.max_buffered_bytes)
+    parts.metrics.follow_bodies(lambda: bodies.held_bytes)
+    desk = Desk(
+        settings=settings,
+        paths=AllowedPaths(settings.extproc.paths),
+        reads=reads(settings.extproc, clock),
+        bodies=bodies,
+        newcomers=newcomers(settings, clock),
+        intake=Intake(
+            settings,
+            new_id=lambda: str(uuid.uuid4()),
+            choose=random.random,
+            hashes=lambda: parts.chooser.hashes,
+        ),
+        gate=parts.gate,
+        door=door,
+        metrics=parts.metrics,
+        lines=DecisionLines(clock, parts.chooser.explain),
+        clock=clock,
+        fill=parts.sturdy.fill,
+    )
+    uploads = Uploads(clock, settings.extproc.body_timeout)
+    grpc_server = Server(
+        Service(desk, uploads),
+        door,
+        settings.extproc,
+        extra=(
+            accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),
+            eds.handler(parts.endpoints),
+            shares.handler(settings.pool, parts.sturdy.lend, parts.signing, lambda: parts.about.grpc),
+        ),
+    )
+    lookout = Lookout(store, settings.leases.replica_silence)
+    view = FleetView(
+        store, membership, parts.scraping.board, parts.latencies, lookout, replica=replica, pool=settings.pool
+    )
+    lists = FleetLists(store, membership, lookout, parts.chooser, replica)
+    controls = FleetControls(store, membership, settings)
+    snapshots = Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled)
+    events = Events(snapshots, snapshots.recent)
+    source = source_of(settings.discovery)
+    stopping = _on_signal()
+
+    port = await grpc_server.start()
+    try:
+        api_app = api.create(view, lists, controls, parts.metrics, settings, events)
+        async with admin_server.serving(api_app, settings.admin.listen) as admin:
+            host, _ = split_host_port(settings.extproc.listen)
+            parts.about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
+            if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
+                _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
+            on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
+            async with _background() as start:
+                start(store.run(), "redis-link")
+                start(listen(settings.redis.url, store.keys.wake(replica), parts.shared.hear), "wake-ups")
+                start(source.watch(membership.discovered), "discovery")
+                start(membership.run(), "membership")
+                start(parts.sturdy.run(), "redis-watch")
+                start(parts.scraping.run(), "scraping")
+                start(lookout.run(), "lookout")
+                start(events.run(), "events")
+                start(uploads.run(), "uploads")
+                start(parts.follow_routes(), "routes")
+                start(_tell_scores(parts.chooser, parts.metrics, settings.leases.heartbeat), "scores")
+                start(_announce(membership, grpc_server), "readiness")
+                await stopping.wait()
+                _log.info("draining")
+                await grpc_server.drain()
+                await membership.leave(_GOODBYE_S)
+    finally:
+        await grpc_server.stop()
+        if parts.traces is not None:
+            await parts.traces.stop(_GOODBYE_S)
+
+
+async def _announce(membership: Membership, server: Server) -> None:
+    """Readiness follows the first contact with a pool that may admit."""
+    await membership.known()
+    await server.set_ready(True)
+    _log.info("ready")
+    await asyncio.Event().wait()
+
+
+async def _tell_scores(chooser: Chooser, metrics: Metrics, interval_s: float) -> None:
+    """Show how the scorers see the endpoints; worked out here, so that no request pays for it."""
+    while True:
+        metrics.scores(chooser.scores())
+        await asyncio.sleep(interval_s)
+
+
+@contextlib.asynccontextmanager
+async def _background() -> Any:
+    """Tasks that live as long as the block; one that fails ends the replica with its own error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[None]] = []
+
+            def start(work: Coroutine[Any, Any, None], name: str) -> None:
+                tasks.append(group.create_task(work, name=name))
+
+            yield start
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as faults:
+        # One part's failure cancels the rest; its own error says what happened.
+        raise faults.exceptions[0] from None
+
+
+def _on_signal() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def new_incarnation() -> str:
+    """An id no replica has had: the end of the host's name and a random part, fresh at each start.
+
+    Each waiting request's record in Redis has it, so it is short; `about` tells the whole name.
+    """
+    return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"

@@ -1,0 +1,151 @@
+"""What one scrape learns of an endpoint, and the short JSON in which replicas tell it each other.
+
+Readings carry a moment as milliseconds of some clock. In memory it is the holder's own monotonic clock; on
+the wire it is Redis's. `shift_ms` is what to add to come from the one to the other; two replicas' clocks are
+never compared.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from picker_fleet.errors import PickerError
+
+NONE: frozenset[str] = frozenset()
+
+
+class BadReading(PickerError):
+    """A text that is no encoded reading; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointMetrics:
+    """An endpoint's load as its own metrics page tells it (PROTOCOL, model-server metrics).
+
+    None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
+    failed and `failures` how many have in a row; None and 0 after one that worked. `kv_utilisation` is
+    between 0 and 1. Adapters are LoRA names; `max_adapters` is how many can be active at once.
+
+    `interval_ms` is how far apart pages of the endpoint are at present, None if that is not known. `before`
+    is the moment and the load of the page before this one, None after a fault: both pages were read.
+    """
+
+    scraped_ms: int
+    waiting: float | None = None
+    running: float | None = None
+    kv_utilisation: float | None = None
+    max_adapters: int | None = None
+    active_adapters: frozenset[str] = NONE
+    waiting_adapters: frozenset[str] = NONE
+    fault: str | None = None
+    failures: int = 0
+    interval_ms: int | None = None
+    before: tuple[int, float] | None = None
+
+    @property
+    def load(self) -> float | None:
+        """Requests that the endpoint has, running or waiting; None if it does not tell."""
+        return None if self.waiting is None or self.running is None else self.waiting + self.running
+
+
+def encode(metrics: EndpointMetrics, shift_ms: int) -> bytes:
+    """A JSON object without what is unknown or empty; `at` is `scraped_ms` + `shift_ms`."""
+    told: dict[str, Any] = {"at": metrics.scraped_ms + shift_ms}
+    if metrics.waiting is not None:
+        told["waiting"] = metrics.waiting
+    if metrics.running is not None:
+        told["running"] = metrics.running
+    if metrics.kv_utilisation is not None:
+        told["kv"] = metrics.kv_utilisation
+    if metrics.max_adapters is not None:
+        told["max_adapters"] = metrics.max_adapters
+    if metrics.active_adapters:
+        told["active"] = sorted(metrics.active_adapters)
+    if metrics.waiting_adapters:
+        told["waiting_adapters"] = sorted(metrics.waiting_adapters)
+    if metrics.fault is not None:
+        told["fault"], told["failures"] = metrics.fault, metrics.failures
+    if metrics.interval_ms is not None:
+        told["every"] = metrics.interval_ms
+    if metrics.before is not None:
+        told["before"], told["before_load"] = metrics.before[0] + shift_ms, metrics.before[1]
+    return orjson.dumps(told)
+
+
+def decode(text: bytes | str, shift_ms: int) -> EndpointMetrics:
+    """The reading in `text`, its moment shifted. Keys it does not know are a newer version's and ignored.
+
+    Raises:
+        BadReading: not JSON, not an object, or a value of the wrong kind.
+    """
+    try:
+        told = orjson.loads(text)
+    except orjson.JSONDecodeError as fault:
+        raise BadReading(f"a reading is no JSON: {fault}") from None
+    return of_object(told, shift_ms)
+
+
+def of_object(told: object, shift_ms: int) -> EndpointMetrics:
+    """`decode` of what is JSON no more.
+
+    Raises:
+        BadReading: not an object, or a value of the wrong kind.
+    """
+    if not isinstance(told, dict):
+        raise BadReading(f"a reading is an object, not {_short(told)}")
+    return EndpointMetrics(
+        scraped_ms=_whole(told, "at") + shift_ms,
+        waiting=_amount(told, "waiting", math.inf),
+        running=_amount(told, "running", math.inf),
+        kv_utilisation=_amount(told, "kv", 1.0),
+        max_adapters=_whole(told, "max_adapters") if "max_adapters" in told else None,
+        active_adapters=_names(told, "active"),
+        waiting_adapters=_names(told, "waiting_adapters"),
+        fault=_fault(told),
+        failures=_whole(told, "failures") if "failures" in told else 0,
+        interval_ms=_whole(told, "every") if "every" in told else None,
+        before=_before(told, shift_ms),
+    )
+
+
+def _before(told: dict[str, Any], shift_ms: int) -> tuple[int, float] | None:
+    load = _amount(told, "before_load", math.inf)
+    return None if load is None else (_whole(told, "before") + shift_ms, load)
+
+
+def _whole(told: dict[str, Any], key: str) -> int:
+    value = told.get(key)
+    if type(value) is not int or value < 0:
+        raise BadReading(f"{key} of a reading is a whole number, not {_short(value)}")
+    return value
+
+
+def _amount(told: dict[str, Any], key: str, most: float) -> float | None:
+    value = told.get(key)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise BadReading(f"{key} of a reading is a number from 0 to {most:g}, not {_short(value)}")
+    return float(value)
+
+
+def _names(told: dict[str, Any], key: str) -> frozenset[str]:
+    value = told.get(key)
+    if value is None:
+        return NONE
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise BadReading(f"{key} of a reading is a list of names, not {_short(value)}")
+    return frozenset(value)
+
+
+def _fault(told: dict[str, Any]) -> str | None:
+    value = told.get("fault")
+    if value is not None and not isinstance(value, str):
+        raise BadReading(f"fault of a reading is a text, not {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]

@@ -1,0 +1,290 @@
+"""Fetches the pages of the endpoints that are this replica's to scrape, each at its own pace."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
+
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.scraping import page
+from picker_fleet.scraping.connection import Connection, FetchFault
+from picker_fleet.scraping.engines import Engine
+from picker_fleet.scraping.metrics import EndpointMetrics
+from picker_fleet.scraping.pacing import Pacing, PageCost
+
+T = TypeVar("T")
+Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
+
+_UNREACHED = 2  # attempts to connect that time out in a row: the endpoint cannot be connected to
+# Questions in a row without a byte for an answer: the process stands still, its kernel takes connections.
+# vLLM serves its page from the event loop that also takes in requests and hands out tokens; a burst of
+# arrivals keeps it for a second or two, so once says nothing. Three, each over a connection of its own and
+# with growing pauses between, are three and a half seconds without a turn of that loop. An overloaded server
+# can be later than that (half a minute has been reported of vLLM), but then it is as late with everyone's
+# tokens, and better left alone until it answers again.
+_SILENT = 3
+SILENCE = "no page within"  # what the fault of an unanswered question begins with
+_LONGEST_PAUSE_S = 5.0
+_DEADLINE_S = 1.0
+_RETRY_S = 0.05  # the pause after a fault, before it is doubled
+_SUSPECTED_S = 3.0  # how long one call of `suspect` holds
+_LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica itself
+_DOUBLINGS = 30  # far past the longest pause, and no overflow
+_log = logging.getLogger(__name__)
+
+
+class Meter(Protocol):
+    """What scraping counts; every method returns at once."""
+
+    def scraped(self, address: str, seconds: float) -> None:
+        """A scrape that worked, and how long it took."""
+
+    def probed(self, address: str) -> None:
+        """A probe that was answered."""
+
+    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
+        """A scrape or a probe that did not; `kind` is timeout, silent, connection, status or page."""
+
+    def scrape_published(self, readings: int, seconds: float) -> None:
+        """A batch that the fleet knows of now."""
+
+    def scrape_unpublished(self, readings: int) -> None:
+        """A batch that Redis did not take; what is newest of it goes with the next one."""
+
+    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+        """How many endpoints this replica scrapes, and how old what it knows of every endpoint is."""
+
+
+def pause_s(failures: int, interval_s: float, variation: float) -> float:
+    """How long to leave an endpoint alone after `failures` in a row: doubled each time, up to 5 s.
+
+    `variation`, 0 to 1, takes off up to a quarter: what failed together shall not come back together.
+    """
+    doubled_s = interval_s * 2.0 ** min(failures, _DOUBLINGS)
+    return min(doubled_s, _LONGEST_PAUSE_S) * (1 - variation / 4)
+
+
+class Scraper:
+    """Scrapes a set of endpoints, which `set_owned` changes, as often as `pacing` says. One event loop.
+
+    Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
+    so that they do not all go at once. Between two pages it is probed, so that a server that stands still is
+    found however seldom its page is read, and at once when it ends the connection. A question ends after
+    `deadline_s`. After a failure an endpoint is left alone for twice as long as after the one before, up to 5
+    s. Results are handed to `publish`, at most once in `publish_s()`; what it raises StateUnavailable for is
+    kept, newest first, and handed over with the next. Where there is nothing for `speak_s`, nothing is handed
+    over, which says that this replica is there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        pacing: Pacing,
+        publish: Publish,
+        publish_s: Callable[[], float],
+        speak_s: float,
+        meter: Meter,
+        deadline_s: float = _DEADLINE_S,
+        vary: Callable[[], float] = random.random,
+    ) -> None:
+        self._engine = engine
+        self._pacing = pacing
+        self._suspects: dict[str, float] = {}  # until when
+        self._deadline_s = deadline_s
+        self._publish = publish
+        self._publish_s, self._speak_s = publish_s, speak_s
+        self._meter = meter
+        self._vary = vary
+        self._owned: frozenset[str] = frozenset()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._pending: dict[str, EndpointMetrics] = {}
+        self._any_pending = asyncio.Event()
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """The addresses it scrapes."""
+        return self._owned
+
+    def set_owned(self, addresses: Iterable[str]) -> None:
+        """Scrape exactly `addresses` from now on; what is being fetched from others is dropped."""
+        self._owned = frozenset(addresses)
+        for address in self._tasks.keys() - self._owned:
+            self._tasks.pop(address).cancel()
+            self._pending.pop(address, None)
+        if self._group is not None:
+            for address in self._owned - self._tasks.keys():
+                task = self._group.create_task(self._scrape_forever(address), name=f"scrape-{address}")
+                self._tasks[address] = task
+
+    def suspect(self, addresses: Iterable[str]) -> None:
+        """Read the pages of `addresses` more often for a while: requests there may be gone."""
+        until_s = asyncio.get_running_loop().time() + _SUSPECTED_S
+        self._suspects = {address: until_s for address in addresses if address in self._owned}
+
+    async def run(self) -> None:
+        """Scrape and publish until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self.set_owned(self._owned)
+                await self._publish_forever()
+        finally:
+            self._group = None
+            self._tasks.clear()
+
+    async def _scrape_forever(self, address: str) -> None:
+        clock = asyncio.get_running_loop().time
+        target = _Target(address, self._engine)
+        _, tick_s = self._pace(target)
+        due_s = clock() + self._vary() * tick_s
+        woken = False
+        try:
+            while True:
+                # Not twice in a row: a server may end the connection after each answer.
+                woken = await _until(due_s, target.connection.lost) and not woken
+                interval_s, tick_s = self._pace(target)
+                await self._look(target, interval_s, tick_s)
+                now_s = clock()
+                if target.failures:
+                    due_s = now_s + pause_s(target.failures, min(tick_s, _RETRY_S), self._vary())
+                elif woken:
+                    due_s = now_s + tick_s
+                else:
+                    # Slots that a slow answer took are left out, not made up for.
+                    due_s += tick_s * max(1, -((due_s - now_s) // tick_s))
+        finally:
+            target.connection.close()
+
+    def _pace(self, target: "_Target") -> tuple[float, float]:
+        """Between two pages of an endpoint, and between two signs of its life, in seconds."""
+        suspect = self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
+        interval_s = self._pacing.interval_s(target.cost, len(self._owned), suspect=suspect)
+        return interval_s, self._pacing.tick_s(interval_s, len(self._owned))
+
+    async def _look(self, target: "_Target", interval_s: float, tick_s: float) -> None:
+        """Ask for the page if its time has come, else for a sign of life; hand in what there is to tell."""
+        now_s = asyncio.get_running_loop().time()
+        failures = target.failures
+        is_due = failures or now_s - target.paged_s >= interval_s - tick_s / 2
+        told = await (self._scrape(target, interval_s) if is_due else self._probe(target))
+        if told is None:
+            return
+        if failures == 0 and told.failures:
+            _log.warning("scraping %s fails: %s", target.address, told.fault)
+        elif failures and not told.failures:
+            _log.info("scraping %s works again", target.address)
+        target.last = told
+        self._pending[target.address] = told
+        self._any_pending.set()
+
+    async def _scrape(self, target: "_Target", interval_s: float) -> EndpointMetrics:
+        clock = asyncio.get_running_loop().time
+        # The page is as old as the question at most.
+        started_s = target.paged_s = clock()
+        started_ms = int(started_s * 1000)
+
+        async def read_page() -> EndpointMetrics:
+            text = await target.connection.fetch()
+            answered_s, began_s = clock() - started_s, time.thread_time()
+            metrics = page.read(text, self._engine, started_ms)
+            target.cost.add_page(answered_s, time.thread_time() - began_s)
+            return metrics
+
+        metrics = await self._ask(target, started_s, read_page)
+        if metrics.failures:
+            return metrics
+        self._meter.scraped(target.address, clock() - started_s)
+        last = target.last
+        before = (last.scraped_ms, last.load) if last is not None and last.load is not None else None
+        return dataclasses.replace(metrics, interval_ms=round(interval_s * 1000), before=before)
+
+    async def _probe(self, target: "_Target") -> EndpointMetrics | None:
+        """None if it was answered."""
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        fault = await self._ask(target, started_s, target.connection.probe)
+        if fault is not None:
+            return fault
+        target.cost.add_probe(clock() - started_s)
+        self._meter.probed(target.address)
+        return None
+
+    async def _ask(
+        self, target: "_Target", started_s: float, question: Callable[[], Awaitable[T]]
+    ) -> T | EndpointMetrics:
+        """What `question` brings within the deadline, else what is wrong with the endpoint."""
+        clock, connection = asyncio.get_running_loop().time, target.connection
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await question()
+        except TimeoutError:
+            # A host that is gone refuses nothing, it says nothing. Once may be this replica's own standstill.
+            if clock() - started_s > self._deadline_s + _LATE_S:
+                connection.unanswered = 0  # it could not have heard an answer
+            kind = "silent" if connection.unanswered >= _SILENT else "timeout"
+            kind = "connection" if connection.unreached >= _UNREACHED else kind
+            said = f"{SILENCE} {self._deadline_s:g} s"
+        except FetchFault as fault:
+            kind, said = fault.kind, str(fault)
+        except page.BadPage as fault:
+            kind, said = "page", str(fault)
+        self._meter.scrape_failed(target.address, kind, clock() - started_s)
+        return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=said, failures=target.failures + 1)
+
+    async def _publish_forever(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._speak_s):
+                    await self._any_pending.wait()
+            self._any_pending.clear()
+            batch, self._pending = self._pending, {}
+            started_s = clock()
+            await self._hand_over(batch)
+            await asyncio.sleep(max(0.0, started_s + self._publish_s() - clock()))
+
+    async def _hand_over(self, batch: Mapping[str, EndpointMetrics]) -> None:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        try:
+            await self._publish(batch)
+        except StateUnavailable:
+            self._meter.scrape_unpublished(len(batch))
+            kept = {address: metrics for address, metrics in batch.items() if address in self._owned}
+            self._pending = {**kept, **self._pending}
+            if kept:
+                self._any_pending.set()
+        else:
+            self._meter.scrape_published(len(batch), clock() - started_s)
+
+
+class _Target:
+    """One endpoint that is being scraped."""
+
+    def __init__(self, address: str, engine: Engine) -> None:
+        self.address = address
+        self.connection = Connection(address, engine.path, probe_path=engine.probe_path)
+        self.cost = PageCost()
+        self.last: EndpointMetrics | None = None  # what was last told of it
+        self.paged_s = -math.inf  # when its page was last asked for
+
+    @property
+    def failures(self) -> int:
+        """Questions in a row that failed."""
+        return self.last.failures if self.last is not None else 0
+
+
+async def _until(due_s: float, lost: asyncio.Event) -> bool:
+    """Wait until `due_s` of the loop's clock, or until `lost` is set; then True."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(due_s):
+            await lost.wait()
+            lost.clear()
+            return True
+    return False

@@ -1,0 +1,367 @@
+"""The sections of the settings tree, each with its defaults and the faults it can find by itself.
+
+Names follow specs/003 where it has them. Faults between sections are found in `picker_fleet.config`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
+
+from picker_fleet.errors import ConfigError
+from picker_fleet.header_trust import trusted_name
+from picker_fleet.paths import PathRule, path_rule
+from picker_fleet.request import Band
+from picker_fleet.scheduling.latency import SPECIFIED
+from picker_fleet.scheduling.scorers import scorer_name
+from picker_fleet.scraping.engines import engine_of
+from picker_fleet.state.address import redis_url
+from picker_fleet.units import (
+    LEAST_WEIGHT,
+    MOST_COST,
+    MOST_WEIGHT,
+    AutoDuration,
+    BandName,
+    Count,
+    Duration,
+    EndpointAddress,
+    FilePath,
+    Flag,
+    HostName,
+    HostPort,
+    Name,
+    Number,
+    Token,
+)
+
+# Namespaces that mean something else already: the picker's notes to itself, and the subset hint.
+_OTHER_NAMESPACES = ("picker", "picker.request", "picker.usage", "envoy.lb.subset_hint")
+
+
+def _of_the_protocol(namespace: str) -> str:
+    if namespace in _OTHER_NAMESPACES:
+        raise ValueError(
+            f"{namespace} is used for something else; valid: any but {', '.join(_OTHER_NAMESPACES)}"
+        )
+    return namespace
+
+
+RedisUrl = Annotated[str, AfterValidator(redis_url)]
+TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
+MetadataNamespace = Annotated[
+    str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
+]
+AllowedPath = Annotated[
+    PathRule,
+    BeforeValidator(path_rule),
+    PlainSerializer(lambda rule: " ".join(rule), return_type=str),
+]
+
+
+class Section(BaseModel):
+    """Frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Redis(Section):
+    url: RedisUrl = "redis://127.0.0.1:6379/0"
+    connect_timeout: Duration = Field(1.0, gt=0)
+    # Probes unanswered for so long prove that Redis is away; not below what a busy machine takes to answer.
+    silence: Duration = Field(1.0, ge=0.2)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_keys(cls, given: object) -> object:
+        for name in ("call_timeout", "decision_budget"):
+            if isinstance(given, Mapping) and name in given:
+                raise ValueError(f"{name} is retired: redis.silence says how long Redis may say nothing")
+        return given
+
+
+class ExtProc(Section):
+    listen: HostPort = "0.0.0.0:9002"
+    max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
+    body_timeout: Duration = Field(60.0, gt=0)  # for all of a body to come, its wait in the queue apart
+    # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
+    trusted_headers: tuple[TrustedHeader, ...] = ()
+    # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
+    metadata_namespace: MetadataNamespace = "envoy.lb"
+    trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
+    paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
+    read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
+    drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
+    drain_timeout: Duration = 60.0  # what still waits then is refused
+    # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
+    on_failure: Literal["deny", "balance"] = "deny"
+
+    @model_validator(mode="after")
+    def _a_body_fits(self) -> Self:
+        if self.max_body_bytes > self.max_buffered_bytes:
+            raise ValueError(
+                f"max_body_bytes {self.max_body_bytes} exceeds max_buffered_bytes {self.max_buffered_bytes}"
+            )
+        return self
+
+
+class Admin(Section):
+    listen: HostPort = "0.0.0.0:8081"
+    token: Token | None = None
+    hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
+    rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
+
+
+class StaticEndpoint(Section):
+    address: EndpointAddress
+    labels: dict[str, str] = {}
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests of the whole fleet at once
+
+
+def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
+    """`endpoints` as they are. Raises ValueError if one address is listed twice."""
+    seen: set[str] = set()
+    for endpoint in endpoints:
+        if endpoint.address in seen:
+            raise ValueError(f"{endpoint.address} is listed twice")
+        seen.add(endpoint.address)
+    return endpoints
+
+
+EndpointList = Annotated[tuple[StaticEndpoint, ...], AfterValidator(unlike)]
+
+
+class Dns(Section):
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    port: Count = Field(ge=1, le=65535)
+    interval: Duration = Field(5.0, ge=0.05)
+
+
+class Discovery(Section):
+    """At most one source; none at all means a pool without endpoints."""
+
+    static: EndpointList | None = None
+    file: FilePath | None = None  # as written in a configuration file it is relative to that file
+    dns: Dns | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        named = [name for name in ("static", "file", "dns") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"give one of static, file, dns; {' and '.join(named)} are set")
+        return self
+
+
+class TargetModel(Section):
+    name: Name
+    weight: Count = Field(1, ge=1)
+
+
+class Model(Section):
+    name: Name
+    criticality: BandName = Band.DEFAULT
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
+    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt and answer together
+    target_models: tuple[TargetModel, ...] = ()
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
+
+
+class Objective(Section):
+    name: Name
+    criticality: BandName = Band.DEFAULT
+    weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow that it is given to
+
+
+_BAND_WEIGHTS: Mapping[Band, float] = {Band.CRITICAL: 70, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
+# Whatever is not named keeps its default: every band has a weight.
+BandWeights = Annotated[
+    dict[BandName, Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]],
+    AfterValidator(lambda given: {**_BAND_WEIGHTS, **given}),
+]
+
+
+class FairRequestQueue(Section):
+    total_capacity: Count = Field(1000, ge=1)
+    flow_capacity: Count = Field(100, ge=1)
+    max_flows: Count = Field(10_000, ge=1)  # that have a request waiting, in all bands
+    # Of the bound, that one request takes at most, whatever it claims; only under `unit: tokens`.
+    claim_share: Number = Field(0.25, gt=0, le=1)
+    # Flows whose names are not configured: how many one address may begin at one replica.
+    new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
+    queue_ttl: Duration = Field(30.0, gt=0)
+    flow_key: Literal["fairness-id", "model"] = "fairness-id"
+    band_policy: Literal["strict", "weighted"] = "strict"
+    band_weights: BandWeights = dict(_BAND_WEIGHTS)
+    fairness: Literal["weighted-fair", "round-robin", "none"] = "weighted-fair"
+    ordering: Literal["fcfs", "edf", "workload-aware"] = "fcfs"
+    overload: Literal["preempt", "reject-noncritical"] = "preempt"
+    starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
+    guard_share: Number = Field(0.1, ge=0, lt=1)
+    # Stands for an answer of unknown length where the flow has had none yet; only under `unit: tokens`.
+    default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
+    overload_status: Literal[503, 429] = 503
+
+    @model_validator(mode="after")
+    def _flow_fits(self) -> Self:
+        if self.flow_capacity > self.total_capacity:
+            raise ValueError(
+                f"flow_capacity {self.flow_capacity} exceeds total_capacity {self.total_capacity}"
+            )
+        if self.starvation_after is not None and self.starvation_after > self.queue_ttl:
+            raise ValueError(
+                f"starvation_after {self.starvation_after:g}s exceeds queue_ttl {self.queue_ttl:g}s"
+            )
+        return self
+
+
+class RequestQueueController(Section):
+    """Bounds per ready backend, in `unit`."""
+
+    enabled: Flag = True  # False: requests are placed as they come, and nobody waits
+    watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
+    percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
+    lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
+    upper_bound_per_backend: Number | None = Field(None, gt=0, le=MOST_COST)
+    unit: Literal["requests", "tokens"] = "requests"
+    expiry_cleanup_interval: Duration = Field(1.0, gt=0)
+
+    @property
+    def upper_per_backend(self) -> float:
+        if self.upper_bound_per_backend is not None:
+            return self.upper_bound_per_backend
+        return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
+
+    @property
+    def lower_per_backend(self) -> float:
+        if self.lower_bound_per_backend is not None:
+            return self.lower_bound_per_backend
+        return self.watermark_per_backend * (1 - self.percentage_deviation_for_bounds)
+
+    @model_validator(mode="after")
+    def _tokens_are_chosen(self) -> Self:
+        # Two requests are a sensible default, two tokens are not.
+        if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
+            raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _band_holds_watermark(self) -> Self:
+        if self.lower_per_backend > self.watermark_per_backend:
+            raise ValueError(
+                f"lower_bound_per_backend {self.lower_per_backend:g} is above "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        if self.upper_per_backend < self.watermark_per_backend:
+            raise ValueError(
+                f"upper_bound_per_backend {self.upper_per_backend:g} is below "
+                f"watermark_per_backend {self.watermark_per_backend:g}"
+            )
+        return self
+
+
+class Workloads(Section):
+    """Workload statistics (specs/001), and the weights and caps of the workload-aware score."""
+
+    wait_weight: Number = Field(0.4, ge=0)
+    criticality_weight: Number = Field(0.4, ge=0)
+    rate_weight: Number = Field(0.2, ge=0)
+    wait_cap: Duration = Field(60.0, gt=0)
+    rate_cap: Number = Field(100, gt=0)  # requests/s
+    rate_window: Duration = Field(60.0, gt=0)
+    ema_alpha: Number = Field(0.2, gt=0, le=1)
+    idle_after: Duration = Field(300.0, gt=0)
+    max_workloads: int = Field(20_000, ge=1)  # ids beyond them are treated as anonymous
+    wait_signal: Literal["request", "workload_average"] = "request"
+
+
+class Scorer(Section):
+    name: Annotated[str, AfterValidator(scorer_name)]
+    weight: Number = Field(1, gt=0, le=1e6)
+
+
+class Latency(Section):
+    """What the scorer `latency` adds up (specs/004): alpha·mean + beta·load + gamma·std."""
+
+    alpha: Number = Field(SPECIFIED.alpha, ge=0, le=1e6)
+    beta: Number = Field(SPECIFIED.beta, ge=0, le=1e6)
+    gamma: Number = Field(SPECIFIED.gamma, ge=0, le=1e6)
+
+    @model_validator(mode="after")
+    def _anything_counts(self) -> Self:
+        if self.alpha == self.beta == self.gamma == 0:
+            raise ValueError("one of alpha, beta and gamma must be above 0, or all endpoints cost the same")
+        return self
+
+
+class Scheduling(Section):
+    """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
+
+    scorers: tuple[Scorer, ...] = ()
+    latency: Latency = Latency()
+    fallbacks: Count = Field(2, ge=0, le=8)
+    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints tell of
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        names = [scorer.name for scorer in self.scorers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"scorer {twice[0]} is named twice")
+        return self
+
+
+class Scraping(Section):
+    """`auto`: as often as figures are used, at most 1 % of either side's time; stale after 3 intervals."""
+
+    interval: AutoDuration = Field(None, ge=0.01)
+    stale_after: AutoDuration = Field(None, gt=0)
+    engine: str = "vllm"
+    series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
+
+    @model_validator(mode="after")
+    def _fresh_between_scrapes(self) -> Self:
+        if self.stale_after and self.interval and self.stale_after < self.interval:
+            raise ValueError("stale_after must be at least interval, or every figure counts as unknown")
+        return self
+
+    @model_validator(mode="after")
+    def _of_a_known_engine(self) -> Self:
+        try:
+            engine_of(self.engine, self.series)
+        except ConfigError as fault:
+            raise ValueError(str(fault)) from None
+        return self
+
+
+class Leases(Section):
+    """How long a silent request, replica or grant is believed."""
+
+    inflight: Duration = Field(15.0, ge=1)  # must outlive Envoy's access-log flush interval
+    access_log_interval: Duration = Field(5.0, ge=1)
+    replica_silence: Duration = Field(5.0, ge=1)
+    adoption_grace: Duration = Field(3.0, gt=0)
+    heartbeat: Duration = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _renewed_in_time(self) -> Self:
+        if self.inflight < 2 * self.access_log_interval:
+            raise ValueError(
+                "inflight must be at least twice access_log_interval, or live requests are reaped"
+            )
+        if self.replica_silence < 2 * self.heartbeat:
+            raise ValueError("replica_silence must be at least twice heartbeat")
+        return self
+
+
+class DecisionLog(Section):
+    enabled: Flag = False
+    max_entries: Count = Field(100_000, ge=100)

@@ -1,0 +1,192 @@
+"""Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
+
+import re
+from collections.abc import Callable
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+
+from picker_fleet.request import Band
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
+_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
+_TOKEN = re.compile(r"[!-~]{1,512}")
+_UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
+_MOST = 1e9  # counts and weights stay exact in the scripts' doubles
+
+
+def duration_s(value: object) -> float:
+    """Seconds in `value`: a number of seconds or a string such as `500ms`, `30s`, `5m`.
+
+    Raises:
+        ValueError: `value` is neither, is negative, is not finite, or is longer than a year.
+    """
+    seconds: float
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
+    elif isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(f"{value[:40]!r} is no duration: write 500ms, 30s, 5m or 1h")
+        seconds = float(match[1]) * _UNIT_S[match[2]]
+    else:
+        raise ValueError("a duration such as 30s or 500ms is needed")
+    if not 0 <= seconds <= _LONGEST_S:  # NaN is neither
+        raise ValueError("a duration must be finite, not negative, and at most a year")
+    return float(seconds)
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """('10.0.0.1', 8000) of '10.0.0.1:8000'; brackets around IPv6 are taken off.
+
+    Raises:
+        ValueError: no port, or an IPv6 address without its brackets.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    digits = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not colon or not digits or (not bracketed and any(mark in host for mark in ":[]")):
+        raise ValueError(f"{address[:60]!r} is no host:port (IPv6 goes in brackets)")
+    return host[1:-1] if bracketed else host, int(port)
+
+
+def host_port(value: object) -> str:
+    """`host:port`, IPv6 in brackets, as given; the port may be 0 (any free one).
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    host, port = split_host_port(str(value))
+    if not host or host.isspace() or port > 65535:
+        raise ValueError(f"{str(value)[:60]!r} is no host:port")
+    return str(value)
+
+
+def host_name(value: object) -> str:
+    """A host's name or address without a port, in small letters; `*.example.org` stands for all below it.
+
+    Raises:
+        ValueError: it is neither, or has a port.
+    """
+    text = str(value).strip().lower().removesuffix(".")
+    try:
+        return str(ip_address(text.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        pass
+    if not isinstance(value, str) or not _HOST.fullmatch(text) or ".." in text:
+        raise ValueError(f"{str(value)[:60]!r} is no host's name (without a port); *.NAME is all below it")
+    return text
+
+
+def endpoint_address(value: object) -> str:
+    """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
+
+    Raises:
+        ValueError: the host is no IP address (Envoy is told addresses, never names) or the port is 0.
+    """
+    host, port = split_host_port(str(value))
+    if not 1 <= port <= 65535:
+        raise ValueError(f"{str(value)[:60]!r}: the port must be 1 to 65535")
+    try:
+        address = ip_address(host)
+    except ValueError:
+        raise ValueError(f"{str(value)[:60]!r} is no ip:port; names go in discovery.dns") from None
+    if isinstance(address, IPv6Address) and not _ZONE.fullmatch(address.scope_id or "0"):
+        raise ValueError(f"{str(value)[:60]!r}: its zone has other characters than letters, digits, . _ -")
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an IP address that only this machine reaches; a name is none."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def file_path(value: object) -> Path:
+    """The path `value` spells. Raises ValueError if it is no text, empty, or holds a NUL."""
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("a file's path is needed")
+    return Path(value)
+
+
+def starting_with(*prefixes: str) -> Callable[[str], str]:
+    """A check that a URL begins with one of `prefixes`."""
+
+    def check(url: str) -> str:
+        if not url.startswith(prefixes):
+            raise ValueError(f"must begin with one of {', '.join(prefixes)}")
+        return url
+
+    return check
+
+
+def bearer_token(text: str) -> str:
+    """A token as a header can carry it, without the line feed that files and secrets are apt to end in.
+
+    Raises:
+        ValueError: it is empty or too long, or has a character that a header could not bring.
+    """
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("must be 1 to 512 visible ASCII characters, without spaces")
+    return token
+
+
+def has_control(text: str) -> bool:
+    """Whether `text` holds a control character, which no name in the shared state may: keys join names by
+    byte 31, records end them by byte 0."""
+    return _CONTROL.search(text) is not None
+
+
+def _name(text: str) -> str:
+    if has_control(text):
+        raise ValueError("contains a control character")
+    return text
+
+
+AUTO = "auto"
+
+
+def _countable(value: float) -> float:
+    if abs(value) > _MOST:
+        raise ValueError(f"must be at most {_MOST:g}")
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(duration_s)]
+# None stands for `auto`, which is what it is written and shown as.
+AutoDuration = Annotated[
+    Duration | None,
+    BeforeValidator(lambda value: None if value == AUTO else value),
+    PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
+]
+HostPort = Annotated[str, BeforeValidator(host_port)]
+HostName = Annotated[str, BeforeValidator(host_name)]
+EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
+FilePath = Annotated[Path, BeforeValidator(file_path)]
+BandName = Annotated[
+    Band,
+    BeforeValidator(Band.parse),
+    PlainSerializer(lambda band: band.label, return_type=str, when_used="json"),
+]
+# What the arithmetic of the queue bears over years (docs/fairness.md); lua/lib/queue.lua has the same.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # of a flow or a band
+MOST_COST = 1e9  # of a request, and bounds of the stock for each endpoint
+# Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.
+Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_name)]
+Token = Annotated[str, AfterValidator(bearer_token)]

@@ -1,0 +1,249 @@
+"""`picker load`: a named load against a fleet, judged by what the fleet promises."""
+
+import argparse
+import asyncio
+import math
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import uvloop
+
+from picker_fleet.errors import ConfigError, PickerError, StartupError
+from picker_tools.load import target as targets
+from picker_tools.load.catalogue import SCENARIOS
+from picker_tools.load.evidence import Evidence
+from picker_tools.load.judges import judged
+from picker_tools.load.own_fleet import OwnFleet, Size, stopped
+from picker_tools.load.progress import Shown
+from picker_tools.load.promise import Verdict
+from picker_tools.load.session import Plan, Session
+from picker_tools.load.target import Target
+from picker_tools.local_fleet.modes import MODES
+from picker_tools.local_fleet.together import on_purpose
+
+_INTERRUPTED = 130
+_LONGEST_S = 600.0
+_MOST = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where the load goes: a fleet of its own of `size` (None), or the one that was `found`."""
+
+    size: Size
+    found: Target | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    lines = "\n".join(f"  {scenario.name:<18} {scenario.summary}" for scenario in SCENARIOS.values())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 one is broken, 2 bad usage"
+    add("scenario", choices=SCENARIOS, metavar="SCENARIO", help=", ".join(SCENARIOS))
+    add(
+        "--target",
+        metavar="URL",
+        help=f"a running fleet's Envoy (default: {targets.USUAL} if one answers there)",
+    )
+    add("--admin", metavar="URL", help="the admin API of a replica of it, to see stock and queue")
+    add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
+    add("--allow-remote", action="store_true", help="a target that is not on this machine's loopback")
+    add("--own", action="store_true", help="a fleet of its own, whatever runs")
+    add("--replicas", type=_count(1), metavar="N", help="of its own fleet (default: 3)")
+    add("--endpoints", type=_count(1), metavar="N", help="of its own fleet (default: 4)")
+    add("--mode", choices=MODES, help="of its own fleet (default: lean)")
+    add("--duration", type=_seconds, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
+    add(
+        "--rate",
+        type=_rate,
+        metavar="N",
+        help="requests a second in all (default: by what the fleet can serve)",
+    )
+    add("--max-requests", type=_count(1, _MOST), default=20_000, metavar="N", help="stop there (%(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
+    add("--slo-ttft", type=_seconds, metavar="S", help="promise: 95 %% of first tokens within S seconds")
+    add("--slo-latency", type=_seconds, metavar="S", help="promise: 95 %% of answers within S seconds")
+    add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0, or 1 if a promise is broken, which stdout names; 130 if interrupted and none is.
+
+    Raises:
+        ConfigError: it cannot be done like this.
+        StartupError: the fleet did not start or does not answer.
+    """
+    if find_spec("matplotlib") is None:
+        raise StartupError("matplotlib is not installed; it comes with picker-fleet[local]")
+    scenario = SCENARIOS[args.scenario]
+    plan = Plan(
+        scenario=scenario,
+        duration_s=args.duration or scenario.duration_s,
+        seed=args.seed,
+        most=args.max_requests,
+        rate_per_s=args.rate,
+        slo_ttft_p95_s=args.slo_ttft,
+        slo_latency_p95_s=args.slo_latency,
+    )
+    report = args.report or Path("load-reports") / scenario.name
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise ConfigError(f"--report: {report} cannot be written: {fault.strerror}") from None
+    folder = Path(tempfile.mkdtemp(prefix="picker-load-"))
+    try:
+        with Shown(plan.duration_s) as shown:
+            evidence = uvloop.run(_run(args, plan, folder, shown))
+    except PickerError as fault:
+        if any(folder.glob("*.log")):
+            raise type(fault)(f"{fault}\nlogs: {folder}") from fault
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    if evidence is None:
+        return _INTERRUPTED
+    return _tell(evidence, report)
+
+
+async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Shown) -> Evidence | None:
+    """The run's evidence; None if it was interrupted before the load began."""
+    loop = asyncio.get_running_loop()
+    sessions: list[Session] = []
+    fleets: list[OwnFleet] = []
+
+    def interrupt() -> None:
+        if not any(session.stop() for session in sessions):
+            work.cancel()
+
+    work = loop.create_task(_load(args, plan, folder, shown, sessions, fleets))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return None
+    except BaseExceptionGroup as faults:
+        told = on_purpose(faults)
+        if told is None:
+            raise
+        raise told from None
+    finally:
+        for fleet in fleets:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, fleet.kill)
+            await stopped(fleet)
+
+
+async def _load(
+    args: argparse.Namespace,
+    plan: Plan,
+    folder: Path,
+    shown: Shown,
+    sessions: list[Session],
+    fleets: list[OwnFleet],
+) -> Evidence:
+    wanted = await _wanted(args, plan)
+    if wanted.found is not None:
+        shown.say(f"{plan.scenario.name}: against the fleet at {wanted.found.url}")
+        sessions.append(Session(plan, wanted.found, None, shown.show))
+        return await sessions[0].run()
+    size = wanted.size
+    shown.say(
+        f"{plan.scenario.name}: starts a fleet of its own, {size.replicas} replicas and {size.endpoints} "
+        f"simulated model servers, mode {size.mode}"
+    )
+    fleet = OwnFleet(plan.scenario, size, folder, shown.say)
+    fleets.append(fleet)
+    target = await fleet.start()
+    shown.say(f"dashboard: {target.admins[0]}")
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(fleet.watch())
+        sessions.append(Session(plan, target, fleet, shown.show))
+        evidence = await sessions[0].run()
+        watching.cancel()
+    return evidence
+
+
+async def _wanted(args: argparse.Namespace, plan: Plan) -> Wanted:
+    own = args.own or args.replicas or args.endpoints or args.mode
+    given = args.target or args.state_file
+    size = Size(args.replicas or 3, args.endpoints or 4, args.mode or "lean", args.seed)
+    if own and (given or args.admin):
+        raise ConfigError(
+            "--own, --replicas, --endpoints and --mode are for a fleet of its own; "
+            "--target, --state-file and --admin for one that runs"
+        )
+    if plan.scenario.own_fleet_only:
+        if given or args.admin:
+            raise ConfigError(
+                f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
+                "leave --target, --state-file and --admin out"
+            )
+        return Wanted(size, None)
+    if own or not (given or await targets.usual()):
+        if args.admin:
+            raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
+        return Wanted(size, None)
+    return Wanted(size, await _found(args, plan))
+
+
+async def _found(args: argparse.Namespace, plan: Plan) -> Target:
+    allow = args.allow_remote
+    url, admin = args.target, args.admin
+    if url is None and args.state_file is not None:
+        url = targets.envoy_of(args.state_file)
+    if url is None:
+        url, admin = targets.USUAL, admin or targets.USUAL_ADMIN
+    url = targets.check_url(url, "--target", allow_remote=allow)
+    admin = targets.check_url(admin, "--admin", allow_remote=allow) if admin else None
+    found = await targets.found(url, admin=admin, state_file=args.state_file, allow_remote=allow)
+    await targets.check_needs(found, plan.scenario)
+    return found
+
+
+def _tell(evidence: Evidence, report: Path) -> int:
+    """Write the report, print the verdicts; the exit status."""
+    from picker_tools.load import report as reports
+
+    promises = judged(evidence)
+    reports.write(evidence, promises, report)
+    reports.show(evidence, promises)
+    print(f"report: {report / 'report.html'}", flush=True)
+    if any(promise.verdict is Verdict.BROKEN for promise in promises):
+        return 1
+    return _INTERRUPTED if evidence.interrupted else 0
+
+
+def _count(least: int, most: int = 100) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to {_LONGEST_S:g}")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: above 0, at most 10000 a second")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

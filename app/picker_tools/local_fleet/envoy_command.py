@@ -1,0 +1,123 @@
+"""`picker envoy-config`: the bootstrap for an Envoy of one's own, on stdout."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+from picker_fleet import config
+from picker_fleet.header_trust import trusted, trusted_name
+from picker_fleet.units import split_host_port
+from picker_tools.local_fleet.modes import MODES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
+    add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
+    add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
+    add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
+    add(
+        "--picker",
+        type=_host_port,
+        action="append",
+        metavar="HOST:PORT",
+        help="a replica's gRPC address or a name that resolves to all; may be repeated",
+    )
+    add(
+        "--trust-headers",
+        type=_headers,
+        action="extend",
+        default=[],
+        metavar="NAME,…",
+        help="steering headers that clients may set (default: none; Envoy removes them)",
+    )
+    add(
+        "--max-connections",
+        type=_count,
+        default=10_000,
+        metavar="N",
+        help="of clients (default: %(default)s)",
+    )
+    add(
+        "--max-heap-mib",
+        type=_count,
+        default=1024,
+        metavar="N",
+        help="memory past which Envoy refuses requests; below its container's limit (default: %(default)s)",
+    )
+    add("--debug-headers", action="store_true", help="answers show what was picked and who served")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the bootstrap as YAML.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    from picker_tools.local_fleet.bootstrap import (  # slow to import: not before the configuration is good
+        build,
+        to_yaml,
+    )
+
+    settings = config.load(args.config, os.environ)
+    names = sorted(trusted(args.trust_headers))
+    bootstrap = build(
+        settings,
+        mode=args.mode,
+        listen=args.listen,
+        admin=args.envoy_admin,
+        pickers=args.picker or [_own_picker(settings)],
+        trusted=names,
+        max_connections=args.max_connections,
+        max_heap_bytes=args.max_heap_mib * 1024 * 1024,
+        debug_headers=args.debug_headers,
+    )
+    sys.stdout.write(_warning(names) + to_yaml(bootstrap))
+    return 0
+
+
+def _warning(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return (
+        "# WARNING: whoever reaches this listener may set the headers below, and so choose its own share\n"
+        "# and rank. Right only where every client is trusted, or a gateway in front sets them itself.\n"
+        f"# Trusted: {', '.join(names)}\n"
+        "# The replicas count them if extproc.trusted_headers names them too.\n"
+    )
+
+
+def _own_picker(settings: config.Settings) -> tuple[str, int]:
+    """A replica of this configuration on the same machine."""
+    host, port = split_host_port(settings.extproc.listen)
+    try:
+        everywhere = ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    return ("127.0.0.1" if everywhere else host), port
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 10000000")
+    return int(text)
+
+
+def _headers(text: str) -> list[str]:
+    try:
+        return [trusted_name(name) for name in text.split(",")]
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    try:
+        host, port = split_host_port(text)
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
+    if not host or port > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no host:port")
+    return host, port

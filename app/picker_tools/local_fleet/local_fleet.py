@@ -1,0 +1,214 @@
+"""The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
+
+Started in the order of what they need to know of each other: Valkey and the simulators, which need
+nothing; the replicas, told where those are; Envoy, told where the replicas are. Within a step all start at
+once. Stopped the other way round, so that nothing new arrives at a part that is leaving.
+"""
+
+import asyncio
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picker_fleet import config
+from picker_fleet.errors import StartupError
+from picker_tools.local_fleet import state_file
+from picker_tools.local_fleet.options import UpOptions
+from picker_tools.local_fleet.part import Part
+from picker_tools.local_fleet.ports import ensure_free
+from picker_tools.local_fleet.probe import can_connect, get, until
+from picker_tools.local_fleet.replica import Replica
+from picker_tools.local_fleet.replica_config import overlaid, served_models
+from picker_tools.local_fleet.report import Report
+from picker_tools.local_fleet.simulator import Simulator
+from picker_tools.local_fleet.supervisor import Supervisor
+from picker_tools.local_fleet.together import together
+from picker_tools.local_fleet.valkey import Valkey
+
+if TYPE_CHECKING:
+    from picker_tools.local_fleet.envoy import Envoy
+
+_SERVES_S = 30.0
+_ENVOY_GRACE_S = 3.0
+_REPLICA_GRACE_S = 10.0  # they announce that they leave, and have nothing left to finish
+_REST_GRACE_S = 4.0
+_VALKEY_ATTEMPTS = 3  # its free port may be taken between being found and being used
+
+
+class LocalFleet:
+    """One fleet; files and logs of its parts are in `folder`."""
+
+    def __init__(self, options: UpOptions, settings: config.Settings, folder: Path, report: Report) -> None:
+        self._options = options
+        self._settings = settings
+        self._folder = folder
+        self._report = report
+        self._supervisor = Supervisor(folder, report)
+        models = served_models(settings)
+        self._valkey = None if options.redis else Valkey(folder)
+        self._simulators = [
+            Simulator(number, options.sim, models) for number in range(1, options.endpoints + 1)
+        ]
+        fixed_ports = options.port and options.admin_port
+        self._replicas = [
+            Replica(number + 1, options.admin_port + number if fixed_ports else 0, folder, self._tree)
+            for number in range(options.replicas)
+        ]
+        self._envoy: Envoy | None = None
+
+    async def start(self) -> None:
+        """Bring everything up; the state file is there and a request goes through when this returns.
+
+        Raises:
+            StartupError: a port is in use, or a part did not become ready.
+            ConfigError: the configuration is not valid for this fleet.
+        """
+        ensure_free(self._wanted_ports())
+        self._tree()  # what is wrong with it is told before anything runs
+        if self._valkey is None and not await can_connect(self._redis_url):
+            raise StartupError("redis: nothing accepts connections at the URL of --redis")
+        # Importing Envoy's types takes a second of its own; it is done while the others start.
+        imported = asyncio.to_thread(importlib.import_module, "picker_tools.local_fleet.envoy")
+        await together(imported, self._bring_up_pickers())
+        await self._bring_up_envoy()
+        await self._until_it_serves()
+        self._write_state()
+
+    async def watch(self) -> None:
+        """Look after the parts until cancelled."""
+        await self._supervisor.watch(restart=self._options.restart, changed=self._write_state)
+        await asyncio.Event().wait()  # every part has ended and stays so; the user ends the rest
+
+    async def stop(self) -> None:
+        """Stop whatever runs; returns with every child gone."""
+        if self._envoy is not None:
+            await self._supervisor.stop([self._envoy], _ENVOY_GRACE_S)
+        await self._supervisor.stop(self._replicas, _REPLICA_GRACE_S)
+        await self._supervisor.stop(self._ground(), _REST_GRACE_S)
+
+    def kill(self) -> None:
+        """End all children now; `stop` returns soon after."""
+        self._supervisor.kill()
+
+    async def model(self) -> str:
+        """A model that a request may name."""
+        if self._settings.models:
+            return self._settings.models[0].name
+        reply = await get(f"{self._started_envoy.url}/v1/models")
+        listed = (reply.json() if reply is not None else None) or {}
+        return next((str(model["id"]) for model in listed.get("data", [])), "MODEL")
+
+    @property
+    def envoy_url(self) -> str:
+        return self._started_envoy.url
+
+    @property
+    def dashboard(self) -> str:
+        """The first replica's admin address."""
+        return self._replicas[0].announced.admin
+
+    @property
+    def _started_envoy(self) -> "Envoy":
+        assert self._envoy is not None
+        return self._envoy
+
+    @property
+    def _redis_url(self) -> str:
+        return self._valkey.url if self._valkey is not None else self._options.redis or ""
+
+    def _ground(self) -> list[Part]:
+        return [*([self._valkey] if self._valkey is not None else []), *self._simulators]
+
+    def _wanted_ports(self) -> dict[int, str]:
+        wanted: dict[int, str] = {}
+        if not self._options.port:
+            return wanted
+        wanted[self._options.port] = "Envoy (--port)"
+        if self._options.admin_port:
+            for number in range(self._options.replicas):
+                port = self._options.admin_port + number
+                purpose = f"the admin API of replica-{number + 1} (--admin-port)"
+                if port in wanted:
+                    raise StartupError(f"port {port} is wanted for {wanted[port]} and for {purpose}")
+                wanted[port] = purpose
+        return wanted
+
+    def _tree(self) -> dict[str, Any]:
+        endpoints = [simulator.address for simulator in self._simulators if simulator.address]
+        nearest = self._valkey.socket_url if self._valkey is not None else self._redis_url
+        return overlaid(self._settings, redis_url=nearest, endpoints=endpoints or None)
+
+    async def _bring_up_pickers(self) -> None:
+        """The replicas, and before them what they are told of."""
+        works = [self._supervisor.bring_up(self._simulators)]
+        if self._valkey is not None:
+            works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
+        await together(*works)
+        await self._supervisor.bring_up(self._replicas)
+
+    async def _bring_up_envoy(self) -> None:
+        from picker_tools.local_fleet.envoy import Envoy
+
+        self._envoy = Envoy(
+            self._settings,
+            self._options.mode,
+            self._options.port,
+            [replica.host for replica in self._replicas],
+            self._folder,
+            debug_headers=self._options.debug_headers,
+        )
+        await self._supervisor.bring_up([self._envoy])
+
+    async def _until_it_serves(self) -> None:
+        why = "nothing answered yet"
+
+        async def look() -> bool | None:
+            nonlocal why
+            self._supervisor.check()
+            missing = await self._missing()
+            why = missing or why
+            return True if missing is None else None
+
+        if await until(look, within_s=_SERVES_S) is None:
+            raise StartupError(f"the parts are up, but the fleet does not serve: {why}")
+
+    async def _missing(self) -> str | None:
+        missing = await self._started_envoy.missing(len(self._simulators) or None)
+        if missing is not None:
+            return missing
+        for replica in self._replicas:
+            ready = await get(f"{replica.announced.admin}/readyz")
+            if ready is None or ready.status != 200:
+                said = ready.body.decode(errors="replace")[:300] if ready is not None else "nothing"
+                return f"{replica.name} is not ready and says {said}"
+        if self._simulators:
+            reply = await get(f"{self.envoy_url}/v1/models")
+            if reply is None or reply.status != 200:
+                said = f"{reply.status}" if reply is not None else "nothing"
+                return f"GET {self.envoy_url}/v1/models answered {said}"
+        return None
+
+    def _write_state(self) -> None:
+        if self._options.state_file is None:
+            return
+        state_file.write(
+            self._options.state_file,
+            {
+                "envoy": self._started_envoy.url,
+                "envoy_admin": self._started_envoy.admin,
+                "redis": self._redis_url,
+                "replicas": [
+                    {
+                        "id": replica.announced.id,
+                        "pid": self._supervisor.pid(replica),
+                        "grpc": replica.announced.grpc,
+                        "admin": replica.announced.admin,
+                    }
+                    for replica in self._replicas
+                ],
+                "endpoints": [
+                    {"pid": self._supervisor.pid(simulator), "address": simulator.address}
+                    for simulator in self._simulators
+                ],
+            },
+        )

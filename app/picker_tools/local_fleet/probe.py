@@ -1,0 +1,94 @@
+"""Questions to a part over its own protocol, each with a deadline: HTTP GET, Redis PING."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from picker_fleet.state.address import Address
+
+Answer = TypeVar("Answer")
+
+_CALL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON; None if it is none."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return None
+
+
+async def get(url: str) -> Reply | None:
+    """Answer of `url` (http://host:port/path); None if there is none within a second."""
+    return await asyncio.to_thread(_get, url)
+
+
+def _get(url: str) -> Reply | None:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_CALL_S)
+    try:
+        connection.request("GET", f"{parts.path or '/'}?{parts.query}".rstrip("?"))
+        response = connection.getresponse()
+        return Reply(response.status, response.read())
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+async def redis_answers(host: str, port: int) -> bool:
+    """Whether a Redis there answers PING: ready, not loading, no password asked."""
+    try:
+        async with asyncio.timeout(_CALL_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.readline() == b"+PONG\r\n"
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+async def can_connect(url: str) -> bool:
+    """Whether something accepts connections at a URL of Redis, at any node it names (ValueError: no URL)."""
+    address = Address.parse(url)
+    if address.kind == "socket":
+        return await _accepts(asyncio.open_unix_connection(address.path))
+    for host, port in address.nodes:
+        if await _accepts(asyncio.open_connection(host, port)):
+            return True
+    return False
+
+
+async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> bool:
+    try:
+        async with asyncio.timeout(2 * _CALL_S):
+            _, writer = await connecting
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+async def until(ask: Callable[[], Awaitable[Answer | None]], *, within_s: float) -> Answer | None:
+    """The first answer of `ask` that is not None; None if `within_s` passes first."""
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                answer = await ask()
+                if answer is not None:
+                    return answer
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        return None

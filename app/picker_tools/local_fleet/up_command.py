@@ -1,0 +1,138 @@
+"""`picker up`: a whole fleet on this machine until Ctrl-C."""
+
+import argparse
+import asyncio
+import math
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from picker_fleet import config
+from picker_fleet.errors import PickerError
+from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE
+from picker_tools.local_fleet.local_fleet import LocalFleet
+from picker_tools.local_fleet.modes import MODES
+from picker_tools.local_fleet.options import SimOptions, UpOptions
+from picker_tools.local_fleet.report import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--replicas", type=_count(1), default=3, metavar="N", help="pickers (default: %(default)s)")
+    add(
+        "--endpoints",
+        type=_count(0),
+        default=4,
+        metavar="N",
+        help="simulated model servers (default: %(default)s); 0: the discovery of --config",
+    )
+    add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
+    add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
+    add("--port", type=_port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
+    add("--admin-port", type=_port, default=8081, metavar="N", help="the first replica's; others follow")
+    add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
+    add("--state-file", type=Path, metavar="FILE", help="written once the fleet is ready")
+    add("--no-restart", dest="restart", action="store_false", help="leave what dies dead")
+    add("--debug-headers", action="store_true", help="answers show what was picked and who served")
+    add("--sim-ttft", type=_milliseconds, metavar="MS", help="simulators' time to first token")
+    add("--sim-itl", type=_milliseconds, metavar="MS", help="simulators' time from token to token")
+    add("--sim-max-num-seqs", type=_count(1), metavar="N", help="requests a simulator runs at once")
+    add("--seed", type=int, metavar="N", help="of the simulators")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run until SIGINT or SIGTERM, then 0 with every child gone.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+        StartupError: a part did not start; the message says which and where the logs are.
+    """
+    options = UpOptions(
+        replicas=args.replicas,
+        endpoints=args.endpoints,
+        mode=args.mode,
+        redis=args.redis,
+        port=args.port,
+        admin_port=args.admin_port,
+        config=args.config,
+        state_file=args.state_file,
+        restart=args.restart,
+        debug_headers=args.debug_headers,
+        sim=SimOptions(
+            ttft_ms=args.sim_ttft,
+            itl_ms=args.sim_itl,
+            max_num_seqs=args.sim_max_num_seqs,
+            seed=args.seed,
+        ),
+    )
+    settings = config.load(options.config, os.environ)
+    folder = Path(tempfile.mkdtemp(prefix="picker-up-"))
+    try:
+        asyncio.run(_up(options, settings, folder))
+    except PickerError as fault:
+        if any(folder.glob("*.log")):
+            raise type(fault)(f"{fault}\nlogs: {folder}") from fault
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> None:
+    loop = asyncio.get_running_loop()
+    report = Report()
+    fleet = LocalFleet(options, settings, folder, report)
+    work = loop.create_task(_run(fleet, report, folder))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        report.text("stopping")
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, fleet.kill)  # asked twice: at once
+        await fleet.stop()
+
+
+async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+    await fleet.start()
+    body = f'{{"model": "{await fleet.model()}", "prompt": "Hello", "max_tokens": 16}}'
+    report.text(
+        f"the fleet is ready after {loop.time() - since:.1f} s; logs in {folder}; Ctrl-C ends it\n"
+        f"try:\n  curl {fleet.envoy_url}/v1/completions -H 'content-type: application/json' -d '{body}'\n"
+        f"trusted: clients may name their flow ({FAIRNESS_ID[0]}), objective ({OBJECTIVE[0]})\n"
+        f"  and workload (x-workload-context); an Envoy for others' clients trusts none with the first two\n"
+        f"dashboard: {fleet.dashboard}"
+    )
+    await fleet.watch()
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to 100")
+        return int(text)
+
+    return parse
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of milliseconds")
+    return value

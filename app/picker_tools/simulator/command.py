@@ -1,0 +1,112 @@
+"""`picker sim`: one simulated model server on one port."""
+
+import argparse
+import math
+import sys
+
+import uvloop
+
+from picker_fleet.errors import PickerError
+from picker_tools.simulator.engine import Limits
+from picker_tools.simulator.listener import bind, serve
+from picker_tools.simulator.profile import Profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    own, limits = Profile(), Limits()
+    add = parser.add_argument
+    add("--port", type=_port, required=True, help="0 picks a free one")
+    add("--host", default="127.0.0.1")
+    add("--model", default=own.model, metavar="NAME", help="base model (default: %(default)s)")
+    add("--ttft", type=_milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
+    add("--itl", type=_milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
+    add("--max-num-seqs", type=_count, default=limits.max_num_seqs, metavar="N", help="requests run at once")
+    add("--kv-blocks", type=_count, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
+    add("--block-size", type=_count, default=limits.block_size_tokens, metavar="TOKENS")
+    add("--loras", type=_names, default=(), metavar="A,B", help="adapters, asked for as models")
+    add("--max-loras", type=_count, default=None, metavar="N", help="adapters run at once (default: all)")
+    add("--failure-rate", type=_share, default=own.failure_rate, metavar="P", help="answered 500, 0 to 1")
+    add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
+    add(
+        "--always-usage",
+        action=argparse.BooleanOptionalAction,
+        default=own.always_usage,
+        help="usage in every stream, asked for or not",
+    )
+    add(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=own.prefix_caching,
+        help="a prompt's beginning that is in the KV cache needs no time",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; 1 if it can't start, with a line on stderr saying why."""
+    try:
+        profile = _profile(args)
+        with bind(args.host, args.port) as listener:
+            uvloop.run(serve(listener, profile))
+    except PickerError as fault:
+        print(f"picker sim: {fault}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> Profile:
+    return Profile(
+        model=args.model,
+        loras=args.loras,
+        ttft_ms=args.ttft,
+        itl_ms=args.itl,
+        limits=Limits(
+            max_num_seqs=args.max_num_seqs,
+            kv_blocks=args.kv_blocks,
+            block_size_tokens=args.block_size,
+            max_loras=args.max_loras or max(1, len(args.loras)),
+        ),
+        failure_rate=args.failure_rate,
+        seed=args.seed,
+        always_usage=args.always_usage,
+        prefix_caching=args.prefix_caching,
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    value = _number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for part in text.split(",") if (name := part.strip()))

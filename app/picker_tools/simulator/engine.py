@@ -1,0 +1,209 @@
+"""Continuous batching as vLLM schedules it: who runs, who waits, who holds KV blocks and LoRA slots.
+
+Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. A
+sequence whose blocks don't fit holds up those behind it; one that lacks only a LoRA slot is passed over
+and keeps its place. When a running sequence needs a block and none is free, the newest running one is
+preempted: it gives back its blocks and waits at the head of the queue, to be computed again.
+"""
+
+import enum
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from picker_fleet.errors import PickerError
+from picker_tools.simulator.prefix_cache import PrefixCache
+
+
+class NeverFits(PickerError):
+    """Prompt and answer together need more KV blocks than the server has."""
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server has. `max_loras` is how many distinct adapters may run at once."""
+
+    max_num_seqs: int = 256
+    kv_blocks: int = 16_384
+    block_size_tokens: int = 16
+    max_loras: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request; only the engine changes it. `adapter` is None for the base model.
+
+    `prompt_blocks` are hashes of the prompt's blocks, empty where nothing is to be cached; `cached_tokens` of
+    them were there when it was admitted.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    adapter: str | None = None
+    prompt_blocks: tuple[bytes, ...] = ()
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    blocks: int = 0
+    phase: Phase = Phase.WAITING
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def left_tokens(self) -> int:
+        return self.max_tokens - self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine at one moment. `kv_usage` is 0–1; adapters are in the order they came.
+
+    Of the prompts admitted so far, `queried_tokens` were looked up in the prefix cache, and `hit_tokens` of
+    them were there.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    preemptions: int
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class Engine:
+    """Admission, batching and memory of one simulated server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._running: dict[Sequence, None] = {}  # in the order they were admitted
+        self._adapters: Counter[str] = Counter()  # running sequences of each adapter
+        self._free_blocks = limits.kv_blocks
+        self._preemptions = 0
+        self._prefixes = PrefixCache(limits.kv_blocks)
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+
+    def submit(self, sequence: Sequence) -> None:
+        """Put a new `sequence` at the end of the queue.
+
+        Raises:
+            NeverFits: it could not run even alone.
+        """
+        needed = self._blocks_for(sequence.prompt_tokens + sequence.max_tokens)
+        if needed > self.limits.kv_blocks:
+            raise NeverFits(
+                f"{sequence.prompt_tokens} prompt tokens and {sequence.max_tokens} to generate need "
+                f"{needed} KV blocks of {self.limits.block_size_tokens} tokens; "
+                f"this server has {self.limits.kv_blocks}"
+            )
+        self._waiting[sequence] = None
+
+    def schedule(self) -> list[Sequence]:
+        """Admit what fits now; returns the admitted, in order.
+
+        Each is admitted with room for its context and one token more, so that a preempted sequence makes
+        progress every time it comes back.
+        """
+        room = self.limits.max_num_seqs - len(self._running)
+        admitted: list[Sequence] = []
+        for sequence in self._waiting:
+            if len(admitted) >= room:
+                break
+            if not self._has_slot(sequence.adapter):
+                continue
+            needed = self._blocks_for(sequence.context_tokens + 1)
+            if needed > self._free_blocks:
+                break
+            self._free_blocks -= needed
+            sequence.blocks = needed
+            sequence.phase = Phase.RUNNING
+            if sequence.adapter is not None:
+                self._adapters[sequence.adapter] += 1
+            self._look_up(sequence)
+            admitted.append(sequence)
+        for sequence in admitted:
+            del self._waiting[sequence]
+            self._running[sequence] = None
+        return admitted
+
+    def grow(self, sequence: Sequence, tokens: int) -> int:
+        """Generate up to `tokens` (at least 1, at most what is left) for a running `sequence`.
+
+        Returns how many there was memory for; newer sequences are preempted to make it. 0 means that it
+        was the newest itself, and has been preempted.
+        """
+        while True:
+            needed = self._blocks_for(sequence.context_tokens + tokens) - sequence.blocks
+            if needed <= self._free_blocks:
+                self._free_blocks -= needed
+                sequence.blocks += needed
+                sequence.generated_tokens += tokens
+                return tokens
+            newest = next(reversed(self._running))
+            if newest is not sequence:
+                self._preempt(newest)
+                continue
+            held = (sequence.blocks + self._free_blocks) * self.limits.block_size_tokens
+            tokens = held - sequence.context_tokens
+            if tokens <= 0:
+                self._preempt(sequence)
+                return 0
+
+    def release(self, sequence: Sequence) -> None:
+        """End a finished or abandoned `sequence`, running or waiting; its blocks are free. Idempotent."""
+        if sequence.phase is Phase.RUNNING:
+            self._stop(sequence)
+        elif sequence.phase is Phase.WAITING:
+            del self._waiting[sequence]
+        sequence.phase = Phase.ENDED
+
+    def load(self) -> Load:
+        waiting = dict.fromkeys(sequence.adapter for sequence in self._waiting if sequence.adapter)
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_usage=1 - self._free_blocks / self.limits.kv_blocks,
+            running_adapters=tuple(self._adapters),
+            waiting_adapters=tuple(waiting),
+            preemptions=self._preemptions,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def _look_up(self, sequence: Sequence) -> None:
+        blocks = sequence.prompt_blocks
+        sequence.cached_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
+        self._prefixes.use(blocks)
+        self._queried_tokens += sequence.prompt_tokens
+        self._hit_tokens += sequence.cached_tokens
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size_tokens)
+
+    def _has_slot(self, adapter: str | None) -> bool:
+        return adapter is None or adapter in self._adapters or len(self._adapters) < self.limits.max_loras
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        sequence.phase = Phase.WAITING
+        self._waiting[sequence] = None
+        self._waiting.move_to_end(sequence, last=False)
+        self._preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self._free_blocks += sequence.blocks
+        sequence.blocks = 0
+        if sequence.adapter is not None:
+            self._adapters[sequence.adapter] -= 1
+            if not self._adapters[sequence.adapter]:
+                del self._adapters[sequence.adapter]
