@@ -44,6 +44,8 @@ HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
 )
 _PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
+_NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
+_TIMES = frozenset((*TTL, *DEADLINES))
 
 MAX_NAME_BYTES = 256  # of a model or a fairness id
 MAX_WORKLOAD_ID_BYTES = 128
@@ -205,13 +207,15 @@ class Intake:
         fairness_id = objective = rewrite = context = session = trace = ""
         ttl_s, by_client = self._ttl_s, False
         if not headers.keys() <= _PLAIN:
-            fairness_id = _name(headers, FAIRNESS_ID)
-            objective = _name(headers, OBJECTIVE)
-            rewrite = _name(headers, REWRITE)
-            ttl_s = self._ttl(_text(headers, TTL))
-            deadline_s = _deadline_s(headers)
-            by_client = deadline_s <= ttl_s
-            ttl_s = deadline_s if by_client else ttl_s
+            if not _NAMES.isdisjoint(headers):
+                fairness_id = _name(headers, FAIRNESS_ID)
+                objective = _name(headers, OBJECTIVE)
+                rewrite = _name(headers, REWRITE)
+            if not _TIMES.isdisjoint(headers):
+                ttl_s = self._ttl(_text(headers, TTL))
+                deadline_s = _deadline_s(headers)
+                by_client = deadline_s <= ttl_s
+                ttl_s = deadline_s if by_client else ttl_s
             context = _text(headers, WORKLOAD)
             session = session_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")

@@ -133,6 +133,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if intermediate:
         return Alive(request_id, served, note)
     usage = _fields(metadata, "picker.usage")
+    waited_s = _waited_s(picker)
     status = entry.response.response_code.value
     return Completion(
         id=request_id,
@@ -146,8 +147,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         failed=_failed(common, served, ticket.endpoint_of(note)),
         ticket=note,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
-        waited_s=_waited_s(picker),
-        target_model=_text(picker, "target"),
+        waited_s=waited_s,
+        target_model="" if waited_s is None else _text(picker, "target"),
     )
 
 

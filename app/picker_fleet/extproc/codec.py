@@ -48,7 +48,9 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
     """Raw values of the headers in `wanted` (lower case) of an HttpHeaders; the first of each name."""
     found: dict[str, bytes] = {}
     for field in message.headers.headers:
-        name = field.key.lower()
+        name = field.key
+        if name not in wanted:
+            name = name.lower()  # Envoy itself tells names in lower case
         if name in wanted and name not in found:
             found[name] = field.raw_value or field.value.encode()
     return found

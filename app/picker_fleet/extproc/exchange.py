@@ -148,6 +148,8 @@ class Exchange(Placing):
 
     def close(self) -> None:
         """The stream is over, for whatever reason: nothing stays taken that nobody will release."""
+        if self._step is _DONE and self._untold is None and self._response is None:
+            return
         if self._asked is not None and self._step in (_OPEN, _BODY, _PLACED):
             # Envoy ends the stream of a whole request before its decision when the client has gone.
             seconds = self._desk.clock() - self._started_s
@@ -256,8 +258,9 @@ class Exchange(Placing):
     def _drop_body(self) -> None:
         """Hold nothing of the body any more."""
         self._body, self._ready = [], None
-        self._desk.bodies.give_back(self._held_bytes)
-        self._held_bytes = 0
+        if self._held_bytes:
+            self._desk.bodies.give_back(self._held_bytes)
+            self._held_bytes = 0
 
     async def _go_on(self, ended: bool) -> Iterable[ProcessingResponse]:
         """The answers once the body has ended.

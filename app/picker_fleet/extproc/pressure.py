@@ -17,5 +17,6 @@ FULL: Final = _TEXTS[-1]
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
     """`0.00` to `1.00`: the greater of `fill`, the part of the queue that is taken, and the part of its time
     to live that the request has waited."""
-    greater = max(fill, waited_s / ttl_s)
+    waited = waited_s / ttl_s
+    greater = fill if fill > waited else waited
     return _TEXTS[round(greater * _STEPS)] if greater < 1 else FULL

@@ -41,13 +41,15 @@ class AwakeClock:
 
     def stood_until(self, now_s: float) -> float:
         """The same, where the clock's time is known."""
-        return self._stood_s + self._late(now_s)
+        late_s = now_s - self._ticked_s - TICK_S
+        return self._stood_s + late_s if late_s > 0.0 else self._stood_s
 
     @property
     def just_woke(self) -> bool:
         """Whether it stood still for long, and that less than a second ago."""
         now_s = self._clock()
-        self._notice(now_s)
+        if now_s - self._ticked_s > TICK_S + LONG_S:
+            self._woke_s = now_s
         return now_s - self._woke_s < _WOKEN_S
 
     async def pause(self) -> None:
@@ -57,9 +59,10 @@ class AwakeClock:
     def tick(self, *, closely: bool = False) -> float:
         """Seconds awake since the last tick; `closely` asks the kernel, too."""
         now_s = self._clock()
-        self._notice(now_s)
         elapsed_s = max(now_s - self._ticked_s, 0.0)
-        lost_s = self._late(now_s)
+        lost_s = max(elapsed_s - TICK_S, 0.0)
+        if lost_s > LONG_S:
+            self._woke_s = now_s
         before_s, self._delayed_s = self._delayed_s, self._delayed() if closely else None
         if before_s is not None and self._delayed_s is not None:
             lost_s = min(max(lost_s, self._delayed_s - before_s), elapsed_s)
@@ -70,13 +73,6 @@ class AwakeClock:
     def woke(self) -> None:
         """It stood still for long, in all."""
         self._woke_s = self._clock()
-
-    def _late(self, now_s: float) -> float:
-        return max(now_s - self._ticked_s - TICK_S, 0.0)
-
-    def _notice(self, now_s: float) -> None:
-        if self._late(now_s) > LONG_S:
-            self._woke_s = now_s
 
 
 class KernelDelay:
