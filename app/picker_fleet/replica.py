@@ -25,12 +25,9 @@ from picker_fleet.assembly import assemble
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.extproc import accesslog, eds, shares
-from picker_fleet.extproc.bodies import Bodies
-from picker_fleet.extproc.desk import Desk, newcomers, reads
-from picker_fleet.extproc.door import Door
-from picker_fleet.extproc.server import Server
-from picker_fleet.extproc.service import Service
-from picker_fleet.extproc.uploads import Uploads
+from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines, new_flow_limit, read_limit
+from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.intake import Intake
 from picker_fleet.paths import AllowedPaths
 from picker_fleet.scheduling.chooser import Chooser
@@ -64,15 +61,15 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     parts = assemble(settings, replica)
     store, membership = parts.store, parts.membership
     clock = asyncio.get_running_loop().time
-    door = Door(parts.gate)
-    bodies = Bodies(settings.extproc.max_buffered_bytes)
+    drain_gate = DrainGate(parts.gate)
+    bodies = BodyBudget(settings.extproc.max_buffered_bytes)
     parts.metrics.follow_bodies(lambda: bodies.held_bytes)
-    desk = Desk(
+    context = ExchangeContext(
         settings=settings,
         paths=AllowedPaths(settings.extproc.paths),
-        reads=reads(settings.extproc, clock),
+        reads=read_limit(settings.extproc, clock),
         bodies=bodies,
-        newcomers=newcomers(settings, clock),
+        new_flows=new_flow_limit(settings, clock),
         intake=Intake(
             settings,
             new_id=lambda: str(uuid.uuid4()),
@@ -80,16 +77,16 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             hashes=lambda: parts.chooser.hashes,
         ),
         gate=parts.gate,
-        door=door,
+        drain_gate=drain_gate,
         metrics=parts.metrics,
         lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
         fill=parts.sturdy.fill,
     )
-    uploads = Uploads(clock, settings.extproc.body_timeout)
+    uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     grpc_server = Server(
-        Service(desk, uploads),
-        door,
+        ExchangeService(context, uploads),
+        drain_gate,
         settings.extproc,
         extra=(
             accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),

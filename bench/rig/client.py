@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.extproc.service import SERVICE
+from picker_fleet.extproc.server import SERVICE
 
 _DUPLEX = 4  # FULL_DUPLEX_STREAMED
 _WAIT_S = 60.0

@@ -14,7 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from extproc_client import body, headers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from picker_fleet.extproc.service import SERVICE
+from picker_fleet.extproc.server import SERVICE
 from picker_tools.local_fleet import probe
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()

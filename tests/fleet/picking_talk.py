@@ -18,7 +18,7 @@ from extproc_client import body, headers, response_body, response_headers, set_h
 from picking_case import GIVEN, Ask
 
 from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.service import SERVICE
+from picker_fleet.extproc.server import SERVICE
 
 PATIENT_S = 30.0
 _TICKET = (

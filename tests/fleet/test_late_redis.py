@@ -10,7 +10,7 @@ from own_replica import PATIENT_S, served
 from own_valkey import OwnValkey
 from page_server import serving
 
-from picker_fleet.extproc.service import SERVICE
+from picker_fleet.extproc.server import SERVICE
 
 
 async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and_then_joins(

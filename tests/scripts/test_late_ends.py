@@ -11,11 +11,10 @@ from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
 from picker_fleet.config import parse
-from picker_fleet.extproc.bodies import Bodies
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.desk import Desk, newcomers, reads
-from picker_fleet.extproc.door import Door
+from picker_fleet.extproc.context import DrainGate, ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
 from picker_fleet.paths import AllowedPaths
 from picker_fleet.request import Placement
@@ -40,15 +39,15 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
     settings, ids = parse({}), itertools.count(1)
     metrics: Any = Counted()
     return Exchange(
-        Desk(
+        ExchangeContext(
             settings=settings,
             paths=AllowedPaths(),
-            reads=reads(settings.extproc, clock),
-            bodies=Bodies(settings.extproc.max_buffered_bytes),
-            newcomers=newcomers(settings, clock),
+            reads=read_limit(settings.extproc, clock),
+            bodies=BodyBudget(settings.extproc.max_buffered_bytes),
+            new_flows=new_flow_limit(settings, clock),
             intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
             gate=replica.gate,
-            door=Door(replica.gate),
+            drain_gate=DrainGate(replica.gate),
             metrics=metrics,
             lines=DecisionLines(lambda: 0.0),
             clock=clock,

@@ -14,10 +14,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
-from picker_fleet.extproc.bodies import Bodies
-from picker_fleet.extproc.desk import Desk, newcomers, reads
-from picker_fleet.extproc.door import Door
+from picker_fleet.extproc.context import DrainGate, ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
 from picker_fleet.paths import AllowedPaths
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
@@ -104,26 +103,26 @@ class Counted:
         self.waits.append((model, seconds, success, target_model))
 
 
-def desk(
+def exchange_context(
     gate: ScriptedGate,
     metrics: Any = None,
     settings: Settings | None = None,
     clock: Callable[[], float] | None = None,
-) -> Desk:
-    """A replica's desk around `gate`; ids are `made-1`, `made-2`, …, times are whole seconds by default."""
+) -> ExchangeContext:
+    """A replica's context around `gate`; ids are `made-1`, `made-2`, …, times whole seconds by default."""
     settings = settings or parse({})
     ids = itertools.count(1)
     ticks = itertools.count()
-    return Desk(
+    return ExchangeContext(
         lines=DecisionLines(lambda: 0.0),
         settings=settings,
         paths=AllowedPaths(settings.extproc.paths),
-        reads=reads(settings.extproc, lambda: 0.0),
-        bodies=Bodies(settings.extproc.max_buffered_bytes),
-        newcomers=newcomers(settings, lambda: 0.0),
+        reads=read_limit(settings.extproc, lambda: 0.0),
+        bodies=BodyBudget(settings.extproc.max_buffered_bytes),
+        new_flows=new_flow_limit(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,
-        door=Door(gate),
+        drain_gate=DrainGate(gate),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),
         fill=lambda: 0.25,
@@ -207,7 +206,7 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
         answers = await exchange.receive(message)
         if answers:
             said.extend(answers)
-            exchange.told()
+            exchange.before_last_write()
     return said
 
 

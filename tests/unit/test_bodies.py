@@ -11,7 +11,7 @@ from extproc_client import (
     ScriptedGate,
     body,
     converse,
-    desk,
+    exchange_context,
     headers,
     parts,
     response_body,
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError, ExpiredTtl, NoEndpoints
-from picker_fleet.extproc.desk import Desk
+from picker_fleet.extproc.context import ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
 
 ASK = b'{"model": "m", "prompt": "p"}'
@@ -66,7 +66,9 @@ def talks(draw: st.DrawFn) -> list[ProcessingRequest]:
     return [first, *draw(st.lists(MESSAGES, max_size=6))]
 
 
-async def live(exchange: Exchange, talk: Sequence[ProcessingRequest], here: Desk, leaves: bool) -> None:
+async def live(
+    exchange: Exchange, talk: Sequence[ProcessingRequest], here: ExchangeContext, leaves: bool
+) -> None:
     """An exchange as the service leads it, to its end; with `leaves`, its client goes while it waits."""
     try:
         for message in talk:
@@ -78,11 +80,11 @@ async def live(exchange: Exchange, talk: Sequence[ProcessingRequest], here: Desk
                 work.cancel()
             for _ in await work:
                 assert 0 <= here.bodies.held_bytes <= LIMIT
-            exchange.told()
+            exchange.before_last_write()
             await asyncio.sleep(0)
         if exchange.uploading and leaves:
-            exchange.give_up()
-            exchange.told()
+            exchange.fail_upload()
+            exchange.before_last_write()
     except asyncio.CancelledError:
         pass
     finally:
@@ -101,7 +103,7 @@ def test_nothing_is_held_after_any_end_of_any_exchanges(
     async def play() -> None:
         # Given exchanges beside each other, at a gate that places, refuses, fails, or lets them wait
         gate = ScriptedGate(error)
-        here = desk(gate, Counted(), settings)
+        here = exchange_context(gate, Counted(), settings)
         if shut:
             gate.open.clear()
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -120,7 +122,7 @@ def test_nothing_is_held_after_any_end_of_any_exchanges(
 async def test_what_does_not_fit_beside_what_waits_is_refused_until_that_has_gone_on(mode: str) -> None:
     # Given two requests that wait, of two thirds of what may be held
     gate, metrics = ScriptedGate(), Counted()
-    here = desk(gate, metrics, SMALL)
+    here = exchange_context(gate, metrics, SMALL)
     gate.open.clear()
     ask = ASK.ljust(700)
     waiting = [asyncio.create_task(converse(Exchange(here), headers(mode), body(ask))) for _ in range(2)]

@@ -16,8 +16,8 @@ from extproc_client import (
     body,
     converse,
     describe,
-    desk,
     echoed,
+    exchange_context,
     given_back,
     headers,
     parts,
@@ -72,7 +72,7 @@ def refusal(answers: Sequence[ProcessingResponse]) -> tuple[int, dict[str, Any]]
 async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     # Given a request with an id, in some mode
     gate, metrics = ScriptedGate(), Counted()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     answers = await converse(exchange, *asks(mode, {"x-request-id": "envoys-id"}))
 
     # Then it is sent to its endpoints, its body unchanged
@@ -102,7 +102,7 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str, cost: floa
     # Given a stock of tokens, and a body that sets no maximum of its answer
     tokens = {"unit": "tokens", "watermark_per_backend": 8000}
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate, settings=parse({"request_queue_controller": tokens})))
+    exchange = Exchange(exchange_context(gate, settings=parse({"request_queue_controller": tokens})))
     await converse(exchange, *asks(mode, {"content-length": "400"} if mode == "headers" else {}))
     exchange.close()
 
@@ -115,7 +115,7 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str, cost: floa
 async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
     # Given a large body in chunks, when all but its end has come
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     *first, last = [headers(mode), *chunked(BIG, 16_384)]
 
     # Then nothing was answered and nothing admitted (Envoy may still take it elsewhere: G7)
@@ -151,7 +151,7 @@ UNENDED = [headers("lean", {"content-length": str(len(LONG))}), body(LONG, ended
 async def test_in_lean_a_body_whole_by_its_length_is_answered_in_one_message_at_once() -> None:
     # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     answers = await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
     # Then it is placed and told, with all of its body
     assert parts(answers) == ["request_headers"]
@@ -169,7 +169,7 @@ async def test_in_lean_a_body_whole_by_its_length_is_answered_in_one_message_at_
 )
 async def test_one_message_gives_back_as_much_as_any_envoy_takes(spare: int, messages: list[str]) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)
-    answers = await converse(Exchange(desk(ScriptedGate())), headers("lean"), body(ask))
+    answers = await converse(Exchange(exchange_context(ScriptedGate())), headers("lean"), body(ask))
     assert parts(answers) == messages
     assert b"".join(chunk for chunk, _ in given_back(answers)) == ask
     assert [ended for _, ended in given_back(answers)][-1]
@@ -184,7 +184,7 @@ async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(
 ) -> None:
     # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     sized: dict[str, str | bytes] = {"content-length": str(len(ask))}
     assert await converse(exchange, headers(mode, sized), body(ask, ended=False)) == []
     # Then it is placed, once, and Envoy knows nothing of it yet
@@ -202,7 +202,7 @@ async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(
 
 async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     messages = [headers("standard", SIZED), body(ASK, ended=False), body(b"", ended=False)]
     assert await converse(exchange, *messages) == []
     answers = await converse(exchange, body())
@@ -214,7 +214,7 @@ async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
 async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(keeping: bool) -> None:
     # Given a request that was placed by its length
     gate = ScriptedGate()
-    here = desk(gate)
+    here = exchange_context(gate)
     exchange = Exchange(here)
     await converse(exchange, *UNENDED)
     # When its end comes so late that its lease may have run out, which nobody renews till Envoy is told
@@ -235,7 +235,7 @@ async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(
 async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
     # Given a request that was placed by its length, and no shared state by the time its body ends
     gate = ScriptedGate()
-    here = desk(gate)
+    here = exchange_context(gate)
     exchange = Exchange(here)
     await converse(exchange, *UNENDED)
     for _ in range(3):
@@ -250,7 +250,7 @@ async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
 
 async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing() -> None:
     gate = Unconfirming()
-    here = desk(gate)
+    here = exchange_context(gate)
     exchange = Exchange(here)
     await converse(exchange, *UNENDED)
     for _ in range(3):
@@ -271,7 +271,7 @@ async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(
     unended: list[ProcessingRequest],
 ) -> None:
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, *unended)
     exchange.close()
     assert len(gate.withdrawn) == 1
@@ -279,7 +279,7 @@ async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(
 
 async def test_a_body_longer_than_its_length_is_refused_and_taken_back() -> None:
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, *UNENDED)
     code, error = refusal(await converse(exchange, body(b"more")))
     assert code == 400
@@ -292,7 +292,7 @@ async def test_a_body_longer_than_its_length_is_refused_and_taken_back() -> None
 @pytest.mark.parametrize("ask", [ASK, LONG], ids=["small", "long"])
 async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: str, ask: bytes) -> None:
     # (in chunks of its own, Envoy's router would send its copy of it besides, as the trailers pass)
-    exchange = Exchange(desk(ScriptedGate()))
+    exchange = Exchange(exchange_context(ScriptedGate()))
     answers = await converse(exchange, headers(mode), body(ask, ended=False), trailers())
     assert parts(answers) == ["request_headers"]
     assert given_back(answers) == [(ask, True)]
@@ -305,7 +305,7 @@ async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: st
 
 async def test_an_envoy_that_says_no_mode_speaks_standard() -> None:
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, headers(None), body(ASK))
     assert gate.admitted[0][1]
     assert not exchange.done
@@ -315,7 +315,7 @@ async def test_an_envoy_that_says_no_mode_speaks_standard() -> None:
 async def test_a_request_without_body_is_routed_without_admission(mode: str) -> None:
     # Given a GET with a subset, when its headers come
     gate, metrics = ScriptedGate(), Counted()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     hint = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10.0.0.1:8000"]}}
     answers = await converse(exchange, headers(mode, ended=True, metadata=hint))
 
@@ -365,7 +365,7 @@ async def test_what_no_model_server_should_be_asked_is_refused_in_every_mode(
     mode: str, ended: bool, ask: tuple[str, str | bytes]
 ) -> None:
     gate, metrics = ScriptedGate(), Counted()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     metadata = {"picker.request": {"model": "m"}}
     answers = await converse(exchange, headers(mode, ended=ended, metadata=metadata, ask=ask))
     status, error = refusal(answers)
@@ -389,7 +389,7 @@ async def test_inference_needs_a_body_and_a_read_has_none(
 ) -> None:
     gate = ScriptedGate()
     metadata = {"picker.request": {"model": "m"}}
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     status, error = refusal(await converse(exchange, headers(mode, ended=ended, metadata=metadata, ask=ask)))
     assert (status, error["code"]) == (400, "bad_request")
     assert says in error["message"]
@@ -401,7 +401,7 @@ async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
     # Given a replica that lets one read a second through, and two at once, one of them of a path of its own
     gate, metrics = ScriptedGate(), Counted()
     settings = parse({"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
-    here = desk(gate, metrics, settings)
+    here = exchange_context(gate, metrics, settings)
     reads = [headers(mode, ended=True), headers(mode, ended=True, ask=("GET", "/v1/adapters/a"))]
     for message in reads:
         assert parts(await converse(Exchange(here), message)) == ["request_headers"]
@@ -423,7 +423,7 @@ async def test_an_envoy_that_does_not_tell_the_path_is_told_so(missing: str) -> 
     kept = [field for field in fields if field.key != missing]
     del fields[:]
     fields.extend(kept)
-    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), message))
+    status, error = refusal(await converse(Exchange(exchange_context(ScriptedGate())), message))
     assert (status, error["code"]) == (500, "unsupported_processing_mode")
     assert "forward_rules" in error["message"]
 
@@ -441,7 +441,7 @@ async def test_a_subset_hint_reaches_the_gate(hint: object, subset: tuple[str, .
     gate = ScriptedGate()
     key = "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
-    await converse(Exchange(desk(gate)), headers("lean", metadata=metadata), body(ASK))
+    await converse(Exchange(exchange_context(gate)), headers("lean", metadata=metadata), body(ASK))
     assert gate.admitted[0][0].subset == subset
 
 
@@ -459,7 +459,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("bad", "says"), BAD_BODIES)
 async def test_a_bad_body_is_refused_by_name(mode: str, bad: bytes, says: str) -> None:
     gate, metrics = ScriptedGate(), Counted()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     status, error = refusal(await converse(exchange, headers(mode), body(bad)))
     assert (status, error["code"], error["type"]) == (400, "bad_request", "invalid_request_error")
     assert says in error["message"]
@@ -479,7 +479,7 @@ async def test_a_bad_body_is_refused_by_name(mode: str, bad: bytes, says: str) -
 )
 async def test_a_body_that_envoy_could_not_read_is_refused(metadata: Any, says: str) -> None:
     first = headers("headers", metadata={"picker.request": metadata} if metadata is not None else {})
-    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), first))
+    status, error = refusal(await converse(Exchange(exchange_context(ScriptedGate())), first))
     assert status == 400
     assert says in error["message"]
 
@@ -489,11 +489,11 @@ async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> Non
     name = "x-gateway-inference-fairness-id"
     # Given a gateway that is not trusted with it, then it is passed over
     gate = ScriptedGate()
-    await converse(Exchange(desk(gate)), *asks(mode, {name: b"caf\xe9"}))
+    await converse(Exchange(exchange_context(gate)), *asks(mode, {name: b"caf\xe9"}))
     assert gate.admitted[0][0].flow == "m"
     # And with one that is, it is refused
     gate = ScriptedGate()
-    counting = desk(gate, settings=parse({"extproc": {"trusted_headers": [name]}}))
+    counting = exchange_context(gate, settings=parse({"extproc": {"trusted_headers": [name]}}))
     status, error = refusal(await converse(Exchange(counting), *asks(mode, {name: b"caf\xe9"})))
     assert status == 400
     assert name in error["message"]
@@ -501,14 +501,16 @@ async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> Non
 
 
 async def test_other_headers_may_hold_any_bytes() -> None:
-    answers = await converse(Exchange(desk(ScriptedGate())), *asks("lean", {"cookie": b"\xff\xfe"}))
+    answers = await converse(
+        Exchange(exchange_context(ScriptedGate())), *asks("lean", {"cookie": b"\xff\xfe"})
+    )
     assert parts(answers)[0] == "request_headers"
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_body_announced_too_large_is_refused_at_once(mode: str) -> None:
     first = asks(mode, {"content-length": "20971520"})[0]
-    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), first))
+    status, error = refusal(await converse(Exchange(exchange_context(ScriptedGate())), first))
     assert (status, error["code"]) == (413, "payload_too_large")
     assert "8388608 bytes" in error["message"]
 
@@ -517,7 +519,7 @@ async def test_a_body_announced_too_large_is_refused_at_once(mode: str) -> None:
 async def test_a_body_that_grows_too_large_is_refused_at_once(mode: str) -> None:
     # Given a limit, when a chunk passes it, then no more is read
     settings = parse({"extproc": {"max_body_bytes": 2048}})
-    exchange = Exchange(desk(ScriptedGate(), settings=settings))
+    exchange = Exchange(exchange_context(ScriptedGate(), settings=settings))
     answers = await converse(exchange, headers(mode), body(b"x" * 2048, ended=False), body(b"x", ended=False))
     assert refusal(answers)[0] == 413
     assert exchange.done
@@ -536,7 +538,7 @@ async def test_a_body_that_grows_too_large_is_refused_at_once(mode: str) -> None
     ],
 )
 async def test_other_body_modes_are_refused_by_name(modes: tuple[int, int], names: str) -> None:
-    status, error = refusal(await converse(Exchange(desk(ScriptedGate())), headers(modes)))
+    status, error = refusal(await converse(Exchange(exchange_context(ScriptedGate())), headers(modes)))
     assert (status, error["code"]) == (500, "unsupported_processing_mode")
     assert names in error["message"]
 
@@ -553,7 +555,7 @@ async def test_other_body_modes_are_refused_by_name(modes: tuple[int, int], name
     ],
 )
 async def test_messages_out_of_order_are_refused(messages: list[ProcessingRequest], says: str) -> None:
-    exchange = Exchange(desk(ScriptedGate()))
+    exchange = Exchange(exchange_context(ScriptedGate()))
     status, error = refusal(await converse(exchange, *messages))
     assert status == 500
     assert says in error["message"]
@@ -563,7 +565,7 @@ async def test_messages_out_of_order_are_refused(messages: list[ProcessingReques
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
     gate, metrics = ScriptedGate(ExpiredTtl("waited 30 s", retry_after_s=2)), Counted()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     answers = await converse(exchange, *asks(mode))
     assert refusal(answers) == (
         503,
@@ -580,17 +582,17 @@ async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
 async def test_overload_may_be_429_by_configuration_and_other_faults_not() -> None:
     settings = parse({"fair_request_queue": {"overload_status": 429}})
     for error, status in ((ExpiredTtl("late"), 429), (NoEndpoints("none"), 503), (Fault("tea"), 418)):
-        exchange = Exchange(desk(ScriptedGate(error), settings=settings))
+        exchange = Exchange(exchange_context(ScriptedGate(error), settings=settings))
         assert refusal(await converse(exchange, *asks("lean")))[0] == status
 
 
 async def test_no_endpoint_for_a_get_is_the_answer() -> None:
-    exchange = Exchange(desk(ScriptedGate(NoEndpoints("none is ready"))))
+    exchange = Exchange(exchange_context(ScriptedGate(NoEndpoints("none is ready"))))
     assert refusal(await converse(exchange, headers("lean", ended=True)))[0] == 503
 
 
 async def test_an_unforeseen_fault_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
-    exchange = Exchange(desk(ScriptedGate(ValueError("a bug"))))
+    exchange = Exchange(exchange_context(ScriptedGate(ValueError("a bug"))))
     status, error = refusal(await converse(exchange, *asks("lean")))
     assert (status, error["code"]) == (500, "internal_error")
     assert "a bug" not in error["message"]
@@ -601,7 +603,7 @@ async def test_an_unforeseen_fault_is_logged_and_answered(caplog: pytest.LogCapt
 async def test_a_body_cut_off_leaves_nothing(mode: str) -> None:
     # Given half a body, when the stream ends
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, headers(mode), body(b'{"model"', ended=False))
     exchange.close()
 
@@ -616,7 +618,7 @@ async def test_a_client_that_leaves_while_waiting_cancels_the_wait(
     # Given a request that waits at the gate
     gate, metrics = ScriptedGate(), Counted()
     gate.open.clear()
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     task = asyncio.create_task(converse(exchange, *asks(mode, {"x-request-id": "made-1"})))
     await gate.asked.wait()
 
@@ -642,7 +644,7 @@ async def test_a_placement_that_was_not_told_is_withdrawn(mode: str) -> None:
     # Given a request placed after a wait, when the stream ends before the last of its answer was written
     gate, metrics = ScriptedGate(), Counted()
     gate.waited_s = 2.5
-    exchange = Exchange(desk(gate, metrics))
+    exchange = Exchange(exchange_context(gate, metrics))
     for message in asks(mode, {"x-request-id": "made-1"}):
         await exchange.receive(message)
     exchange.close()
@@ -684,7 +686,7 @@ RESPONSES_ANSWER = (
 async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, size: int) -> None:
     # Given a placed request, when its answer streams by in chunks of some size
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, *asks("standard"))
     came = [answer[at : at + size] for at in range(0, len(answer), size)]
     messages = [response_body(chunk, ended=index == len(came) - 1) for index, chunk in enumerate(came)]
@@ -732,7 +734,7 @@ async def test_standard_settles_once_however_the_answer_ends(
     messages: list[ProcessingRequest], answered: list[str], outcome: Outcome, status: int
 ) -> None:
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     await converse(exchange, *asks("standard"))
     assert parts(await converse(exchange, *messages)) == answered
     exchange.close()
@@ -747,7 +749,7 @@ async def test_standard_settles_once_however_the_answer_ends(
 async def test_standard_lets_an_answer_of_envoys_own_pass(begun: list[ProcessingRequest]) -> None:
     # Given a request that never became whole, or whose headers did not, when Envoy answers it by itself
     gate = ScriptedGate()
-    exchange = Exchange(desk(gate))
+    exchange = Exchange(exchange_context(gate))
     messages = [*begun, response_headers(408), body(b"x")]
     said = await converse(exchange, *messages, response_body(b"timeout", ended=True))
 
@@ -761,7 +763,7 @@ async def test_standard_lets_an_answer_of_envoys_own_pass(begun: list[Processing
 async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
     # Given a model with another target, when a request for it is placed
     gate = ScriptedGate()
-    answers = await converse(Exchange(desk(gate, settings=SPLIT)), *asks(mode))
+    answers = await converse(Exchange(exchange_context(gate, settings=SPLIT)), *asks(mode))
 
     # Then the body names the target, and its length is told
     sent = b"".join(chunk for chunk, _ in given_back(answers))
@@ -773,7 +775,9 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
 
 async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
     gate = ScriptedGate()
-    status, error = refusal(await converse(Exchange(desk(gate, settings=SPLIT)), *asks("headers")))
+    status, error = refusal(
+        await converse(Exchange(exchange_context(gate, settings=SPLIT)), *asks("headers"))
+    )
     assert status == 500
     assert "m-v2" in error["message"]
     assert gate.admitted == []
@@ -783,7 +787,7 @@ async def renamed(
     chunks: list[bytes], fields: dict[str, str] | None = None, *, trailing: bool = False
 ) -> bytes:
     """What a client gets of `chunks`, the answer of model m-v2 to a request for m."""
-    exchange = Exchange(desk(ScriptedGate(), settings=SPLIT))
+    exchange = Exchange(exchange_context(ScriptedGate(), settings=SPLIT))
     await converse(exchange, *asks("standard"))
     said = await converse(exchange, response_headers(200, fields))
     removed = list(said[0].response_headers.response.header_mutation.remove_headers)
@@ -816,7 +820,7 @@ async def test_the_client_reads_the_name_it_asked_for(size: int, trailing: bool)
 
 
 async def test_an_event_is_not_delayed_by_the_renaming() -> None:
-    exchange = Exchange(desk(ScriptedGate(), settings=SPLIT))
+    exchange = Exchange(exchange_context(ScriptedGate(), settings=SPLIT))
     await converse(exchange, *asks("standard"), response_headers(200))
     said = await converse(exchange, response_body(b'data: {"model":"m-v2"}\n\n'))
     assert [chunk.body for chunk in echoed(said, "response_body")] == [b'data: {"model":"m"}\n\n']
@@ -836,7 +840,7 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
     gate = ScriptedGate()
     names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
     trusting = parse({"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
-    exchange = Exchange(desk(gate, settings=trusting))
+    exchange = Exchange(exchange_context(gate, settings=trusting))
     answers = await converse(exchange, headers("lean", dict.fromkeys(names, header)))
     if not exchange.done:
         answers = await converse(exchange, body(ask))
@@ -853,7 +857,7 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
     for mode in ("standard", "lean", "headers"):
         gate = ScriptedGate()
         gate.session = "a-token"
-        exchange = Exchange(desk(gate))
+        exchange = Exchange(exchange_context(gate))
         answers = await converse(exchange, *asks(mode, {}))
         # Envoy has it from the metadata, and tells it; in `standard` it may be anyone's Envoy
         assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
@@ -878,14 +882,14 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
 async def test_a_refusal_tells_the_pressure_too(error: RequestError, told: str) -> None:
     gate = ScriptedGate()
     gate.error = error
-    (answer,) = await converse(Exchange(desk(gate)), *asks("lean"))
+    (answer,) = await converse(Exchange(exchange_context(gate)), *asks("lean"))
     assert set_headers(answer.immediate_response.headers)["x-queue-pressure"] == told
 
 
 async def test_the_pressure_is_the_part_of_its_time_that_a_request_has_waited_where_that_is_more() -> None:
     # Given a request that may wait for 2 s, placed a second after it came, with a queue a quarter full
     gate = ScriptedGate()
-    answers = await converse(Exchange(desk(gate)), *asks("lean", {"x-llm-d-inference-ttl": "2"}))
+    answers = await converse(Exchange(exchange_context(gate)), *asks("lean", {"x-llm-d-inference-ttl": "2"}))
     assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"
 
 
@@ -893,7 +897,7 @@ async def test_a_gateway_s_own_namespace_has_the_destination_and_names_who_serve
     # Given a gateway that keeps its metadata in a namespace of its own
     gate = ScriptedGate()
     settings = parse({"extproc": {"metadata_namespace": "gateway.lb"}})
-    exchange = Exchange(desk(gate, settings=settings))
+    exchange = Exchange(exchange_context(gate, settings=settings))
     answers = await converse(exchange, *asks("standard"))
     # Then the destination is there, and nowhere else
     assert sorted(answers[0].dynamic_metadata) == ["gateway.lb", "picker"]

@@ -16,8 +16,8 @@ from extproc_client import (
     Counted,
     ScriptedGate,
     body,
-    desk,
     echoed,
+    exchange_context,
     headers,
     parts,
     response_body,
@@ -29,10 +29,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.desk import Desk
-from picker_fleet.extproc.server import Server
-from picker_fleet.extproc.service import SERVICE, Service
-from picker_fleet.extproc.uploads import STALLED_S, Uploads
+from picker_fleet.extproc.context import ExchangeContext
+from picker_fleet.extproc.limits import STALLED_S, UploadDeadlines
+from picker_fleet.extproc.server import SERVICE, ExchangeService, Server
 from picker_fleet.request import Outcome
 
 ASK = b'{"model": "m"}'
@@ -49,7 +48,7 @@ class Replica:
         server: Server,
         channel: grpc.aio.Channel,
         metrics: Counted,
-        desk: Desk,
+        desk: ExchangeContext,
     ) -> None:
         self.gate = gate
         self.desk = desk
@@ -83,9 +82,9 @@ async def replica(
     settings = parse({"extproc": {**quick, **extproc}})
     gate, metrics = ScriptedGate(), Counted()
     clock = asyncio.get_running_loop().time
-    counter = desk(gate, metrics, settings, clock)
-    uploads = Uploads(clock, settings.extproc.body_timeout, stalled_s)
-    server = Server(Service(counter, uploads), counter.door, settings.extproc, extra)
+    counter = exchange_context(gate, metrics, settings, clock)
+    uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
+    server = Server(ExchangeService(counter, uploads), counter.drain_gate, settings.extproc, extra)
     port = await server.start()
     watch = asyncio.create_task(uploads.run())
     try:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from picker_fleet.extproc.usage import UsageTail
+from picker_fleet.extproc.response import UsageTail
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,31 @@
 """The ext_proc messages: what is read from them and what is answered (PROTOCOL.md, "Out").
 
 What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
+
+The first message's `protocol_config` says how much of a request and its answer Envoy sends:
+
+request body           response body          mode
+FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
+FULL_DUPLEX_STREAMED   NONE                   lean
+NONE                   NONE                   headers
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import orjson
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.errors import RequestError
-from picker_fleet.extproc.pressure import HEADER as PRESSURE
+from picker_fleet.errors import RequestError, Unsupported
 from picker_fleet.request import Placement
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
+PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
 # {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
@@ -31,6 +39,14 @@ _RETRY_AFTER_S = 1
 _CONTINUE_AND_REPLACE = 1  # CommonResponse.ResponseStatus
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
+_NONE = ProcessingMode.NONE
+_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
+_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): "headers"}
+
+_PRESSURE_STEPS = 100
+_PRESSURES = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
+FULL: Final = _PRESSURES[-1]
+
 
 def _constant(part: str) -> ProcessingResponse:
     answer = ProcessingResponse()
@@ -42,6 +58,38 @@ RESPONSE_HEADERS = _constant("response_headers")
 RESPONSE_TRAILERS = _constant("response_trailers")
 RESPONSE_HEADERS_UNSIZED = _constant("response_headers")  # for a body whose length will change
 RESPONSE_HEADERS_UNSIZED.response_headers.response.header_mutation.remove_headers.append("content-length")
+
+
+def mode_of(message: ProcessingRequest) -> str:
+    """The mode that Envoy speaks.
+
+    Raises:
+        Unsupported: it would send bodies in a way that is none of the three modes.
+    """
+    if not message.HasField("protocol_config"):
+        return "standard"
+    config = message.protocol_config
+    request, response = config.request_body_mode, config.response_body_mode
+    mode = _MODES.get((request, response))
+    if mode is None:
+        names = {number: name for name, number in ProcessingMode.BodySendMode.items()}
+        asked, answered = names.get(request, request), names.get(response, response)
+        raise Unsupported(
+            f"request_body_mode {asked} with response_body_mode {answered} is not supported; "
+            "FULL_DUPLEX_STREAMED or NONE is, for both or with NONE for the response"
+        )
+    return mode
+
+
+def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
+    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to being turned away.
+
+    It is the greater of `fill`, the part of the queue that is taken, and the part of its time to live that
+    the request has waited. Both are known here, so no request asks Redis for it.
+    """
+    waited = waited_s / ttl_s
+    greater = fill if fill > waited else waited
+    return _PRESSURES[round(greater * _PRESSURE_STEPS)] if greater < 1 else FULL
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:

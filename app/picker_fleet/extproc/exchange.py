@@ -1,13 +1,14 @@
 """One ext_proc exchange as a state machine: messages of Envoy in, answers out; no gRPC.
 
-    OPEN ── headers ──► BODY ── whole body ──► PLACED ── told, standard ──► RESPONSE ──► DONE
-      └─ header-only request, headers mode ──────▲  └─── told, lean and headers ──────────▲
+    OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
+      └─ header-only request, headers mode ──────▲  └─── sent, lean and headers ──────────▲
 
-The mode is what Envoy says it will send (extproc/mode.py).
+The mode is what Envoy says it will send (`codec.mode_of`).
 
-Nothing goes out until the whole body has come and the request is placed: until then Envoy can take the
-exchange to another replica (G7). A placed request whose whole answer cannot have reached Envoy is withdrawn,
-one that is held through its response is settled, exactly once (G6); the access log settles the others.
+No answer is sent before the whole body has arrived and the request is placed: until then Envoy can repeat the
+request at another replica (G7). A placed request is withdrawn if its whole answer cannot have reached Envoy.
+If the exchange owns the response stream, the request is settled exactly once at its end (G6); the access log
+settles the others.
 """
 
 import enum
@@ -15,6 +16,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
@@ -27,7 +29,6 @@ from picker_fleet.errors import (
     BodyStalled,
     ClientGone,
     Dropped,
-    PayloadTooLarge,
     RequestError,
     ShuttingDown,
     TooManyFlows,
@@ -36,18 +37,30 @@ from picker_fleet.errors import (
     Unsupported,
 )
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.desk import Desk
-from picker_fleet.extproc.mode import mode_of
-from picker_fleet.extproc.placing import KEPT_S, Placing
-from picker_fleet.extproc.pressure import FULL, pressure
-from picker_fleet.intake import CONTENT_LENGTH, FORWARDED_FOR, METHOD, PATH, read_metadata, read_subset
+from picker_fleet.extproc.context import ExchangeContext
+from picker_fleet.extproc.limits import BodyBuffer
+from picker_fleet.extproc.response import ModelRename, Response
+from picker_fleet.intake import (
+    CONTENT_LENGTH,
+    FORWARDED_FOR,
+    METHOD,
+    PATH,
+    Ask,
+    read_body,
+    read_metadata,
+    read_subset,
+)
 from picker_fleet.paths import NOT_LISTED
+from picker_fleet.request import InferenceRequest, Placement
+from picker_fleet.scheduling.session import HEADER as SESSION
+
+CONFIRM_AFTER_S = 1.0  # a placement older than this is confirmed before it is used; shorter than any lease
 
 _log = logging.getLogger(__name__)
 
 
 class Step(enum.Enum):
-    """Where an exchange is; the drawing above."""
+    """Where an exchange is; see the drawing above."""
 
     OPEN = enum.auto()
     BODY = enum.auto()
@@ -59,36 +72,73 @@ class Step(enum.Enum):
 _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
 
 
-class Exchange(Placing):
-    """One request of Envoy: `receive` a message, write what it gives, at the end `close`.
+class _PlacedBody(NamedTuple):
+    """A request that was placed before the end of its body was signalled. `length` is the body's, where it
+    was rewritten.
 
-    `told` is said before the last answer of a `receive` is written, not after: Envoy ends the stream as soon
-    as it has that one, often before the write returns, and would have its request taken back otherwise.
+    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
+    """
+
+    answer: ProcessingResponse
+    body: bytes
+    request: InferenceRequest
+    placement: Placement
+    length: int | None
+    came_s: float
+    placed_s: float
+
+
+class Exchange:
+    """One request of Envoy: `receive` a message, write its answers, at the end `close`.
+
+    Call `before_last_write` before the last answer of a `receive` is written: Envoy ends the stream as soon
+    as it has that answer, often before the write returns, and its request would be withdrawn otherwise.
     """
 
     __slots__ = (
         "_body",
-        "_body_bytes",
         "_code",
-        "_held_bytes",
-        "_length",
+        "_context",
+        "_forwarded_for",
+        "_headers",
+        "_mode",
+        "_model",
+        "_placed_body",
+        "_placed_s",
+        "_pressure",
+        "_request",
+        "_response",
+        "_started_s",
         "_status",
         "_step",
+        "_subset",
+        "_target_model",
+        "_unsent",
     )
 
-    def __init__(self, desk: Desk) -> None:
-        super().__init__(desk)
+    def __init__(self, context: ExchangeContext) -> None:
+        self._context = context
+        self._started_s = context.clock()
         self._step = _OPEN
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._held_bytes = 0  # of them, as `desk.bodies` counts them
-        self._length = -1  # of the body, if its header says so
+        self._mode = ""
+        self._headers: dict[str, bytes] = {}
+        self._forwarded_for = b""
+        self._subset: tuple[str, ...] | None = None
+        self._body = BodyBuffer(context.bodies, context.settings.extproc.max_body_bytes)
+        self._request: InferenceRequest | None = None
+        self._model = ""
+        self._target_model = ""
+        self._placed_body: _PlacedBody | None = None
+        self._placed_s = 0.0
+        self._unsent: tuple[str, Placement] | None = None  # a placement that Envoy does not know yet
+        self._pressure = ""  # as the client is told once its request is placed
+        self._response: Response | None = None
         self._code = ""  # of a decision that is not counted yet
         self._status = 200
 
     @property
     def done(self) -> bool:
-        """Nothing more is to be read; what `receive` gave last is still to be written."""
+        """Nothing more is to be read; the last answers of `receive` may still have to be written."""
         return self._step is _DONE
 
     @property
@@ -98,27 +148,36 @@ class Exchange(Placing):
 
     @property
     def upload_began_s(self) -> float:
-        """When the request began to come; once all its bytes have, when it was placed."""
-        return self._started_s if self._ready is None else self._ready.placed_s
+        """When the request began to arrive; once all its bytes have, when it was placed."""
+        return self._started_s if self._placed_body is None else self._placed_body.placed_s
 
     async def receive(self, message: ProcessingRequest) -> Iterable[ProcessingResponse]:
         """Take Envoy's next message; the answers to write now, in order, each made when it is asked for.
 
         Raises:
-            CancelledError: the client went away while the request waited.
+            CancelledError: the client left while the request waited.
         """
         try:
             part = message.WhichOneof("request")
             if self._step is _BODY and part == "request_body":
                 ended = self._keep(message.request_body)
-                del message  # a long wait should not hold the last of the body twice
-                return await self._go_on(ended)
+                del message  # a request that waits must not hold the end of its body twice
+                if ended:
+                    return await self._answer_body()
+                # Envoy signals a body's end in a message of its own. By its content-length a body is whole
+                # before that, so its placement begins here. Where one message answers, it is sent at once;
+                # else the end is signalled while the request is being placed.
+                if self._placed_body is None and self._body.size_bytes == self._body.content_length:
+                    await self._place_body()
+                    if self._in_one_message(self._body.size_bytes):
+                        return await self._answer_body()
+                return ()
             if self._step is _OPEN and part == "request_headers":
                 return () if self._begin(message) else await self._place_headers(message)
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
-                return await self._answer_body(trailed=True)
+                return await self._answer_body(trailers=True)
             return self._unexpected(part, message)
         except RequestError as error:
             return (self._refuse(error),)
@@ -126,75 +185,81 @@ class Exchange(Placing):
             if self._step is _RESPONSE:
                 raise  # too late for an answer
             _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
-            self._take_back()
+            self._release()
             return (self._refuse(RequestError("the picker failed on this request; its log says why")),)
 
-    def told(self) -> None:
-        """The last of what `receive` gave is about to be written: from here on Envoy may know it."""
+    def before_last_write(self) -> None:
+        """The last answer of a `receive` is about to be written: from here on Envoy may know it."""
         if self._code:
-            seconds = self._desk.clock() - self._started_s
-            self._desk.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
-            lines = self._desk.lines
+            context = self._context
+            seconds = context.clock() - self._started_s
+            context.metrics.answered(self._mode, self._model, self._code, seconds, self._target_model)
+            lines = context.lines
             if self._code != "ok":
-                lines.refused(self._asked, self._code, self._status, self._mode, seconds)
+                lines.refused(self._request, self._code, self._status, self._mode, seconds)
             elif lines.debug:
-                endpoints = self._untold[1].endpoints if self._untold is not None else ()
-                lines.placed(self._asked, endpoints, self._mode, seconds)
+                endpoints = self._unsent[1].endpoints if self._unsent is not None else ()
+                lines.placed(self._request, endpoints, self._mode, seconds)
             self._code = ""
         if self._step is _PLACED:
             self._drop_body()
-            self._untold = None
+            self._unsent = None
             self._step = _DONE if self._response is None else _RESPONSE
 
     def close(self) -> None:
-        """The stream is over, for whatever reason: nothing stays taken that nobody will release."""
-        if self._step is _DONE and self._untold is None and self._response is None:
+        """The stream has ended, for whatever reason: release what nobody else will release."""
+        if self._step is _DONE and self._unsent is None and self._response is None:
             return
-        if self._asked is not None and self._step in (_OPEN, _BODY, _PLACED):
-            # Envoy ends the stream of a whole request before its decision when the client has gone.
-            seconds = self._desk.clock() - self._started_s
-            self._desk.metrics.left(self._mode, self._model, seconds, self._target_model)
-            self._desk.lines.refused(self._asked, ClientGone.code, ClientGone.status, self._mode, seconds)
-        self._take_back()
+        if self._request is not None and self._step in (_OPEN, _BODY, _PLACED):
+            # Envoy ends the stream of a whole request before its decision when the client has left.
+            context = self._context
+            seconds = context.clock() - self._started_s
+            context.metrics.left(self._mode, self._model, seconds, self._target_model)
+            context.lines.refused(self._request, ClientGone.code, ClientGone.status, self._mode, seconds)
+        self._release()
 
-    def _take_back(self) -> None:
-        self._step = _DONE
-        self._drop_body()
-        if self._untold is not None:
-            request_id, placement = self._untold
-            self._desk.gate.withdraw(request_id, placement)
-            if placement.waited_s is not None:
-                self._desk.metrics.waited(self._model, placement.waited_s, False, self._target_model)
-        elif self._response is not None:
-            self._response.cut()
-        self._untold = self._response = None
-
-    def give_up(self) -> ProcessingResponse:
-        """The rest of the request does not come: nothing of it is kept; what to tell Envoy."""
-        self._take_back()
+    def fail_upload(self) -> ProcessingResponse:
+        """The rest of the request does not come: release everything; the answer to Envoy."""
+        self._release()
         return self._refuse(BodyStalled("the rest of the body did not come"))
 
+    def _release(self) -> None:
+        self._step = _DONE
+        self._drop_body()
+        if self._unsent is not None:
+            request_id, placement = self._unsent
+            self._context.gate.withdraw(request_id, placement)
+            if placement.waited_s is not None:
+                self._context.metrics.waited(self._model, placement.waited_s, False, self._target_model)
+        elif self._response is not None:
+            self._response.cut()
+        self._unsent = self._response = None
+
+    def _drop_body(self) -> None:
+        self._placed_body = None
+        self._body.release()
+
+    # What arrives.
+
     def _begin(self, message: ProcessingRequest) -> bool:
-        """Read the first message; says whether a body follows it.
+        """Read the first message; whether a body follows it.
 
         Raises:
-            UnknownPath, TooManyReads: it is nothing that a model server may be asked, or not now.
+            UnknownPath, TooManyReads: no model server may be asked this, or not now.
             BadRequest: it has a body where it may not, or none where it must.
+            PayloadTooLarge: its header says that its body is too large.
         """
-        self._mode = mode_of(message)
+        self._mode = codec.mode_of(message)
         if message.HasField("metadata_context"):
             hint = codec.read_metadata(message, codec.SUBSET_HINT)
             if hint is not None and codec.SUBSET in hint:
                 self._subset = read_subset(hint[codec.SUBSET])
         headers = message.request_headers
-        self._headers = codec.read_headers(headers, self._desk.intake.headers)
+        self._headers = codec.read_headers(headers, self._context.intake.headers)
         if self._is_read(headers.end_of_stream):
             return False
         self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
-        length = self._headers.pop(CONTENT_LENGTH, b"")
-        if length.isdigit():
-            self._length = int(length[:20])
-            self._check_size(self._length)
+        self._body.expect(self._headers.pop(CONTENT_LENGTH, b""))
         if self._mode == "headers":
             return False
         self._step = _BODY
@@ -204,8 +269,8 @@ class Exchange(Placing):
         """Whether it is a read, which has no body and is not admitted, and not inference."""
         method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
         if method is None or path is None:
-            raise Unsupported("Envoy tells no :method and :path; see forward_rules of the ext_proc filter")
-        kind = self._desk.paths.kind(method, path)
+            raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
+        kind = self._context.paths.kind(method, path)
         if kind is None:
             raise UnknownPath(NOT_LISTED)
         if kind == "inference":
@@ -214,118 +279,158 @@ class Exchange(Placing):
             return False
         if not ended:
             raise BadRequest("a GET with a body is not served")
-        wait_s = self._desk.reads.take()
+        wait_s = self._context.reads.take()
         if wait_s:
             raise TooManyReads(
-                f"more than {self._desk.settings.extproc.read_rate:g} reads a second",
+                f"more than {self._context.settings.extproc.read_rate:g} reads a second",
                 retry_after_s=max(1, math.ceil(wait_s)),
             )
         return True
-
-    async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Place a read, or a request whose body Envoy has read."""
-        if message.request_headers.end_of_stream:
-            placement = await self._desk.gate.route(self._subset)
-            self._pressure = pressure(self._desk.fill(), 0.0, 1.0)
-            if self._mode == "standard":
-                self._response = self._answer_of("", None)
-            return [self._placed(self._towards(placement))]
-        fields = codec.read_metadata(message, codec.REQUEST)
-        if fields is None:
-            raise BadRequest("no model could be read from the body; is its content-type application/json?")
-        ask = read_metadata(fields, max(self._length, 0))
-        request = self._request(ask)
-        if request.target_model != ask.model:
-            raise Unsupported(
-                f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
-            )
-        placement = await self._admit(request, self._started_s)
-        return [self._placed(self._towards(placement, request))]
 
     def _keep(self, part: HttpBody) -> bool:
         """Keep a chunk; whether it is marked as the last."""
         chunk = part.body
         if chunk:
-            if self._ready is not None:
+            if self._placed_body is not None:
                 raise BadRequest("the body is longer than its content-length")
-            self._body_bytes += len(chunk)
-            self._check_size(self._body_bytes)
-            self._desk.bodies.take(len(chunk), self._body_bytes)
-            self._held_bytes += len(chunk)
-            self._body.append(chunk)
+            self._body.add(chunk)
         return bool(part.end_of_stream)
 
-    def _drop_body(self) -> None:
-        """Hold nothing of the body any more."""
-        self._body, self._ready = [], None
-        if self._held_bytes:
-            self._desk.bodies.give_back(self._held_bytes)
-            self._held_bytes = 0
+    def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._step is _OPEN:
+            self._mode = codec.mode_of(message)
+        if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
+            # Envoy's own answer to a request that did not become whole, or had not begun: pass it on.
+            self._step = _RESPONSE
+            self._drop_body()
+            self._response = self._own_response("", None)
+            return self._pass_on(part, message)
+        came = (part or "an empty message").replace("_", " ")
+        wanted = "the request's headers" if self._step is _OPEN else "the rest of the request"
+        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
 
-    async def _go_on(self, ended: bool) -> Iterable[ProcessingResponse]:
-        """The answers once the body has ended.
+    # Placement.
 
-        Envoy tells a body's end in a message of its own. By its content-length a body is whole before that:
-        its placement begins then. Where one message answers, it goes out at once; else the mark of the end
-        comes while the placement is under way.
+    async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Place a read, or a request whose body Envoy has read."""
+        if message.request_headers.end_of_stream:
+            placement = await self._context.gate.route(self._subset)
+            self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
+            if self._mode == "standard":
+                self._response = self._own_response("", None)
+            return [self._placed(self._answer_to(placement))]
+        fields = codec.read_metadata(message, codec.REQUEST)
+        if fields is None:
+            raise BadRequest("no model could be read from the body; is its content-type application/json?")
+        ask = read_metadata(fields, max(self._body.content_length, 0))
+        request = self._read_request(ask)
+        if request.target_model != ask.model:
+            raise Unsupported(
+                f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
+            )
+        placement = await self._admit(request, self._started_s)
+        return [self._placed(self._answer_to(placement, request))]
+
+    async def _place_body(self) -> None:
+        """Place the request of a whole body; the result is in `_placed_body`."""
+        body = self._body.join()
+        ask = read_body(body)
+        request = self._read_request(ask)
+        length = rename = None
+        if request.target_model != ask.model:
+            body = ask.renamed(request.target_model)
+            length = len(body)
+            rename = ModelRename(request.target_model, ask.model)
+        del ask  # a request that waits must not hold the parsed body too
+        came_s = self._context.clock()
+        placement = await self._admit(request, came_s)
+        if self._mode == "standard":
+            self._response = self._own_response(request.id, rename, placement)
+        answer = self._answer_to(placement, request, length)
+        self._placed_body = _PlacedBody(answer, body, request, placement, length, came_s, self._placed_s)
+
+    async def _answer_body(self, *, trailers: bool = False) -> Iterable[ProcessingResponse]:
+        """The answers to a whole body; `trailers` says that trailers have come after it.
+
+        With trailers it goes back with the headers, in every mode, and Envoy sends the trailers on by itself.
+        Given back in chunks, it would reach the model server twice wherever the route has retries: Envoy's
+        router keeps a copy, which is sent when the answer to the trailers lets them pass (docs/decisions.md,
+        15).
         """
-        if ended:
-            return await self._answer_body()
-        if self._ready is None and self._body_bytes == self._length:
-            await self._place_body(self._whole())
-            if self._in_one_message(self._body_bytes):
-                return await self._answer_body()
-        return ()
-
-    def _whole(self) -> bytes:
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
-        return body
-
-    async def _answer_body(self, *, trailed: bool = False) -> Iterable[ProcessingResponse]:
-        """The answers to a whole body; `trailed` says that trailers have come after it.
-
-        Then it goes back with the headers, in every mode, and Envoy sends the trailers on by itself. Given
-        back in chunks, it would reach the model server twice wherever the route has retries: Envoy's router
-        keeps a copy, which goes out when the answer to the trailers lets them pass (docs/decisions.md, 15).
-        """
-        if self._ready is None:
-            await self._place_body(self._whole())
-        ready, self._ready = self._ready, None
-        assert ready is not None
-        answer = ready.answer
+        if self._placed_body is None:
+            await self._place_body()
+        placed, self._placed_body = self._placed_body, None
+        assert placed is not None
+        answer = placed.answer
         if self._mode != "standard":
-            kept_s = self._desk.clock() - ready.placed_s
-            if kept_s > KEPT_S:
-                answer = await self._still_placed(ready, kept_s)
-        if trailed or self._in_one_message(len(ready.body)):
-            return [self._placed(codec.with_body(answer, ready.body))]
-        return chain((self._placed(answer),), codec.request_body(ready.body))
+            age_s = self._context.clock() - placed.placed_s
+            if age_s > CONFIRM_AFTER_S:
+                answer = await self._confirm(placed, age_s)
+        if trailers or self._in_one_message(len(placed.body)):
+            return [self._placed(codec.with_body(answer, placed.body))]
+        return chain((self._placed(answer),), codec.request_body(placed.body))
+
+    async def _confirm(self, placed: _PlacedBody, age_s: float) -> ProcessingResponse:
+        """The answer of a request placed `age_s` ago.
+
+        Nobody renews its lease before Envoy is told, so its place may be another request's by now. Then it
+        waits for a new one where it stood by its arrival (G4).
+        """
+        request, gate = placed.request, self._context.gate
+        if await gate.confirm(request.id, placed.placement, age_s):
+            return placed.answer
+        gate.withdraw(request.id, placed.placement)
+        self._unsent = None
+        placement = await self._admit(request, placed.came_s, self._context.clock() - placed.came_s)
+        return self._answer_to(placement, request, placed.length)
+
+    def _read_request(self, ask: Ask) -> InferenceRequest:
+        self._model = ask.model
+        from_envoy = self._mode != "standard"
+        request = self._context.intake.request(ask, self._headers, subset=self._subset, trusted=from_envoy)
+        self._model, self._target_model = request.model, request.target_model
+        self._request = request
+        self._context.new_flows.check(request.flow, self._forwarded_for)
+        return request
+
+    async def _admit(self, request: InferenceRequest, came_s: float, age_s: float = 0.0) -> Placement:
+        context = self._context
+        placement = await context.drain_gate.admit(request, held=self._mode == "standard", age_s=age_s)
+        self._unsent = (request.id, placement)
+        self._placed_s = context.clock()
+        self._pressure = codec.pressure(context.fill(), self._placed_s - came_s, request.ttl_s)
+        return placement
+
+    # Answers.
+
+    def _answer_to(
+        self, placement: Placement, request: InferenceRequest | None = None, length: int | None = None
+    ) -> ProcessingResponse:
+        """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
+        settings = self._context.settings
+        tries = 0
+        if self._subset is not None or (request is not None and request.selector):
+            # Only some endpoints may serve it, so the answer names as many as Envoy tries.
+            tries = 1 + settings.scheduling.fallbacks
+        return codec.placed(
+            placement,
+            "" if request is None else request.id,
+            length,
+            tries,
+            "" if request is None else request.target_model,
+            namespace=settings.extproc.metadata_namespace,
+            pressure=self._pressure,
+        )
 
     def _in_one_message(self, size_bytes: int) -> bool:
-        """Whether headers and body go back together, lest one get lost alone (docs/decisions.md, 15).
-
-        In `lean` alone, where the Envoy is one that this project configures.
-        """
+        """Whether headers and body go back in one message, so that neither is lost alone
+        (docs/decisions.md, 15). Only in `lean`, where the Envoy is configured by this project."""
         return self._mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
         self._step = _PLACED
         self._code = "ok"
         return answer
-
-    def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        if self._step is _OPEN:
-            self._mode = mode_of(message)
-        if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
-            # an answer of Envoy's own to a request that never became whole, or had not begun: let it pass
-            self._step = _RESPONSE
-            self._drop_body()
-            self._response = self._answer_of("", None)
-            return self._pass_on(part, message)
-        came = (part or "an empty message").replace("_", " ")
-        wanted = "the request's headers" if self._step is _OPEN else "the rest of the request"
-        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
 
     def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         if self._response is None or part is None or not part.startswith("response_"):
@@ -335,18 +440,32 @@ class Exchange(Placing):
             self._step = _DONE
         return answers
 
+    def _own_response(
+        self, request_id: str, rename: ModelRename | None, placement: Placement | None = None
+    ) -> Response:
+        context = self._context
+        return Response(
+            *(request_id, rename),
+            settle=context.gate.settle,
+            clock=context.clock,
+            started_s=self._started_s,
+            placed_s=context.clock(),
+            namespace=context.settings.extproc.metadata_namespace,
+            told={
+                SESSION: placement.session if placement is not None else "",
+                codec.PRESSURE: self._pressure,
+            },
+            waited_s=placement.waited_s if placement is not None else None,
+            target_model=self._target_model,
+        )
+
     def _refuse(self, error: RequestError) -> ProcessingResponse:
         self._step = _DONE
         self._drop_body()
         self._code = error.code
-        overload = self._desk.settings.fair_request_queue.overload_status
+        overload = self._context.settings.fair_request_queue.overload_status
         dropped = isinstance(error, Dropped)
         by_queue = dropped and not isinstance(error, ShuttingDown | TooManyFlows)
-        told = FULL if by_queue else pressure(self._desk.fill(), 0.0, 1.0)
+        pressure = codec.FULL if by_queue else codec.pressure(self._context.fill(), 0.0, 1.0)
         self._status = overload if dropped else error.status
-        return codec.refused(error, self._status, told)
-
-    def _check_size(self, size_bytes: int) -> None:
-        limit_bytes = self._desk.settings.extproc.max_body_bytes
-        if size_bytes > limit_bytes:
-            raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes")
+        return codec.refused(error, self._status, pressure)

@@ -1,18 +1,112 @@
 """The response phases of `standard` mode: passed on one for one, read on the way, accounted at the end."""
 
+import json
+import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.rename import ModelRename
-from picker_fleet.extproc.usage import UsageTail
 from picker_fleet.request import Completion, Outcome
 
 _STATUS = ":status"
 _ENCODING = "content-encoding"
 _WANTED = frozenset((_STATUS, _ENCODING))
+
+_HEAD_BYTES = 4096
+_TAIL_BYTES = 16_384
+_MAX_TOKENS = 1e9  # a higher number is no count, and must not be charged
+_USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
+_DECODER = json.JSONDecoder()
+
+
+class ModelRename:
+    """Replaces `"model":"target"` by the client's name in an answer that comes in chunks.
+
+    Only that exact field changes, with at most one space after its colon as servers write it, in plain JSON
+    and in server-sent events alike. A chunk's end that may be the beginning of the field is kept back for
+    the next one; an event ends with a line break, so whole events are never delayed.
+    """
+
+    __slots__ = ("_held", "_mine", "_pattern", "_spellings")
+
+    def __init__(self, target: str, mine: str) -> None:
+        names = {orjson.dumps(target), json.dumps(target).encode()}
+        self._spellings = sorted(b'"model":' + space + name for name in names for space in (b"", b" "))
+        self._pattern = re.compile(b"|".join(re.escape(spelling) for spelling in self._spellings))
+        self._mine = b'"model":' + json.dumps(mine).encode()
+        self._held = b""
+
+    def feed(self, chunk: bytes, *, ended: bool) -> bytes:
+        """What may go out once `chunk` has come; with `ended`, all of it."""
+        data = self._pattern.sub(lambda _: self._mine, self._held + chunk)
+        keep = 0 if ended else self._partial(data)
+        self._held = data[len(data) - keep :]
+        return data[: len(data) - keep]
+
+    def _partial(self, data: bytes) -> int:
+        """Length of the longest end of `data` that begins a spelling without completing it."""
+        longest = 0
+        for spelling in self._spellings:
+            for size in range(min(len(spelling) - 1, len(data)), longest, -1):
+                if data.endswith(spelling[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+class UsageTail:
+    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage stands, and its first
+    4 KiB, for servers that tell it before a long text.
+
+    Nothing is parsed until the end: that costs the same for one token as for ten thousand. Text inside a
+    JSON string can't be mistaken for the field, because its quotes are escaped.
+    """
+
+    __slots__ = ("_chunks", "_head", "_size")
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> None:
+        if len(self._head) < _HEAD_BYTES:
+            self._head += chunk[: _HEAD_BYTES - len(self._head)]
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size - len(self._chunks[0]) >= _TAIL_BYTES:
+            self._size -= len(self._chunks.popleft())
+
+    def tokens(self) -> tuple[int | None, int | None]:
+        """(prompt, completion) tokens of the last usage that has any; None for what is not told.
+
+        Read from a plain JSON answer, the last SSE event with one, or the Responses API's
+        `response.completed`, which calls them input and output tokens.
+        """
+        for part in (b"".join(self._chunks)[-_TAIL_BYTES:], self._head):
+            text = part.decode(errors="replace")
+            for match in reversed(list(_USAGE.finditer(text))):
+                try:
+                    usage, _ = _DECODER.raw_decode(text, match.end())
+                except (ValueError, RecursionError):
+                    continue
+                prompt = _count(usage, "prompt_tokens", "input_tokens")
+                completion = _count(usage, "completion_tokens", "output_tokens")
+                if prompt is not None or completion is not None:
+                    return prompt, completion
+        return None, None
+
+
+def _count(usage: dict[str, object], *names: str) -> int | None:
+    for name in names:
+        value = usage.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
+            return value
+    return None
 
 
 class Response:

@@ -1,4 +1,4 @@
-"""The replica's gRPC server: ext_proc, health, and what else is given to it; and its way down."""
+"""The replica's gRPC server: it carries ext_proc streams to their exchanges, serves health, and drains."""
 
 import asyncio
 import contextlib
@@ -6,15 +6,25 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from picker_fleet.errors import StartupError
-from picker_fleet.extproc.door import Door
-from picker_fleet.extproc.service import SERVICE, Service
+from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.extproc.limits import UploadDeadlines
 from picker_fleet.sections import ExtProc
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+# Ends a stream whose last answer is sent already, or that has none. Envoy has its answer or has closed its
+# side by then, and ignores what still comes.
+_NOTHING = ProcessingResponse()
 
 _READY = ("", SERVICE, "readiness")
 _ALIVE = "liveness"
@@ -27,14 +37,93 @@ _FLUSH_S = 1.0  # for answers that are decided; then streams without end (access
 _STOP_S = 0.25
 
 
+class ExchangeService:
+    """Serves exchanges, and knows when none is open.
+
+    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator, and one
+    that ends the stream itself after the answer about 40 µs less than one that waits for Envoy to do it. Most
+    streams have one answer. The handler returns it, as one of a method that answers once (`stream_unary`):
+    gRPC then sends it together with the stream's end, another 60 µs less. On the wire there is no difference.
+    What comes before it is written, as bytes: in such a handler `write` serialises nothing.
+    """
+
+    def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
+        self._context = context
+        self._uploads = uploads
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def quiet(self) -> None:
+        """Wait, without end, until no exchange is open."""
+        await self._idle.wait()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service, to be added to a `grpc.aio` server."""
+        process = grpc.stream_unary_rpc_method_handler(
+            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+    async def _process(self, _: object, stream: Any) -> ProcessingResponse:
+        exchange = Exchange(self._context)
+        task = asyncio.current_task()
+        assert task is not None
+        self._open += 1
+        self._idle.clear()
+        try:
+            # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
+            # which cancels this, and the server's keepalive ends the streams of an Envoy that vanished.
+            while not exchange.done:
+                if exchange.uploading:
+                    self._uploads.wait(exchange, task)
+                try:
+                    message = await stream.read()
+                except DecodeError:
+                    await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "no ProcessingRequest")
+                except asyncio.CancelledError:
+                    if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
+                        raise  # Envoy's doing
+                    refusal = exchange.fail_upload()
+                    exchange.before_last_write()
+                    return refusal
+                self._uploads.received(exchange)
+                if message is grpc.aio.EOF or exchange.done:
+                    break
+                work = exchange.receive(message)
+                del message  # a request that waits must not hold the end of its body twice
+                answers = await work
+                last = None
+                for answer in answers:
+                    if last is not None:
+                        await stream.write(last.SerializeToString())
+                    last = answer
+                if last is not None:
+                    exchange.before_last_write()
+                    if exchange.done:
+                        return last
+                    await stream.write(last.SerializeToString())
+            return _NOTHING
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+            self._uploads.received(exchange)
+            exchange.close()
+
+
 class Server:
     """Serves on `settings.listen`; not ready until `set_ready(True)`."""
 
     def __init__(
-        self, service: Service, door: Door, settings: ExtProc, extra: Sequence[grpc.GenericRpcHandler] = ()
+        self,
+        service: ExchangeService,
+        drain_gate: DrainGate,
+        settings: ExtProc,
+        extra: Sequence[grpc.GenericRpcHandler] = (),
     ) -> None:
         self._service = service
-        self._door = door
+        self._drain_gate = drain_gate
         self._settings = settings
         self._health = health_aio.HealthServicer()
         self._draining = False
@@ -89,9 +178,9 @@ class Server:
         self._draining = True
         await self.set_ready(False)
         await asyncio.sleep(self._settings.drain_grace)
-        self._door.close()
+        self._drain_gate.close()
         await self._quiet(self._settings.drain_timeout)
-        self._door.show_out()
+        self._drain_gate.cancel_waiters()
         await self._quiet(_FLUSH_S)
         await self._server.stop(_STOP_S)
 

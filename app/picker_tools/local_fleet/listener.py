@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from picker_fleet.config import Settings
-from picker_fleet.extproc.pressure import HEADER as PRESSURE_HEADER
+from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
 from picker_fleet.header_trust import untrusted
 from picker_fleet.paths import NOT_LISTED, PathRule, rules
 from picker_fleet.scheduling.session import HEADER as SESSION_HEADER

@@ -17,7 +17,7 @@ from mutation import end, entries, exchange
 
 from bench.witness.load import loaded
 from picker_fleet.extproc import accesslog
-from picker_fleet.extproc.service import SERVICE
+from picker_fleet.extproc.server import SERVICE
 
 STREAMS = 40
 HANGS_S = 60.0

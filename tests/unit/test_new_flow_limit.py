@@ -2,13 +2,22 @@
 
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
-from extproc_client import Counted, ScriptedGate, body, converse, desk, headers, parts, set_headers
+from extproc_client import (
+    Counted,
+    ScriptedGate,
+    body,
+    converse,
+    exchange_context,
+    headers,
+    parts,
+    set_headers,
+)
 
 from picker_fleet.config import parse
 from picker_fleet.errors import TooManyFlows
-from picker_fleet.extproc import newcomers
+from picker_fleet.extproc import limits
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.newcomers import Newcomers
+from picker_fleet.extproc.limits import NewFlowLimit
 
 HERE = b"10.0.0.1"
 
@@ -20,7 +29,7 @@ class Clock:
         return self.now_s
 
 
-def passes(those: Newcomers, flow: str, source: bytes = HERE) -> bool:
+def passes(those: NewFlowLimit, flow: str, source: bytes = HERE) -> bool:
     try:
         those.check(flow, source)
     except TooManyFlows:
@@ -30,7 +39,7 @@ def passes(those: Newcomers, flow: str, source: bytes = HERE) -> bool:
 
 def test_a_source_begins_as_many_flows_as_it_may_and_goes_on_with_them() -> None:
     clock = Clock()
-    those = Newcomers(3, ["known"], 0, clock)
+    those = NewFlowLimit(3, ["known"], 0, clock)
     assert [passes(those, f"f{n}") for n in range(5)] == [True] * 3 + [False] * 2
     # What it has begun goes on, and so do configured flows, and other sources
     assert passes(those, "f1")
@@ -62,20 +71,20 @@ def test_a_source_begins_as_many_flows_as_it_may_and_goes_on_with_them() -> None
 def test_a_source_is_the_last_address_that_a_trusted_proxy_has_told(
     hops: int, one: bytes, other: bytes, same: bool
 ) -> None:
-    those = Newcomers(1, [], hops, Clock())
+    those = NewFlowLimit(1, [], hops, Clock())
     assert passes(those, "a", one)
     assert passes(those, "b", other) is not same
 
 
 def test_without_a_source_nothing_is_limited() -> None:
-    those = Newcomers(1, [], 0, Clock())
+    those = NewFlowLimit(1, [], 0, Clock())
     assert all(passes(those, f"f{n}", b"") for n in range(10))
 
 
 def test_names_and_sources_without_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomers, "_MOST_FLOWS", 100)
-    monkeypatch.setattr(newcomers, "_MOST_SOURCES", 100)
-    those = Newcomers(1000, ["known"], 0, Clock())
+    monkeypatch.setattr(limits, "_MAX_FLOWS", 100)
+    monkeypatch.setattr(limits, "_MAX_SOURCES", 100)
+    those = NewFlowLimit(1000, ["known"], 0, Clock())
     for n in range(1000):
         assert passes(those, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))
     assert len(those._seen) == 100
@@ -87,7 +96,7 @@ async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -
     # Given a replica at which one address may begin two flows a minute
     gate, metrics = ScriptedGate(), Counted()
     settings = parse({"fair_request_queue": {"new_flows_per_minute": 2}, "models": [{"name": "known"}]})
-    here = desk(gate, metrics, settings)
+    here = exchange_context(gate, metrics, settings)
 
     async def ask(model: str, source: str = "10.0.0.1") -> ProcessingResponse:
         metadata = {"picker.request": {"model": model}} if mode == "headers" else {}
