@@ -1,26 +1,27 @@
--- include: placing dispatch answers
--- Admit a batch of arrivals: place at once (bypass), queue, or refuse; adopt what is already known.
+-- include: dispatch
+-- Admit a batch of arrivals: place at once (bypass), queue or refuse; adopt what is already known.
 --
--- Guarantees: stock never passes the upper bound (G1); an id that is known keeps its place, its grant or
--- its endpoint and changes its owner, so that repeating a call changes nothing (G6, G7).
+-- Guarantees: the stock never passes the upper bound (G1). A known id keeps its place in the queue, its grant or its
+-- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). A request that is refused or expired
+-- leaves nothing under its id: sent twice, it counts twice among the arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/arrival.py): texts, each ended by byte 0:
---   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band,
---   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow, on each endpoint; 0 none), learn (1: cost
---   lacks the answer's part, which the flow's mean gives)
--- Returns {born, news, attempts, served, reply...}, one reply a request:
---   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS' | 'refused REASON RETRY_AFTER_S' with
---   REASON one of no-endpoints, saturated, insufficient-flow-capacity, too-many-flows,
---   total-capacity | 'expired'
---   | 'unknown-pool' (publish first); of a known id the first two end in ' adopted'.
---   One that is refused or expired leaves nothing by its id: sent twice it counts twice among its workload's
---   arrivals, and changes nothing else
+--   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band, weight,
+--     cost,
+--   ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the answer's part,
+--   which is estimated by the flow's mean)
+--
+-- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
+--   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
+--   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
+--     too-many-flows, total-capacity
+--   | 'expired' | 'unknown-pool' (publish first)
 local ARRIVAL = '<ssssssdddddddd'
 
 local function adopt(r, attempt, candidates, turn, picks)
   local old_owner, old_attempt = r.owner, r.attempt
-  r.owner, r.attempt = news.caller, attempt
+  r.owner, r.attempt = notifications.caller, attempt
   if r.state == 'queued' or r.state == 'held' then
     if r.deadline_ms <= now_ms then
       finish_request(r, 'expired')
@@ -31,20 +32,20 @@ local function adopt(r, attempt, candidates, turn, picks)
       r.state = 'queued'
       tag = queue.insert(r)
     end
-    record.write(r)
-    log('adopted', r, tag)
+    record.put(r)
+    log_event('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
   end
-  log('adopted', r)
-  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  log_event('adopted', r)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == 'placed' then
-    -- Two streams know its endpoint, and which of them Envoy still listens to nobody can tell: a replica that has
-    -- slept brings what was given up long ago. So neither can take it back; its end or its lease does.
-    if old_owner ~= news.caller or old_attempt ~= attempt then r.attempt = '' end
-    record.write(r)
+    -- Two streams know its endpoint, and nobody can tell which of them Envoy still uses: a replica that was suspended
+    -- may bring a request given up long ago. So neither can cancel it; only its end or its lease ends it.
+    if old_owner ~= notifications.caller or old_attempt ~= attempt then r.attempt = '' end
+    record.put(r)
     return 'placed ' .. r.endpoints .. ' adopted'
   end
-  news.forget(old_owner, r.id)
+  notifications.withdraw(old_owner, r.id)
   local reply = place_granted(r, candidates, turn, picks)
   return string.find(reply, '^[pq]') and reply .. ' adopted' or reply
 end
@@ -54,35 +55,36 @@ local function refuse(r, reason)
   if reason ~= 'no-endpoints' and pool.rate > 0 then
     retry_after_s = math.max(1, math.min(60, math.ceil((pool.queued + 1) / pool.rate)))
   end
-  log('refused', r, nil, nil, reason)
+  log_event('refused', r, nil, nil, reason)
   return 'refused ' .. reason .. ' ' .. retry_after_s
 end
 
--- Make room for a request of a higher band: the newest request of the least recently preempted lane of the
--- lowest band below (specs/003).
+-- Make room for a request of a higher band: preempt the newest request of the least recently preempted flow queue of
+-- the lowest band below (specs/003). Returns whether there was one.
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
     for _ = 1, pool[QUEUED[band]] > 0 and STRAYS or 0 do
-      local lane, newest = victims.next(band)
+      local flow_queue, newest = preemption.next_candidate(band)
       if not newest then break end
       local other = record.read(newest)
       if other and other.state == 'queued' then
         pool.pressed = 1
-        later('ZADD', key.victims[band], pool.arrival(0), lane)
-        turn_away(other, 'preempted')
+        defer_write('ZADD', key.victims[band], pool.next_arrival_us(0), flow_queue)
+        end_and_notify(other, 'preempted')
         return true
       end
-      queue.drop_stray(newest, band, lane)
+      queue.drop_stray(newest, band, flow_queue)
     end
   end
   return false
 end
 
+-- Place r at once. Returns its reply; nil if it must queue.
 local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
-  local take = pool.share(r.cost, pool.upper)
-  if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_full(r) then return nil end
-  if settings.caps and endpoints.places() < 1 then return nil end
+  local take = pool.stock_for(r.cost, pool.upper)
+  if (take > 0 and pool.stock + take > pool.upper) or endpoints.flow_at_limit(r) then return nil end
+  if settings.caps and endpoints.free_slots() < 1 then return nil end
   r.taken = take
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then
@@ -91,19 +93,20 @@ local function bypass(r, turn, picks)
   end
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
-  later('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   workloads.dispatched(r.workload, r.age_ms)
-  log('bypassed', r)
+  log_event('bypassed', r)
   return reply
 end
 
--- Most have the same time to live, and a number made into text costs as much as half a command.
+-- Most requests have the same time left, and formatting a number costs half a command.
 local last_left_ms, last_reply
 local function queued_for(left_ms)
   if last_left_ms ~= left_ms then last_left_ms, last_reply = left_ms, 'queued ' .. left_ms end
   return last_reply
 end
 
+-- Decide about a request that is not known.
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
@@ -111,15 +114,16 @@ local function arrive(r, turn, picks)
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
-  -- A limit stands in the way, and nobody waits for it to end.
+  -- With the queue off nobody waits for a limit.
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then return refuse(r, 'saturated') end
   if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
   if settings.fairness ~= 'none' and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, 'insufficient-flow-capacity')
   end
-  -- No more flows wait than requests, so that this is looked at in long queues only. Critical flows have their places.
-  if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.flows() >= settings.max_flows
-    and queue.length(r.band, queue.lane(r)) == 0 then
+  -- At most as many flows as requests wait, so this is checked in long queues only. Critical flows have guaranteed
+  -- places.
+  if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.count_flow_queues() >= settings.max_flows
+    and queue.length(r.band, queue.flow_queue(r)) == 0 then
     return refuse(r, 'too-many-flows')
   end
   if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
@@ -127,12 +131,12 @@ local function arrive(r, turn, picks)
   end
   r.state = 'queued'
   local tag = queue.insert(r)
-  record.write(r)
-  if settings.log_max > 0 then log('queued', r, tag) end
+  record.put(r)
+  if settings.log_max > 0 then log_event('queued', r, tag) end
   return queued_for(left_ms)
 end
 
-local asked, ids, workload_ids = {}, {}, {} -- filled again by each call
+local asked, ids, workload_ids = {}, {}, {} -- reused by each call
 local function admit(args)
   local count = #args - 1
   if not pool.known then
@@ -140,7 +144,7 @@ local function admit(args)
     for i = 1, count do replies[i] = 'unknown-pool' end
     return {'0', {}, 0, 0, unpack(replies)}
   end
-  forget_news(args[1])
+  reset_notifications(args[1])
   local replies = {}
   for i = 1, count do
     local r = record.new('')
@@ -152,20 +156,19 @@ local function admit(args)
   workloads.prefetch(workload_ids, count)
   for i = 1, count do
     local r, turn = asked[i], now_us + i + 1
-    local known = known_records[r.id] or record.read(r.id)
+    local known = record.read(r.id)
     if known then
       replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
     else
-      -- Its workload counts it before anything is decided, so that requests which are turned away count in
-      -- the rate, too (specs/000, 001).
+      -- Its workload counts it before the decision, so refused requests count in the rate too (specs/000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
-        workloads.arrived(r.workload), pool.arrival(r.age_ms), 0, '', 0, -1
+        workloads.arrived(r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
-      r.cost = queue.cost(r.cost)
+      r.cost = queue.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
-      if r.state == 'new' then workloads.turned_away(r.workload) end -- refused, expired
+      if r.state == 'new' then workloads.refused(r.workload) end -- refused, expired
     end
   end
-  return conclude(replies)
+  return finish_call(replies)
 end

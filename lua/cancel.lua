@@ -1,29 +1,29 @@
 -- include: dispatch
--- Take requests back on behalf of the stream that brought them.
+-- Cancel requests on behalf of the stream that brought them.
 --
--- Guarantees: only the owner's current attempt can cancel, so that a late cancel from a replica that has
--- lost a request never harms its adopter (G7), and nobody can one that was placed when it was adopted;
--- repeating a call changes nothing (G6). An expiry does not take a grant away that was given in time (G5). A
--- grant that its owner has no use for is given back, and nothing else of that id: after a failover that lost
--- the last writes, the queue may hold requests that have been served, and each would block its share of the
--- stock for a lease.
+-- Guarantees: only the owner's current attempt can cancel, so a late cancel of a replica that lost a request never
+-- harms its adopter (G7); nobody can cancel one that was placed when it was adopted. Repeating a call changes nothing
+-- (G6). An expiry does not take away a grant that was given in time (G5). A grant its owner has no use for is given
+-- back, and nothing else of that id: after a failover that lost the last writes, the queue may hold requests that were
+-- served, and each would block its part of the stock for a lease.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);
---   or id, '', 'unclaimed': the caller has been told of a grant that no stream of its own waits for
--- Returns {born, news, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
+--   or id, '', 'unclaimed': the caller was notified of a grant that none of its streams waits for
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
 local CANCEL_ITEM = 3
 local function cancel(args)
   record.prefetch(column(args, CANCEL_ITEM, 1))
-  return batch(args, CANCEL_ITEM, function(_, id, attempt, why)
+  return for_each_item(args, CANCEL_ITEM, function(_, id, attempt, why)
     local r = record.read(id)
     if not r then return 'unknown' end
     if why == 'unclaimed' then
-      if r.owner ~= news.caller or r.state ~= 'granted' then return 'foreign' end
+      if r.owner ~= notifications.caller or r.state ~= 'granted' then return 'foreign' end
       finish_request(r, 'withdrawn')
       return 'ended'
     end
-    if r.owner ~= news.caller or r.attempt ~= attempt then return 'foreign' end
+    if r.owner ~= notifications.caller or r.attempt ~= attempt then return 'foreign' end
     if why == 'expired' and (r.state == 'granted' or r.state == 'placed') then return 'granted' end
     finish_request(r, why)
     return 'ended'

@@ -1,40 +1,41 @@
--- include: dispatch answers
--- Account for requests that have ended, whoever reports it: give back stock, endpoint and lease, correct
--- what their flow was charged, and dispatch what now fits. A queued one has lost its client and leaves.
+-- include: dispatch
+-- Account for requests that have ended, whoever reports it: give back stock, endpoint and lease, correct what their
+-- flow was charged, and dispatch what now fits. A queued request has lost its client and leaves.
 --
 -- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed),
---   its real cost ('' unknown), its answer's tokens ('' unknown)
--- Returns {born, news, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
+-- args[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed), its real
+--   cost
+--   ('' unknown), its answer's tokens ('' unknown)
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 local SETTLE_ITEM = 4
 local settled -- model -> reply
 local function correct_charge(r, actual)
-  -- A bypass has no tag (-1) and charges nothing. A tag may be below 0: of what was charged under one policy, more may
-  -- be given back under another.
+  -- A bypass has no tag (-1) and was charged nothing. A tag may be below 0: more may be refunded under one policy than
+  -- was charged under another.
   if r.tag == -1 or not actual then return end
-  actual = queue.cost(actual)
-  if actual == r.cost or r.cost == 0 then return end -- what was taken for nothing stays so
+  actual = queue.clamp_cost(actual)
+  if actual == r.cost or r.cost == 0 then return end -- a free request stays free
   queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= 'weighted-fair' then return end
   local share = queue.share(r)
   local change = (actual - r.cost) * share / r.cost
-  log('corrected', r, queue.correct(r, queue.lane(r), change, r.tag + share), nil, change)
+  log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
-local hosts, workload_ids = {}, {} -- filled again by each call
+local hosts, workload_ids = {}, {} -- reused by each call
 local function settle(args)
-  settled = settled or names_under('settled ')
+  settled = settled or names_with_prefix('settled ')
   local ids, count = column(args, SETTLE_ITEM, 1)
   record.prefetch(ids, count)
   local placed, known = 0, 0
   for i = 1, count do
-    local r = known_records[ids[i]]
+    local r = record.read(ids[i])
     if r then
       if r.state == 'placed' then
-        local list = r.endpoints
         placed = placed + 1
-        hosts[placed] = firsts[list] or endpoints.first(list)
+        hosts[placed] = endpoints.first(r.endpoints)
       end
       known = known + 1
       workload_ids[known] = r.workload
@@ -42,8 +43,8 @@ local function settle(args)
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
-  return batch(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
-    local r = known_records[id] or record.read(id)
+  return for_each_item(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
+    local r = record.read(id)
     if not r then return 'unknown' end
     if r.state == 'queued' or r.state == 'held' then
       finish_request(r, 'cancelled')

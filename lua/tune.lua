@@ -1,30 +1,33 @@
--- include: settings
+-- include: dispatch
 -- Change settings while requests wait, for every replica at once; what now fits is dispatched.
+--
+-- Guarantees: all changes take effect together, or none.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] JSON {setting: value}, named as publish has them; null takes a change back
--- args[3] JSON the same changes as the operator named them, for whoever asks; overlaid likewise
--- Returns {born, news, attempts, served, tuned version}, or version '' while the pool is unknown
+-- args[2] JSON {setting: value}, named as publish has them; null removes a change
+-- args[3] JSON the same changes in the words of the operator, for display; overlaid likewise
+--
+-- Returns {epoch, notifications, attempts, served, tuned version}; version '' while the pool is unknown
 local function overlay(field, change)
-  local text = redis.call('HGET', key.pool, field)
+  local text = read('HGET', key.pool, field)
   local all = text and cjson.decode(text) or {}
   for name, value in pairs(cjson.decode(change)) do
     if value == cjson.null then all[name] = nil else all[name] = value end
   end
-  later('HSET', key.pool, field, next(all) and cjson.encode(all) or '{}')
+  defer_write('HSET', key.pool, field, next(all) and cjson.encode(all) or '{}')
   return all
 end
 local function tune(args)
-  forget_news(args[1])
+  reset_notifications(args[1])
   local version = ''
   if pool.known then
     local overrides = overlay('overrides', args[2])
     overlay('tuned', args[3])
-    version = (tonumber(redis.call('HGET', key.pool, 'tuned_version') or 0) or 0) + 1
-    later('HSET', key.pool, 'tuned_version', version)
-    put_settings(cjson.decode(redis.call('HGET', key.pool, 'base')), overrides)
-    pool.bound()
+    version = (tonumber(read('HGET', key.pool, 'tuned_version') or 0) or 0) + 1
+    defer_write('HSET', key.pool, 'tuned_version', version)
+    put_settings(cjson.decode(read('HGET', key.pool, 'base')), overrides)
+    pool.update_bounds()
   end
-  return conclude({tostring(version)})
+  return finish_call({tostring(version)})
 end

@@ -282,7 +282,7 @@ def _worst(it: Server) -> dict[str, list[Any]]:
     _, rows = fcall("FCALL", it.library.function("view_queue"), 1, KEY, 2, names[0], 0, 1)
     request = rows[0].decode().split(BETWEEN)
     return {
-        "survey": [CLAIM_MS],
+        "claim_queue_snapshot": [CLAIM_MS],
         "state": [60_000],
         "view_flows": [0, "", "", CHUNK, ""],
         "view_flow": [names[0]],
@@ -296,7 +296,7 @@ def _worst(it: Server) -> dict[str, list[Any]]:
 
 
 def _reading_scripts() -> list[str]:
-    return [name for name in NAMES if name in ("survey", "state") or name.startswith("view_")]
+    return [name for name in NAMES if name in ("claim_queue_snapshot", "state") or name.startswith("view_")]
 
 
 async def _measure(it: Server, options: argparse.Namespace) -> list[Row]:

@@ -1,14 +1,104 @@
--- include: ending
--- What time brings due, the earliest first: a queued request becomes overdue, then expires; a held one is
--- given up.
+-- include: queue endpoints
+-- The transitions of requests that several functions share: placement, end, timers and dispatch. And the frame of every
+-- call: `run` performs all of it or, if it fails before its end, nothing.
+--
+-- Give back what a granted or placed request takes.
+local function release(r)
+  local limited = r.limit > 0
+  defer_write('ZREM', key.inflight, r.id)
+  pool.release(r.taken)
+  if r.state == 'placed' then
+    local endpoint = endpoints.first(r.endpoints)
+    endpoints.release(endpoint)
+    if limited then endpoints.count_flow(r, endpoint, -1) end
+  else
+    notifications.withdraw(r.owner, r.id)
+  end
+  if limited then endpoints.count_flow(r, nil, -1) end
+end
+-- End a request in any state: everything it takes is given back, exactly once.
+local function finish_request(r, event, note)
+  local state = r.state
+  local ran = state == 'granted' or state == 'placed'
+  if state == 'queued' then
+    queue.remove(r)
+  elseif state == 'held' then
+    timers.stop(r.id)
+  else
+    release(r)
+  end
+  record.remove(r)
+  workloads.ended(r.workload)
+  pool.ended = pool.ended + 1
+  if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
+  if state == 'placed' and settings.caps then
+    local endpoint = endpoints.first(r.endpoints)
+    if endpoints.has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
+  end
+  if ran and r.limit > 0 then
+    for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
+  end
+end
+-- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'. Replicas of the previous version know
+-- 'evicted' for the last two, and must not get another word.
+local function end_and_notify(r, event)
+  finish_request(r, event)
+  notifications.add(r.owner, r.id, event == 'preempted' and pool.has_older_version() and 'evicted' or event)
+end
+-- Place r: the endpoint is chosen and reserved in one step, so two replicas never both take one for idle (G1). Returns
+-- 'placed a,b,c LOADS'; or nil, whether only a limit prevents it, and the endpoints that are at their own limit. The
+-- caller accounts for the stock and the total of the flow.
+local function place_request(r, candidates, turn, picks)
+  local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
+  if not picked then return nil, seen, endpoint end
+  r.endpoints, r.state = picked, 'placed'
+  endpoints.reserve(endpoint)
+  if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
+  record.put(r)
+  return 'placed ' .. picked .. ' ' .. seen
+end
+-- Place a granted request. If every endpoint it may use is at its limit, or its flow is, it returns to its place in the
+-- queue, uncharged. Its flow queue then waits until one of the flow's requests ends or one of those endpoints has room;
+-- if no endpoint has any, dispatch waits, and the flow queue may stay in the order.
+local function place_granted(r, candidates, turn, picks)
+  notifications.withdraw(r.owner, r.id)
+  local reply, limited, closed = place_request(r, candidates, turn, picks)
+  if reply then
+    if settings.log_max > 0 then log_event('placed', r) end
+    return reply
+  end
+  if not limited or r.deadline_ms <= now_ms then
+    finish_request(r, limited and 'expired' or 'refused', limited and '' or 'no-endpoints')
+    return limited and 'expired' or 'refused no-endpoints 1'
+  end
+  defer_write('ZREM', key.inflight, r.id)
+  pool.release(r.taken)
+  endpoints.count_flow(r, nil, -1)
+  workloads.sent_back(r.workload)
+  r.state, r.taken = 'queued', 0
+  queue.insert(r)
+  local flow_queue = queue.flow_queue(r)
+  local tag = queue.correct(r, flow_queue, -queue.share(r), r.tag)
+  queue.charge_band(r, -r.cost)
+  record.put(r)
+  log_event('requeued', r, tag)
+  closed = closed or {}
+  if #closed == 0 or endpoints.free_slots() > 0 then
+    if read('ZSCORE', key.flows[r.band], flow_queue) then queue.throttle(r.band, flow_queue, tag) end
+    queue.wait_for_endpoints(r.band, flow_queue, tag, closed)
+  end
+  return 'queued ' .. (r.deadline_ms - now_ms)
+end
+-- Run the timers that are due, the earliest first: a queued request becomes overdue, then expires; an orphaned one is
+-- given up. Returns how many ran, and how many requests ended.
 local TIMERS_LIMIT = 24
-local timed -- once a call is enough
+local timers_ran -- in this call
 local function run_timers(limit)
-  timed = true
+  timers_ran = true
   if not timers.due() then return 0, 0 end
   local ran, expired = 0, 0
   for _ = 1, STRAYS do
-    local due = redis.call('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
+    local due = read('ZRANGEBYSCORE', key.timers, '-inf', now_ms, 'WITHSCORES', 'LIMIT', 0, limit)
     local ids, found = {}, #due / 2
     for i = 1, found do ids[i] = due[2 * i - 1] end
     record.prefetch(ids, found)
@@ -22,10 +112,10 @@ local function run_timers(limit)
           finish_request(r, 'abandoned')
           expired = expired + 1
         elseif r.deadline_ms <= now_ms then
-          turn_away(r, 'expired')
+          end_and_notify(r, 'expired')
           expired = expired + 1
         else
-          later('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- of one ms, as they arrived
+          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- by arrival within a ms
           timers.set(id, r.deadline_ms)
           pool.overdue = pool.overdue + 1
         end
@@ -33,92 +123,91 @@ local function run_timers(limit)
     end
     if ran > 0 or found < limit then break end
   end
-  send(key.overdue)
   return ran, expired
 end
-local live = {} -- owner -> whether it has been heard of lately, as this call knows it
+local live = {} -- owner -> whether its last heartbeat is recent
 local function is_live(owner)
   if live[owner] == nil then
-    live[owner] = tonumber(redis.call('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
+    live[owner] = tonumber(read('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
   end
   return live[owner]
 end
-local GUARD_CREDIT = 1 - 1e-9 -- ten tenths are not quite one
+local GUARD_CREDIT = 1 - 1e-9 -- ten times a tenth is not quite one
 local function grant(r, tag, take, turn_of)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = 'granted', take, tag
-  record.write(r)
-  later('ZADD', key.inflight, now_ms + settings.lease_ms, id)
+  record.put(r)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   local counters, guard_share = pool, settings.guard_share
   local credit = counters.credit
   if not turn_of then
     counters.guards = counters.guards + 1
     credit = credit - 1
   end
-  -- No more than one is saved up; what a share that does not divide 1 adds past that counts for the next.
+  -- At most one credit is saved. What a share that does not divide 1 adds beyond that counts for the next.
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
-  news.tell(r.owner, id, 'granted')
-  if settings.log_max > 0 then log('granted', r, tag, turn_of and 'turn' or 'guard', share) end
+  notifications.add(r.owner, id, 'granted')
+  if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
 end
--- Serve the queue while there is room: stock below the lower bound, and never past the upper (G1).
--- A request past its TTL is not served (G5); one whose replica is silent is held for adoption (G7).
-local DISPATCH_LIMIT = 24 -- the next call goes on; every one that frees room ends with a dispatch
+-- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
+-- served (G5). One whose replica is silent is orphaned, so that another can adopt it (G7).
+local DISPATCH_LIMIT = 24 -- every call that frees room ends with a dispatch, so the next one continues
 local function dispatch()
   if next(live) then live = {} end
   local served, attempts = 0, 0
-  if not timed then run_timers(TIMERS_LIMIT) end
+  if not timers_ran then run_timers(TIMERS_LIMIT) end
   if settings.paused == 1 then return 0, 0 end
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
-    -- As many as have ended are likely to fit; who costs more or less makes it a guess.
-    queue.look_ahead(math.min(room, counters.ended - counters.ended_before))
+    -- As many as have ended are likely to fit; requests of other costs make it a guess.
+    queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
-  local places = room > 0 and settings.caps and endpoints.places() or math.huge
+  local places = room > 0 and settings.caps and endpoints.free_slots() or math.huge
   while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > 0 do
-    local id, tag, band, lane
+    local id, tag, band, flow_queue
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then
       id, tag = queue.most_overdue()
     end
-    if not id then id, tag, band, lane = queue.turn() end
+    if not id then id, tag, band, flow_queue = queue.next_turn() end
     if not id then break end
-    local r = known_records[id] or record.read(id)
+    local r = record.read(id)
     attempts = attempts + 1
-    if lane and not (r and r.state == 'queued') then
-      queue.drop_stray(id, band, lane)
+    if flow_queue and not (r and r.state == 'queued') then
+      queue.drop_stray(id, band, flow_queue)
     elseif r.deadline_ms <= now_ms then
-      turn_away(r, 'expired')
+      end_and_notify(r, 'expired')
     elseif not (live[r.owner] or is_live(r.owner)) then
-      queue.hold(r, now_ms + settings.lease_ms)
-    elseif r.limit > 0 and endpoints.flow_full(r) then
-      queue.park(r.band, queue.lane(r), tag)
+      queue.orphan(r, now_ms + settings.lease_ms)
+    elseif r.limit > 0 and endpoints.flow_at_limit(r) then
+      queue.throttle(r.band, queue.flow_queue(r), tag)
     else
-      local take = pool.share(r.cost, pool.upper)
+      local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
-      grant(r, tag, take, lane)
+      grant(r, tag, take, flow_queue)
       served, places = served + 1, places - 1
     end
   end
   return served, attempts
 end
--- What a call has decided, written. Nothing is read from here on, and each step may be repeated.
+-- Write what the call has decided. Nothing is read from here on, and each step may be repeated.
 local function commit()
-  ahead.save()
-  record.save()
-  workloads.save()
-  pool.save()
-  endpoints.save()
-  send_all()
-  send_log()
-  news.send()
+  read_ahead.commit()
+  record.commit()
+  workloads.commit()
+  pool.commit()
+  endpoints.commit()
+  commit_deferred_writes()
+  commit_log()
+  notifications.publish()
 end
 local committing = false
--- A write has failed with others already done: the rest follows, and what fails twice is left out and told.
+-- A write failed after others were done. The rest follows; what fails twice is left out and reported.
 local function commit_again()
   local server, failed = redis, nil
   redis = {call = function(...)
@@ -131,32 +220,31 @@ local function commit_again()
   redis = server
   if failed then error(failed, 0) elseif not done then error(why, 0) end
 end
-local born, born_text -- of the last call
--- Every call that may change the queue ends here. Returns what each reply begins with:
--- the pool's birth, the caller's news, dispatch attempts and successes.
-local function conclude(replies)
+local epoch, epoch_text -- of the pool in the last call
+-- Every call that may change the queue ends here. Returns the start of each reply: epoch of the pool, notifications for
+-- the caller, attempts to dispatch, and how many of them were served.
+local function finish_call(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
-  if strays > 0 then news.mine[#news.mine + 1] = 'strays ' .. strays end
+  if strays > 0 then notifications.for_caller[#notifications.for_caller + 1] = 'strays ' .. strays end
   pool.touched = pool.touched or endpoints.have_changed()
   committing = true
   if not pcall(commit) then commit_again() end
-  if born ~= pool.born then born, born_text = pool.born, full(pool.born) end
-  return {born_text, news.mine, attempts, served, unpack(replies or {})}
+  if epoch ~= pool.epoch then epoch, epoch_text = pool.epoch, exact(pool.epoch) end
+  return {epoch_text, notifications.for_caller, attempts, served, unpack(replies or {})}
 end
--- The batch form of a call: `answer(index, fields...)` for each `size` arguments after the caller's name, at
--- most five. An answer to fewer does not look at the others, which are the next one's.
-local function batch(args, size, answer)
-  forget_news(args[1])
+-- Answer a batch: `answer(index, fields...)` for each `size` arguments after the caller's name, at most five. Handlers
+-- with fewer fields must ignore the extra arguments; they belong to the next item.
+local function for_each_item(args, size, answer)
+  reset_notifications(args[1])
   local replies, count = {}, 0
   for at = 2, #args, size do
     count = count + 1
     replies[count] = answer(at, args[at], args[at + 1], args[at + 2], args[at + 3], args[at + 4])
   end
-  return conclude(replies)
+  return finish_call(replies)
 end
--- What a batch names in its n-th of every `size` arguments, and how many they are; '' is nobody. The table is
--- filled again by the next.
+-- The n-th of every `size` arguments that is not empty, and how many. The table is reused by the next call.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0
@@ -169,38 +257,37 @@ local function column(args, size, n)
   end
   return found, count
 end
-local under_way = false -- also after a call that failed
+local in_progress = false -- still true if the last call failed
 local function begin(pool_key)
-  local failed = under_way
-  under_way, committing, strays = true, false, 0
+  local failed = in_progress
+  in_progress, committing, strays = true, false, 0
   use_keys(pool_key)
-  forget_writes()
-  forget_records()
-  forget_lengths()
-  forget_fronts()
-  forget_log()
-  timed = false
+  reset_storage()
+  reset_records()
+  reset_lengths()
+  reset_log()
+  timers_ran = false
   pool.read(failed)
-  forget_endpoints()
-  timers.forget()
-  forget_workloads()
+  reset_endpoints()
+  timers.reset()
+  reset_workloads()
 end
 local function perform(act, keys, args)
   begin(keys[1])
   local reply = act(args)
-  under_way = false
+  in_progress = false
   return reply
 end
--- Redis tells what it answered with by the first word, and puts ERR before a text alone.
+-- The first word of an error is its code; Redis puts ERR before a text alone.
 local function fail(why)
   local text = type(why) == 'table' and why.err or tostring(why)
   error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
 end
--- What each function of the library does: all of it, or, where it fails before its end, nothing.
+-- What each function of the library runs. Raises the error of a failed call, after undoing its writes.
 local function run(act, keys, args)
   use_builtins()
   local done, reply = pcall(perform, act, keys, args)
   if done then return reply end
-  if not committing then undo() end
+  if not committing then undo_writes() end
   fail(reply)
 end

@@ -1,384 +1,387 @@
 -- include: pool
--- Live load of every endpoint, and the choice among them. An endpoint that must take nothing new
--- (draining, or gone but still serving) is kept above UNPICKABLE, so its count stays exact.
--- A flow may have a limit of requests in flight on each endpoint; `limits` counts those of such flows. An endpoint
--- may have one for all of them: `settings.caps`, endpoint -> limit; nil where none has one, and then nothing here
--- asks for it.
+-- The live load of every endpoint, and the choice among them. An endpoint that takes nothing new (draining, marked, or
+-- gone while requests still run there) has a load above UNPICKABLE, so its count stays exact. `limits` counts the
+-- requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit; nil where no
+-- endpoint has one, and then nothing here depends on it.
 local UNPICKABLE = 1e9
 local endpoints = {}
--- endpoint -> load, as this call knows it; it stays for the next one while nobody else has changed the pool.
-local loads, loads_known = {}, 0
-local MOST_LOADS = 1000 -- requests may name any number that nobody has heard of
-local changed_loads = {}
-local window, window_left -- the least loaded, and how many picks they are good for
-local SMALL = 8 -- of fewer endpoints than that, all are in it, and it is good for any number
--- The first of 'a,b,c', searched once for each list that comes again and again.
-local firsts, firsts_known = {}, 0
-function endpoints.first(list)
-  local first = firsts[list]
-  if not first then
-    if firsts_known >= 1000 then firsts, firsts_known = {}, 0 end
-    first = string.match(list, '^[^,]*')
-    firsts[list], firsts_known = first, firsts_known + 1
-  end
-  return first
-end
--- Read the loads of the first `named` addresses in one go, each once.
-local asked_addresses = {} -- filled again by each call
-function endpoints.prefetch(addresses, named)
-  local asked, count = asked_addresses, 0
-  for i = 1, named do
-    local address = addresses[i]
-    if loads[address] == nil then
-      count = count + 1
-      asked[count], loads[address] = address, false
+local reset_endpoints
+do -- a chunk may have 200 locals
+  -- endpoint -> load, as far as this call knows it. It is kept for the next call while nobody else changes the pool.
+  local loads, loads_known = {}, 0
+  local MOST_LOADS = 1000 -- requests may name any number of unknown ones
+  local changed_loads = {}
+  local all_counted -- what `counted` returns
+  local window, window_left -- the least loaded, and how many choices they suffice for
+  local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
+  local SMALL = 8 -- fewer endpoints than this are all in the window, which then suffices for any number
+  -- The first of 'a,b,c'. The same lists come again and again, so the result is kept.
+  local firsts, firsts_known = {}, 0
+  function endpoints.first(list)
+    local first = firsts[list]
+    if not first then
+      if firsts_known >= 1000 then firsts, firsts_known = {}, 0 end
+      first = string.match(list, '^[^,]*')
+      firsts[list], firsts_known = first, firsts_known + 1
     end
+    return first
   end
-  loads_known = loads_known + count
-  for first = 1, count, AT_MOST do
-    local last = math.min(first + AT_MOST - 1, count)
-    local scores = redis.call('ZMSCORE', key.load, unpack(asked, first, last))
-    for i = first, last do loads[asked[i]] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
-  end
-end
-local function load_of(address)
-  if not loads[address] then
-    loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
-    loads_known = loads_known + 1
-  end
-  return loads[address]
-end
--- Requests in flight there, whether it takes new ones or not.
-function endpoints.booked(address)
-  local load = load_of(address)
-  return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
-end
--- Whether it is published, or has requests in flight from when it was.
-function endpoints.is_known(address) return load_of(address) >= 0 end
-local function set_load(address, load)
-  loads[address], changed_loads[address] = load, true
-end
-function endpoints.reserve(address)
-  local load = loads[address] or load_of(address)
-  if load < 0 then endpoints.all = nil end
-  loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
-end
-function endpoints.release(address)
-  local load = loads[address] or load_of(address)
-  if load <= 0 or load == UNPICKABLE then return end
-  load = load - 1
-  if load == UNPICKABLE and redis.call('HEXISTS', key.endpoints, address) == 0 then load = -1 end
-  loads[address], changed_loads[address] = load, true
-end
--- An endpoint that is published; what it has in flight stays counted.
-function endpoints.list(address, draining)
-  local load, count = load_of(address), endpoints.booked(address)
-  local listed_load = draining and count + UNPICKABLE or count
-  if listed_load ~= load then
-    set_load(address, listed_load)
-    window, endpoints.all = nil, nil -- it may be new
-  end
-end
--- Whether it is to take nothing new, by what it is published with. Most are published with the same, again and again.
-local drains, drains_known = {}, 0
-function endpoints.is_draining(about)
-  local draining = drains[about]
-  if draining == nil then
-    if drains_known >= 1000 then drains, drains_known = {}, 0 end
-    draining = cjson.decode(about).draining == true
-    drains[about], drains_known = draining, drains_known + 1
-  end
-  return draining
-end
--- One that is published no more: it takes nothing new, and is gone once its last request has ended.
-function endpoints.unlist(address)
-  local load = load_of(address)
-  if load <= 0 or load == UNPICKABLE then
-    set_load(address, -1)
-  elseif load < UNPICKABLE then
-    set_load(address, load + UNPICKABLE)
-  end
-end
--- Those worth looking at for one of `picks` requests: picks + want least loaded hold the best of each.
-local function read_window(picks, want)
-  local most = math.max(picks + want, SMALL)
-  local flat, count = redis.call('ZRANGE', key.load, 0, most - 1, 'WITHSCORES'), 0
-  window = {}
-  for i = 1, #flat, 2 do
-    local address = flat[i]
-    if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
-    count = count + 1
-    window[count] = address
-  end
-  loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
-end
--- Requests in flight of limited flows, by their fields of `limits`: as this call knows them, and what it has changed.
-local limit_counts, changed_limits = {}, {}
-local function flow_counts(fields)
-  local counts, asked = {}, {}
-  for i, field in ipairs(fields) do
-    counts[i] = limit_counts[field]
-    if not counts[i] then asked[#asked + 1] = field end
-  end
-  if #asked > 0 then
-    local texts = redis.call('HMGET', key.limits, unpack(asked))
-    for i, field in ipairs(asked) do limit_counts[field] = tonumber(texts[i] or 0) or 0 end
-    for i, field in ipairs(fields) do counts[i] = limit_counts[field] end
-  end
-  return counts
-end
--- The addresses of a list, and their scores by address if it has scores.
-local function listed(candidates)
-  local found, seen, scores = {}, {}, nil
-  for address, score in string.gmatch(candidates, '([^,=]+)=?([^,]*)') do
-    if not seen[address] and #found < 1000 then found[#found + 1] = address end
-    seen[address] = true
-    if score ~= '' then
-      scores = scores or {}
-      scores[address] = tonumber(score)
-    end
-  end
-  endpoints.prefetch(found, #found)
-  return found, scores
-end
-local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
--- The addresses that are counted, read once a call (`all`).
-function endpoints.everyone()
-  if endpoints.all then return endpoints.all end
-  local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
-  local count = #all
-  for i = 1, count do listed_ones[all[i]] = true end
-  for address in pairs(changed_loads) do
-    if not listed_ones[address] then
-      count = count + 1
-      all[count] = address
-    end
-  end
-  endpoints.prefetch(all, count)
-  endpoints.all = all
-  return all
-end
--- How many more requests may be granted before every endpoint that takes new ones is at its limit. Whoever is
--- granted, and not placed yet, will need a place too. Only asked where endpoints have limits.
-function endpoints.places()
-  local caps, left, placed = settings.caps, 0, 0
-  for _, address in ipairs(endpoints.everyone()) do
-    local load = loads[address] or load_of(address)
-    if is_pickable(load) then
-      local cap = caps[address]
-      if not cap then return math.huge end
-      left, placed = left + math.max(cap - load, 0), placed + load
-    elseif load >= 0 then
-      placed = placed + load - UNPICKABLE
-    end
-  end
-  send(key.inflight)
-  return left - (redis.call('ZCARD', key.inflight) - placed)
-end
--- Whether an endpoint with a limit takes one more.
-function endpoints.has_place(address)
-  local cap, load = settings.caps[address], load_of(address)
-  return cap and is_pickable(load) and load < cap
-end
--- Those of `among` that take one more, and those that would but for their own limit.
-function endpoints.below_caps(among)
-  local caps, free, closed = settings.caps, {}, {}
-  for _, address in ipairs(among) do
-    local load = load_of(address)
-    if is_pickable(load) then
-      local found = load < (caps[address] or UNPICKABLE) and free or closed
-      found[#found + 1] = address
-    end
-  end
-  return free, closed
-end
--- Those on which r's flow is below its limit; and whether there is one but for that.
-local function below_limit(r, among)
-  local able, fields, free = {}, {}, {}
-  for _, address in ipairs(among) do
-    if is_pickable(load_of(address)) then
-      able[#able + 1] = address
-      fields[#fields + 1] = joined(r.flow, address)
-    end
-  end
-  if #able == 0 then return free, false end
-  for i, count in ipairs(flow_counts(fields)) do
-    if count < r.limit then free[#free + 1] = able[i] end
-  end
-  return free, true
-end
--- What an endpoint has against it, where scores are known: what its score lacks once live load has its part.
-local function burden_of(among, scores)
-  local most = 1
-  for _, address in ipairs(among) do
-    local load = load_of(address)
-    if is_pickable(load) then most = math.max(most, load) end
-  end
-  return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
-end
--- What the choice was made from, in as few bytes as can be: the loads of those that were named, in the order
--- in which they were, empty where an endpoint could not have it; where none were named, of those chosen.
-local told, load_texts = {}, {} -- kept from call to call: to write the same numbers anew costs five times as much
-local function load_text(load)
-  if not is_pickable(load) then return '' end
-  local text = load_texts[load]
-  if not text then
-    text = string.format('%d', load)
-    if load < 1000 then load_texts[load] = text end
-  end
-  return text
-end
-local function loads_seen(named, among, chosen, kept)
-  if not named then
-    local texts, known_texts = told, load_texts
-    for i = 1, kept do texts[i] = known_texts[chosen[i]] or load_text(chosen[i]) end
-    return table.concat(texts, ',', 1, kept)
-  end
-  local free
-  if among ~= named then
-    free = {}
-    for _, address in ipairs(among) do free[address] = true end
-  end
-  local count = #named
-  for i = 1, count do
-    local address = named[i]
-    told[i] = (not free or free[address]) and load_text(loads[address]) or ''
-  end
-  return table.concat(told, ',', 1, count)
-end
--- Best first; equals take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded of them) or
--- 'a=0.7,b=0.5' (scores without live load); `picks` is how many requests this call may still place. Returns
--- 'a,b,c' with up to `fallbacks` more than one, the loads that were seen, and the first; or nil, whether it is
--- only a limit that stands in the way, and the endpoints of which it is their own.
-local best_ones, their_burdens = {}, {} -- filled again by each choice
-function endpoints.pick(r, candidates, turn, picks)
-  local want, among, scores, named = settings.fallbacks + 1
-  if candidates ~= '*' then
-    named, scores = listed(candidates)
-    among = named
-  elseif r.limit > 0 or settings.caps then
-    among = endpoints.everyone()
-  else
-    if not window or window_left < 1 then read_window(picks, want) end
-    among, window_left = window, window_left - 1
-  end
-  local limited, closed = false, nil
-  if r.limit > 0 then among, limited = below_limit(r, among) end
-  if settings.caps then
-    among, closed = endpoints.below_caps(among)
-    limited = limited or #closed > 0
-  end
-  local burden_on = scores and burden_of(among, scores) -- without scores, its load
-  -- Insertion into the few best so far; a later equal stays behind.
-  local best, burdens, kept, count = best_ones, their_burdens, 0, #among
-  local next_one = turn % count
-  for _ = 1, count do
-    local address = among[next_one + 1]
-    next_one = (next_one + 1) % count
-    local load = loads[address] or load_of(address)
-    local burden = burden_on and burden_on(address) or load
-    if (kept < want or burden < burdens[kept]) and load >= 0 and load < UNPICKABLE then
-      if kept < want then kept = kept + 1 end
-      local at = kept
-      while at > 1 and burden < burdens[at - 1] do
-        best[at], burdens[at] = best[at - 1], burdens[at - 1]
-        at = at - 1
+  -- Read the loads of the first `named` addresses with one command.
+  local asked_addresses = {} -- reused by each call
+  function endpoints.prefetch(addresses, named)
+    local asked, count = asked_addresses, 0
+    for i = 1, named do
+      local address = addresses[i]
+      if loads[address] == nil then
+        count = count + 1
+        asked[count], loads[address] = address, false
       end
-      best[at], burdens[at] = address, burden
+    end
+    loads_known = loads_known + count
+    for first = 1, count, READ_AT_ONCE do
+      local last = math.min(first + READ_AT_ONCE - 1, count)
+      local scores = redis.call('ZMSCORE', key.load, unpack(asked, first, last))
+      for i = first, last do loads[asked[i]] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
     end
   end
-  if kept == 0 then return nil, limited, closed end
-  return table.concat(best, ',', 1, kept), loads_seen(named, among, burdens, kept), best[1]
-end
--- Why an endpoint that is published takes nothing new: drained by an operator, or down. Each mark has its time.
-local MARKS = {'drained', 'down'}
-function endpoints.is_marked(address)
-  for _, what in ipairs(MARKS) do
-    if redis.call('HEXISTS', key.marks, joined(what, address)) == 1 then return true end
+  local function load_of(address)
+    if not loads[address] then
+      loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
+      loads_known = loads_known + 1
+    end
+    return loads[address]
   end
-  return false
-end
--- Set or take away a mark. Returns whether the endpoint is known.
-function endpoints.mark(what, on, address)
-  local about = redis.call('HGET', key.endpoints, address)
-  if not about then return false end
-  local before = endpoints.is_marked(address)
-  if on then
-    write_now('HSET', key.marks, joined(what, address), now_ms)
-  else
-    write_now('HDEL', key.marks, joined(what, address))
+  -- Requests in flight on an endpoint, whether it takes new ones or not.
+  function endpoints.in_flight(address)
+    local load = load_of(address)
+    return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
-  local after = endpoints.is_marked(address)
-  if before == after then return true end
-  local version = tonumber(redis.call('HGET', key.pool, 'marks_version') or 0) or 0
-  write_now('HSET', key.pool, 'marks_version', version + 1)
-  if endpoints.is_draining(about) then return true end
-  set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
-  pool.ready = pool.ready + (after and -1 or 1)
-  pool.bound()
-  return true
-end
--- The addresses that have a mark, as a set.
-function endpoints.marked()
-  local found = {}
-  for _, mark in ipairs(redis.call('HKEYS', key.marks)) do
-    local address = string.match(mark, '\31(.*)$')
-    if address then found[address] = true else drop_stray('HDEL', key.marks, mark) end
+  -- Whether an endpoint is published, or still runs requests from when it was.
+  function endpoints.is_known(address) return load_of(address) >= 0 end
+  local function set_load(address, load)
+    loads[address], changed_loads[address] = load, true
   end
-  return found
-end
-function endpoints.forget_marks(address)
-  for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
-end
--- A mark `down` that nobody has confirmed for so long lapses: the next request tries the endpoint.
-function endpoints.lapse(down_ms)
-  local marks = redis.call('HGETALL', key.marks)
-  for i = 1, #marks, 2 do
-    local what, address = string.match(marks[i], '^(%l+)\31(.*)$')
-    local since_ms = tonumber(marks[i + 1])
-    if not since_ms or redis.call('HEXISTS', key.endpoints, address or '') == 0 then
-      drop_stray('HDEL', key.marks, marks[i])
-    elseif what == 'down' and now_ms - since_ms > down_ms then
-      endpoints.mark('down', false, address)
+  function endpoints.reserve(address)
+    local load = loads[address] or load_of(address)
+    if load < 0 then all_counted = nil end
+    loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
+  end
+  function endpoints.release(address)
+    local load = loads[address] or load_of(address)
+    if load <= 0 or load == UNPICKABLE then return end
+    load = load - 1
+    if load == UNPICKABLE and read('HEXISTS', key.endpoints, address) == 0 then load = -1 end
+    loads[address], changed_loads[address] = load, true
+  end
+  -- Publish an endpoint; its requests in flight stay counted.
+  function endpoints.add_published(address, draining)
+    local load, count = load_of(address), endpoints.in_flight(address)
+    local listed_load = draining and count + UNPICKABLE or count
+    if listed_load ~= load then
+      set_load(address, listed_load)
+      window, all_counted = nil, nil -- it may be new
     end
   end
-end
--- A limited flow's requests in flight: all of them (granted and placed), and those on one endpoint.
--- What is granted will need a place too, so the total decides before any endpoint's count does.
-function endpoints.flow_full(r)
-  return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
-end
-function endpoints.count_flow(r, endpoint, difference)
-  if r.limit == 0 then return end
-  local field = endpoint and joined(r.flow, endpoint) or r.flow
-  limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
-end
-local scored_addresses = {} -- load, address, and so on: filled again by each call
-function endpoints.save()
-  local count = 0
-  for address in pairs(changed_loads) do
-    local load = loads[address]
-    if load >= 0 then
-      scored_addresses[count + 1], scored_addresses[count + 2] = load, address
-      count = count + 2
+  -- Whether an endpoint is published as draining. Most descriptions are published again and again.
+  local draining_by_text, texts_known = {}, 0
+  function endpoints.is_draining(description)
+    local draining = draining_by_text[description]
+    if draining == nil then
+      if texts_known >= 1000 then draining_by_text, texts_known = {}, 0 end
+      draining = cjson.decode(description).draining == true
+      draining_by_text[description], texts_known = draining, texts_known + 1
+    end
+    return draining
+  end
+  -- An endpoint is no longer published: it takes nothing new, and is forgotten when its last request ends.
+  function endpoints.remove_published(address)
+    local load = load_of(address)
+    if load <= 0 or load == UNPICKABLE then
+      set_load(address, -1)
+    elseif load < UNPICKABLE then
+      set_load(address, load + UNPICKABLE)
+    end
+  end
+  -- Read the candidates for `picks` requests: the picks + want least loaded contain the best of each.
+  local function read_window(picks, want)
+    local most = math.max(picks + want, SMALL)
+    local flat, count = redis.call('ZRANGE', key.load, 0, most - 1, 'WITHSCORES'), 0
+    window = {}
+    for i = 1, #flat, 2 do
+      local address = flat[i]
+      if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
+      count = count + 1
+      window[count] = address
+    end
+    loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
+  end
+  -- Requests in flight of limited flows by their fields of `limits`, as far as this call knows them; the changed ones.
+  local limit_counts, changed_limits = {}, {}
+  local function flow_counts(fields)
+    local counts, asked = {}, {}
+    for i, field in ipairs(fields) do
+      counts[i] = limit_counts[field]
+      if not counts[i] then asked[#asked + 1] = field end
+    end
+    if #asked > 0 then
+      local texts = redis.call('HMGET', key.limits, unpack(asked))
+      for i, field in ipairs(asked) do limit_counts[field] = tonumber(texts[i] or 0) or 0 end
+      for i, field in ipairs(fields) do counts[i] = limit_counts[field] end
+    end
+    return counts
+  end
+  -- The addresses of a list, and their scores by address if the list has scores.
+  local function listed(candidates)
+    local found, seen, scores = {}, {}, nil
+    for address, score in string.gmatch(candidates, '([^,=]+)=?([^,]*)') do
+      if not seen[address] and #found < 1000 then found[#found + 1] = address end
+      seen[address] = true
+      if score ~= '' then
+        scores = scores or {}
+        scores[address] = tonumber(score)
+      end
+    end
+    endpoints.prefetch(found, #found)
+    return found, scores
+  end
+  local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+  -- All addresses with a load; read once a call.
+  function endpoints.counted()
+    if all_counted then return all_counted end
+    local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
+    local count = #all
+    for i = 1, count do listed_ones[all[i]] = true end
+    for address in pairs(changed_loads) do
+      if not listed_ones[address] then
+        count = count + 1
+        all[count] = address
+      end
+    end
+    endpoints.prefetch(all, count)
+    all_counted = all
+    return all
+  end
+  -- How many more requests may be granted before every endpoint that takes new ones is at its limit. A granted request
+  -- that is not placed yet will need a slot too. Only asked where endpoints have limits.
+  function endpoints.free_slots()
+    local caps, left, placed = settings.caps, 0, 0
+    for _, address in ipairs(endpoints.counted()) do
+      local load = loads[address] or load_of(address)
+      if is_pickable(load) then
+        local cap = caps[address]
+        if not cap then return math.huge end
+        left, placed = left + math.max(cap - load, 0), placed + load
+      elseif load >= 0 then
+        placed = placed + load - UNPICKABLE
+      end
+    end
+    return left - (read('ZCARD', key.inflight) - placed)
+  end
+  -- Whether an endpoint that has a limit takes one more.
+  function endpoints.has_free_slot(address)
+    local cap, load = settings.caps[address], load_of(address)
+    return cap and is_pickable(load) and load < cap
+  end
+  -- Those of `among` below their limit, and those that are at it but would take one more.
+  function endpoints.split_by_limit(among)
+    local caps, free, closed = settings.caps, {}, {}
+    for _, address in ipairs(among) do
+      local load = load_of(address)
+      if is_pickable(load) then
+        local found = load < (caps[address] or UNPICKABLE) and free or closed
+        found[#found + 1] = address
+      end
+    end
+    return free, closed
+  end
+  -- Those on which the flow of r is below its limit; and whether any takes new requests at all.
+  local function below_limit(r, among)
+    local able, fields, free = {}, {}, {}
+    for _, address in ipairs(among) do
+      if is_pickable(load_of(address)) then
+        able[#able + 1] = address
+        fields[#fields + 1] = joined(r.flow, address)
+      end
+    end
+    if #able == 0 then return free, false end
+    for i, count in ipairs(flow_counts(fields)) do
+      if count < r.limit then free[#free + 1] = able[i] end
+    end
+    return free, true
+  end
+  -- The cost of an endpoint where candidates have scores: its part of the live load less its score; the lowest wins.
+  local function cost_function(among, scores)
+    local most = 1
+    for _, address in ipairs(among) do
+      local load = load_of(address)
+      if is_pickable(load) then most = math.max(most, load) end
+    end
+    return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
+  end
+  -- The loads that a choice was made from, as short as possible: those of the named candidates in their order, empty
+  -- where an endpoint was not eligible; without named candidates, those of the chosen ones.
+  local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
+  local function load_text(load)
+    if not is_pickable(load) then return '' end
+    local text = load_texts[load]
+    if not text then
+      text = string.format('%d', load)
+      if load < 1000 then load_texts[load] = text end
+    end
+    return text
+  end
+  local function loads_seen(named, among, chosen, kept)
+    if not named then
+      local texts, known_texts = load_fields, load_texts
+      for i = 1, kept do texts[i] = known_texts[chosen[i]] or load_text(chosen[i]) end
+      return table.concat(texts, ',', 1, kept)
+    end
+    local free
+    if among ~= named then
+      free = {}
+      for _, address in ipairs(among) do free[address] = true end
+    end
+    local count = #named
+    for i = 1, count do
+      local address = named[i]
+      load_fields[i] = (not free or free[address]) and load_text(loads[address]) or ''
+    end
+    return table.concat(load_fields, ',', 1, count)
+  end
+  -- Choose endpoints, best first; equal ones take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded
+  -- of them) or 'a=0.7,b=0.5' (scores without live load). `picks` is how many requests this call may still place.
+  -- Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a limit
+  -- prevents it, and the endpoints that are at their own limit.
+  local best_ones, their_costs = {}, {} -- reused by each choice
+  function endpoints.pick(r, candidates, turn, picks)
+    local want, among, scores, named = settings.fallbacks + 1
+    if candidates ~= '*' then
+      named, scores = listed(candidates)
+      among = named
+    elseif r.limit > 0 or settings.caps then
+      among = endpoints.counted()
     else
-      redis.call('ZREM', key.load, address)
+      if not window or window_left < 1 then read_window(picks, want) end
+      among, window_left = window, window_left - 1
+    end
+    local limited, closed = false, nil
+    if r.limit > 0 then among, limited = below_limit(r, among) end
+    if settings.caps then
+      among, closed = endpoints.split_by_limit(among)
+      limited = limited or #closed > 0
+    end
+    local cost_of = scores and cost_function(among, scores) -- nil: by load alone
+    -- Insertion sort into the few best so far; of equal ones the later stays behind.
+    local best, costs, kept, count = best_ones, their_costs, 0, #among
+    local next_one = turn % count
+    for _ = 1, count do
+      local address = among[next_one + 1]
+      next_one = (next_one + 1) % count
+      local load = loads[address] or load_of(address)
+      local cost = cost_of and cost_of(address) or load
+      if (kept < want or cost < costs[kept]) and load >= 0 and load < UNPICKABLE then
+        if kept < want then kept = kept + 1 end
+        local at = kept
+        while at > 1 and cost < costs[at - 1] do
+          best[at], costs[at] = best[at - 1], costs[at - 1]
+          at = at - 1
+        end
+        best[at], costs[at] = address, cost
+      end
+    end
+    if kept == 0 then return nil, limited, closed end
+    return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
+  end
+  -- Marks: why a published endpoint takes nothing new (drained by an operator, or down), and since when.
+  local MARKS = {'drained', 'down'}
+  function endpoints.is_marked(address)
+    for _, what in ipairs(MARKS) do
+      if read('HEXISTS', key.marks, joined(what, address)) == 1 then return true end
+    end
+    return false
+  end
+  -- Set or remove a mark. Returns whether the endpoint is known.
+  function endpoints.mark(what, on, address)
+    local description = read('HGET', key.endpoints, address)
+    if not description then return false end
+    local before = endpoints.is_marked(address)
+    if on then
+      write_now('HSET', key.marks, joined(what, address), now_ms)
+    else
+      write_now('HDEL', key.marks, joined(what, address))
+    end
+    local after = endpoints.is_marked(address)
+    if before == after then return true end
+    local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
+    write_now('HSET', key.pool, 'marks_version', version + 1)
+    if endpoints.is_draining(description) then return true end
+    set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
+    pool.ready = pool.ready + (after and -1 or 1)
+    pool.update_bounds()
+    return true
+  end
+  -- The marked addresses, as a set.
+  function endpoints.marked()
+    local found = {}
+    for _, mark in ipairs(read('HKEYS', key.marks)) do
+      local address = string.match(mark, '\31(.*)$')
+      if address then found[address] = true else drop_stray('HDEL', key.marks, mark) end
+    end
+    return found
+  end
+  function endpoints.clear_marks(address)
+    for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
+  end
+  -- Remove `down` marks that nobody has confirmed for `down_ms`: the next request tries the endpoint.
+  function endpoints.expire_down_marks(down_ms)
+    local marks = read('HGETALL', key.marks)
+    for i = 1, #marks, 2 do
+      local what, address = string.match(marks[i], '^(%l+)\31(.*)$')
+      local since_ms = tonumber(marks[i + 1])
+      if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
+        drop_stray('HDEL', key.marks, marks[i])
+      elseif what == 'down' and now_ms - since_ms > down_ms then
+        endpoints.mark('down', false, address)
+      end
     end
   end
-  write_all('ZADD', key.load, scored_addresses, count)
-  for field in pairs(changed_limits) do
-    local held = limit_counts[field]
-    if held > 0 then redis.call('HSET', key.limits, field, held) else redis.call('HDEL', key.limits, field) end
+  -- A limited flow's requests in flight (granted and placed) are counted in total and per endpoint. A granted request
+  -- will need a slot too, so the total decides before any endpoint does.
+  function endpoints.flow_at_limit(r)
+    return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end
-end
-function endpoints.have_changed() return next(changed_loads) ~= nil end
-local function forget_endpoints()
-  endpoints.all = nil
-  for address in pairs(changed_loads) do changed_loads[address] = nil end
-  if next(limit_counts) then limit_counts, changed_limits = {}, {} end
-  if not remembered or loads_known > MOST_LOADS then
-    loads, loads_known, window = {}, 0, nil
-  elseif window_left ~= math.huge then
-    window = nil
+  function endpoints.count_flow(r, endpoint, difference)
+    if r.limit == 0 then return end
+    local field = endpoint and joined(r.flow, endpoint) or r.flow
+    limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
+  end
+  local scored_addresses = {} -- load, address, and so on: filled again by each call
+  function endpoints.commit()
+    local count = 0
+    for address in pairs(changed_loads) do
+      local load = loads[address]
+      if load >= 0 then
+        scored_addresses[count + 1], scored_addresses[count + 2] = load, address
+        count = count + 2
+      else
+        redis.call('ZREM', key.load, address)
+      end
+    end
+    write_values('ZADD', key.load, scored_addresses, count)
+    for field in pairs(changed_limits) do
+      local running = limit_counts[field]
+      if running > 0 then redis.call('HSET', key.limits, field, running) else redis.call('HDEL', key.limits, field) end
+    end
+  end
+  function endpoints.have_changed() return next(changed_loads) ~= nil end
+  function reset_endpoints()
+    all_counted = nil
+    for address in pairs(changed_loads) do changed_loads[address] = nil end
+    if next(limit_counts) then limit_counts, changed_limits = {}, {} end
+    if not cache_is_valid or loads_known > MOST_LOADS then
+      loads, loads_known, window = {}, 0, nil
+    elseif window_left ~= math.huge then
+      window = nil
+    end
   end
 end

@@ -1,41 +1,90 @@
--- include: keys clock writes
--- The pool's counters, read once a call and written once if they changed: doubles in a fixed order, packed,
--- which costs a tenth of as many fields. And its settings, decoded anew only when they have changed.
+-- include: storage
+-- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
+-- The only clock: that of Redis, corrected for its steps. Clocks of replicas are never compared.
+--
+-- TIME may be set forward or back by hours. The pool's time is TIME plus an offset, stored in the field `clock` with a
+-- moment that is at most a quarter of a second old. It never goes back, except by that much when another server takes
+-- over. If it would advance by more than STEP_US since the last call, either TIME was set or nobody called: it stays
+-- where it was. The next heartbeat adds the time that really passed, which its replica has measured (`advance_clock`).
+-- So nothing is due early by more than STEP_US.
+local now_us, now_ms
+local steady_clock, advance_clock, clock_change
+local clock_shift_ms = 0 -- how far now is ahead of TIME
+do
+  local STEP_US = 1000000
+  local SAVED_EVERY_US = 250000
+  local offset_us, last_us, saved_us
+  local moved -- must be stored
+  local function set(us)
+    now_us, last_us = us, us
+    now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
+  end
+  -- Set now. `text` is the stored offset and moment, unless they are `known` already.
+  function steady_clock(known, text)
+    local time = redis.call('TIME')
+    local time_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
+    if not known then
+      local valid, offset, last = pcall(struct.unpack, 'dd', text)
+      offset_us, last_us, moved = valid and offset or 0, valid and last or time_us, not valid
+      saved_us = last_us
+    end
+    local passed_us = time_us + offset_us - last_us
+    if passed_us < 0 or passed_us > STEP_US then
+      offset_us, moved = offset_us - passed_us, true
+    end
+    set(time_us + offset_us)
+  end
+  -- Now is at least `us`.
+  function advance_clock(us)
+    if us <= now_us then return end
+    offset_us, moved = offset_us + us - now_us, true
+    set(us)
+  end
+  -- The text to store in `clock`; nil if nothing has changed. The caller changes a counter with it, so others notice.
+  function clock_change()
+    if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
+    saved_us, moved = now_us, false
+    return struct.pack('dd', offset_us, now_us)
+  end
+end
+-- [/clock]
+--
+-- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
+-- costs a tenth of a field for each. And the settings, decoded only when they have changed.
 local pool = {}
--- Those that each band has, by band: a number made into text costs as much as a command.
+-- Counters of each band. Formatting a number costs as much as a command.
 local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
 local V = {[0] = 'v:0', 'v:1', 'v:2'}
 local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
 local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
 local settings, settings_text -- of the last call; a library outlives its calls
--- Whoever changes settings, endpoints, their loads or the clock changes a counter too (`pool.touched`), but for the
--- version before. So a call that finds the counters as its library left them knows the rest, and reads no more.
--- Whether what former calls left in memory is still so: nobody else has changed the counters since, or published
--- endpoints, as each call does that changes what may be remembered. Not for long: a primary that was none for a while
--- has missed more. And not beside a version whose calls may change an endpoint's load alone.
-local remembered
-local BESIDE_MS = 3600000 -- such a version may be about for so long after it was last seen
+-- Whether what this library keeps between calls is still true: nobody else has changed the counters or published
+-- endpoints. Each call that changes settings, endpoints, their loads or the clock changes a counter (`pool.touched`).
+-- It holds for REMEMBERED_MS at most, since a demoted primary misses changes, and not while an older version is active
+-- that changes an endpoint's load alone.
+local cache_is_valid
+local BESIDE_MS = 3600000 -- for so long after it was last seen, an older version counts as active
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
   local COUNTERS = {
-    'born', 'stock', 'queued', 'seq', 'dispatches', 'guards', 'ended', 'log_seq', 'queued:0', 'queued:1', 'queued:2',
+    'epoch', 'stock', 'queued', 'seq', 'dispatches', 'guards', 'ended', 'log_seq', 'queued:0', 'queued:1', 'queued:2',
     'ready', 'upper', 'lower', 'v:0', 'v:1', 'v:2', 'band:0', 'band:1', 'band:2', 'bv', 'credit', 'overdue',
     'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2', 'moved', 'older_ms',
   }
-  local counters_text, saved = nil, {} -- as they were last read or saved: packed, and in their order
+  local counters_text, saved = nil, {} -- as last read or written: packed, and in order
   local unsaved = false -- packed, but not yet written
   local MOVED = #COUNTERS - 1
-  -- The first of them change with each request, the others seldom: those stay packed while they do not.
+  -- The first BUSY counters change with each request. The others stay packed while they do not change.
   local BUSY = 8
   local calm_text
-  local BUSY_FORMAT, CALM_FORMAT -- made at the first call: a library being loaded has no `string`
+  local BUSY_FORMAT, CALM_FORMAT -- made by the first call: a library has no `string` while it loads
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
     total_capacity = 0, flow_capacity = 0, lease_ms = 0, silence_ms = 0, fallbacks = 0, log_max = 0,
     window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = 'fcfs', weights = {},
   }
-  -- Counters are only ever added at the end. A version that has fewer writes fewer; what it left out is 0.
-  local function whole(text)
+  -- Counters are only added at the end. What an older version did not write is 0.
+  local function padded(text)
     local missing = 8 * #COUNTERS - #text
     return missing > 0 and text .. string.rep('\0', missing) or text
   end
@@ -43,7 +92,7 @@ do -- a chunk may have 200 locals
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
     local text, settings_now, endpoints_now, clock_text, same
     if key == read_key and counters_text and settings_text and not failed
-      and (pool.older_ms == 0 or not pool.is_mixed()) then
+      and (pool.older_ms == 0 or not pool.has_older_version()) then
       text = redis.call('HGET', key.pool, 'counters')
       same = text == counters_text
     end
@@ -54,24 +103,24 @@ do -- a chunk may have 200 locals
         unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock'))
       same = not failed and text and text == counters_text
     end
-    -- Settings come with publish: without them nothing may be admitted.
+    -- Nothing may be admitted before the first publish, which brings the settings.
     pool.known, read_key = text and true or false, key
     steady_clock(same, clock_text)
     if not same then
-      local all = text and whole(text)
+      local all = text and padded(text)
       local numbers = all and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, all)} or {}
       for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
-      -- Doubles never end in byte 31, which ends the numbers of a server without `struct`.
+      -- Doubles never end in byte 31; the numbers of a server without `struct` do.
       if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end
-      counters_text, saved = text, all == text and numbers or {} -- what lacks some is written anew
+      counters_text, saved = text, all == text and numbers or {} -- short ones are written in full
       calm_text = all and string.sub(all, 8 * BUSY + 1)
     end
-    remembered = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
-      and (pool.older_ms == 0 or not pool.is_mixed())
+    cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
+      and (pool.older_ms == 0 or not pool.has_older_version())
     called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
     if text ~= key.counters then
       key.counters = text
-      pool.may_lack()
+      pool.note_possible_loss()
     end
     pool.ended_before, pool.touched = pool.ended, false
     if not settings_now then
@@ -80,20 +129,20 @@ do -- a chunk may have 200 locals
       settings, settings_text = cjson.decode(settings_now), settings_now
     end
   end
-  -- Whether a version that writes fewer counters has been at work lately.
-  function pool.is_mixed() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
-  function pool.save()
+  -- Whether a version that writes fewer counters was active in the last hour.
+  function pool.has_older_version() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
+  function pool.commit()
     if not pool.known then return end
     local counters, names, values, changed = pool, COUNTERS, saved, 0
     for i = 1, #names do
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
     end
-    if changed == 0 and pool.touched and not unsaved then -- what others remember of these is so no longer
+    if changed == 0 and pool.touched and not unsaved then -- tells other libraries to read again
       counters.moved, changed = counters.moved + 1, MOVED
       values[MOVED] = counters.moved
     end
-    pool.touched = false -- once, however often this is repeated
+    pool.touched = false -- once, even if this is repeated
     local clock_text = clock_change()
     if changed == 0 and not unsaved then
       if not clock_text then return end
@@ -111,40 +160,126 @@ do -- a chunk may have 200 locals
     unsaved, key.counters = false, counters_text
   end
 end
--- Whether records may be missing of requests that run: where this server has not made the last change to the pool
--- itself (it was lost, restarted, or a replica until now), or a replica has come back. Then all that runs is told
--- again, at the latest by its next sign of life.
-local LONGER_MS = 10000 -- than a lease: no journal brings back what is silent for as long (admission/outbox.py)
-function pool.may_lack() key.lacks_ms = now_ms end
-function pool.lacks() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
--- Give back what a request took. Sums of fractions leave a residue, which must not pass for a request.
+-- Records of running requests may be missing for a while after this server did not make the last change itself (it
+-- was lost, restarted or was no primary) or after a replica came back. Running requests are reported again, at the
+-- latest with their next renewal.
+local LONGER_MS = 10000 -- than a lease; no journal reports later than that
+function pool.note_possible_loss() key.lacks_ms = now_ms end
+function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
+-- Give back the stock of a request. Sums of fractions leave a residue, which must not count as a request.
 local RESIDUE = 1e-6
 function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
--- What a request of `cost` takes of a stock of `most`: a claim of tokens costs its client nothing, so that it takes a
--- part of the bound and no more. With the queue switched off nothing is taken: requests are placed as they come.
-function pool.share(cost, most)
+-- The stock that a request of `cost` takes under the bound `most`. Claiming tokens costs a client nothing, so a request
+-- takes at most `claim_share` of the bound. With the queue off nothing is taken: requests are placed as they arrive.
+function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   most = most * (settings.claim_share or 1)
   return cost < most and cost or most
 end
--- Bounds follow the number of ready backends. Nine digits undo binary rounding: 20 at 1.15 are 23, not 22.999….
-function pool.bound()
+-- The bounds are per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
+function pool.update_bounds()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
   pool.upper = scaled(settings.upper_per)
-  pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- at 0 an empty pool still takes one
+  pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
 end
--- The most that one request may take: the bound, also while some endpoints are not ready.
-function pool.most()
-  return math.max(pool.upper, settings.upper_per * math.max(redis.call('HLEN', key.endpoints), 1))
+-- The bound if all endpoints were ready: no request takes more.
+function pool.largest_bound()
+  return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
 end
--- A number no earlier arrival has had, which is also the arrival time in us: it orders a lane.
-function pool.arrival(age_ms)
+-- The arrival time in us. No two arrivals have the same, so it orders a flow queue.
+function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
   local seq = pool.seq + 1
   if seq < now_us then seq = now_us end
   pool.seq = seq
   return seq
+end
+-- The decision log: one stream entry per event, in the order of decisions; off when log_max is 0. It is written at the
+-- end, so a call that fails earlier leaves no entry. `tag` is the start tag of the flow queue, `by` is turn or guard,
+-- `note` is listed in docs/redis-schema.md.
+local entries, logged = {}, 0
+local function exact(number) return string.format('%.17g', number) end
+local function log_event(event, r, tag, by, note)
+  if settings.log_max == 0 then return end
+  pool.log_seq = pool.log_seq + 1
+  logged = logged + 1
+  entries[logged] = {'MAXLEN', '~', settings.log_max, '*',
+    'seq', exact(pool.log_seq), 'time_us', exact(now_us), 'event', event, 'request', r.id, 'flow', r.flow,
+    'band', r.band, 'workload', r.workload, 'cost', exact(r.cost), 'weight', exact(r.weight),
+    'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
+    'limit', exact(r.limit), 'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
+    'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
+    'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
+    'note', type(note) == 'number' and exact(note) or note or ''}
+end
+local function commit_log()
+  for i = 1, logged do
+    if entries[i] then redis.call('XADD', key.log, unpack(entries[i])) end
+    entries[i] = false
+  end
+end
+local function reset_log()
+  if logged > 0 then entries, logged = {}, 0 end
+end
+-- An event of a flow queue or of the whole pool.
+local NO_REQUEST = {
+  id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
+  owner = '', endpoints = '',
+}
+local function log_change(event, note) log_event(event, NO_REQUEST, nil, nil, note) end
+local function log_flow_queue(event, band, flow_queue, tag)
+  if settings.log_max == 0 then return end
+  local subject = {}
+  for name, value in pairs(NO_REQUEST) do subject[name] = value end
+  subject.band, subject.flow = band, flow_queue
+  log_event(event, subject, tag)
+end
+-- Notifications for the replicas that own requests. They stay in each inbox until the replica takes them; a wake-up is
+-- published as a hint. The calling replica finds its own in the reply instead.
+local notifications = {}
+function notifications.add(owner, id, what)
+  -- Only live replicas are granted requests. Nobody would empty the inbox of one that is gone.
+  if what == 'granted' or read('ZSCORE', key.replicas, owner) then
+    defer_write('HSET', key.inbox[owner], id, what)
+  end
+  if owner == notifications.caller then
+    local own = notifications.for_caller
+    own[#own + 1] = what .. ' ' .. id
+  else
+    local text = notifications.for_others[owner]
+    notifications.for_others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
+  end
+end
+function notifications.withdraw(owner, id) defer_write('HDEL', key.inbox[owner], id) end
+function notifications.publish()
+  for owner, text in pairs(notifications.for_others) do redis.call('PUBLISH', key.wake(owner), text) end
+end
+notifications.for_caller, notifications.for_others = {}, {}
+local function reset_notifications(caller)
+  notifications.caller = caller
+  if notifications.for_caller[1] then notifications.for_caller = {} end
+  if next(notifications.for_others) then notifications.for_others = {} end
+end
+-- Put settings in force: the configuration, overlaid by what was changed live.
+local function put_settings(base, overrides)
+  local changed = false
+  for name, value in pairs(overrides) do base[name] = value end
+  -- These decide the order. When one changes, the sweep moves the waiting requests in chunks.
+  for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
+    'wait_cap_ms', 'rate_cap'}) do
+    changed = changed or settings[name] ~= base[name]
+  end
+  local text = cjson.encode(base)
+  if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
+  settings, settings_text = base, nil
+  defer_write('HSET', key.pool, 'settings', text)
+  pool.touched = true
+  if changed and pool.queued > 0 then
+    pool.refiling = 1
+    defer_write('HSET', key.pool, 'walk', '0')
+  end
+  log_change('tuned', text)
 end

@@ -1,116 +1,218 @@
--- include: order log victims timers
--- The queue: bands, in each band lanes ordered by start tag, in each lane requests by the ordering.
--- Start-time fair queueing (Goyal, Vin, Cheng, 1996; several servers: Jin, Chase, Kaur, SFQ(D), 2004):
--- a lane that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share.
--- One tag a lane: a request that leaves early leaves no hole. docs/fairness.md has the proofs.
-local queue = {}
-local forget_lengths
+-- include: registry
+-- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests by the ordering in
+-- force. With it the timers of waiting requests and the candidates for preemption.
+--
+-- Timers: when the next event of each waiting request is due. The time of the earliest, or a moment before it, is kept:
+-- until then Redis is not asked.
+local timers = {}
 do
-  -- What serving r costs its lane. Weights and costs that a former version has let in, or nobody has checked, count as
-  -- the nearest that the arithmetic bears.
+  local next_ms -- nil: unknown
+  local set_ms -- the earliest one set by this call
+  function timers.reset()
+    if not cache_is_valid then next_ms = nil end
+    set_ms = math.huge
+  end
+  function timers.set(id, due_ms)
+    if next_ms and due_ms < next_ms then next_ms = due_ms end
+    if due_ms < set_ms then set_ms = due_ms end
+    defer_write('ZADD', key.timers, due_ms, id)
+  end
+  function timers.stop(id) defer_write('ZREM', key.timers, id) end
+  local function first_ms(reader)
+    return tonumber(reader('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
+  end
+  -- Whether a timer is due. All timers are then in Redis.
+  function timers.due()
+    if next_ms and now_ms < next_ms then return false end
+    next_ms = math.min(first_ms(read_stored), set_ms)
+    if next_ms > now_ms then return false end
+    next_ms = first_ms(read)
+    return next_ms <= now_ms
+  end
+end
+
+-- Which request of a flow queue is served first. queue:B:L holds all of them: by arrival (fcfs) or by deadline (edf).
+-- workload-aware has an index beside it.
+--
+-- workload-aware (specs/001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
+-- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest request of each
+-- workload competes: the head of the workload's line. An anonymous request is a workload of its own. Below the cap all
+-- scores grow at the same speed, so `growing` orders heads by a key that time does not change: arrival less the time
+-- that g is worth. A head past the cap, or one scored by its workload's average, is in `static` by -score. The better
+-- of the two first heads is served. A first head in `growing` that is past its cap moves to `static` before that. This
+-- is exact: its key overstates its score, so if it does not win with the key it would not win with the true score.
+local order = {}
+do
+  local function constant_score(r)
+    return settings.criticality_weight * r.criticality / 5
+      - settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1)
+  end
+  local function cap_us() return settings.wait_cap_ms * 1000 end
+  -- Index a head by its current score.
+  local function index(r, flow_queue)
+    local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
+    local g, waited = constant_score(r), nil
+    if settings.wait_signal == 'workload_average' and r.workload ~= '' then
+      waited = math.min(workloads.wait_ms(r.workload) / settings.wait_cap_ms, 1)
+    elseif settings.wait_weight == 0 or now_us - r.arrived >= cap_us() then
+      waited = 1
+    end
+    if waited then
+      write_now('ZREM', growing, r.id)
+      write_now('ZADD', static, -(settings.wait_weight * waited + g), r.id)
+    else
+      write_now('ZREM', static, r.id)
+      write_now('ZADD', growing, r.arrived - cap_us() / settings.wait_weight * g, r.id)
+    end
+  end
+  local function unindex(band, flow_queue, id)
+    local grew = write_now('ZREM', key.growing[band][flow_queue], id)
+    return write_now('ZREM', key.static[band][flow_queue], id) or grew
+  end
+  -- The oldest waiting request of a line. Ids without one are dropped: the previous version has served them.
+  local function line_head(line)
+    for _ = 1, STRAYS do
+      local id = read('ZRANGE', line, 0, 0)[1]
+      local r = id and record.read(id)
+      if not id or (r and r.state == 'queued') then return r end
+      drop_stray('ZREM', line, id)
+    end
+  end
+  -- The score of r in its flow queue.
+  function order.score(r)
+    if settings.ordering == 'edf' then return r.deadline_ms * 1000 + r.arrived % 1000 end -- by arrival within a ms
+    return r.arrived
+  end
+  -- The index of workload-aware. Removing what it does not contain does nothing.
+  function order.insert(r, flow_queue)
+    if r.workload == '' then return index(r, flow_queue) end
+    local line = key.line(r.band, flow_queue, r.workload)
+    write_now('ZADD', line, r.arrived, r.id)
+    local first = read('ZRANGE', line, 0, 1)
+    local head = first[1] == r.id and r or line_head(line)
+    if head == r and first[2] then unindex(r.band, flow_queue, first[2]) end
+    if head then index(head, flow_queue) end -- an arrival changes the rate of the head's workload
+  end
+  function order.remove(r, flow_queue)
+    local was_head = unindex(r.band, flow_queue, r.id)
+    if r.workload == '' then return end
+    local line = key.line(r.band, flow_queue, r.workload)
+    if not write_now('ZREM', line, r.id) then
+      line = key.older_line(r.band, flow_queue, r.workload)
+      write_now('ZREM', line, r.id)
+    end
+    local head = was_head and line_head(line)
+    -- An older line may hold requests of another workload whose key is spelled alike.
+    if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
+      index(head, flow_queue)
+    end
+  end
+  -- The id that the flow queue serves next; nil until a change of the ordering has reached it.
+  function order.head(band, flow_queue)
+    while true do
+      local growing = read('ZRANGE', key.growing[band][flow_queue], 0, 0, 'WITHSCORES')
+      local static = read('ZRANGE', key.static[band][flow_queue], 0, 0, 'WITHSCORES')
+      local r = growing[1] and record.read(growing[1])
+      if growing[1] and not (r and r.state == 'queued') then
+        drop_stray('ZREM', key.growing[band][flow_queue], growing[1])
+      elseif r and now_us - r.arrived >= cap_us() then
+        index(r, flow_queue)
+      elseif r or static[1] then
+        local grown = r and (now_us - tonumber(growing[2])) / cap_us() * settings.wait_weight
+        if grown and (not static[1] or grown > -tonumber(static[2])) then return r.id end
+        return static[1]
+      else
+        return nil
+      end
+    end
+  end
+  -- A workload's rate falls without arrivals too: index its head again. For the sweep.
+  function order.refresh(r, flow_queue)
+    if settings.ordering ~= 'workload-aware' or r.workload == '' then return end
+    local head = line_head(key.line(r.band, flow_queue, r.workload))
+    if head and head.id == r.id then index(r, flow_queue) end
+  end
+end
+
+-- Who is preempted when the queue is full. `victims` holds the backlogged flow queues of the bands below Critical by
+-- the time of their last preemption. `preempted` remembers those that have drained, while there is pressure.
+local preemption = {}
+do
+  function preemption.add_candidate(band, flow_queue)
+    local last = pool.pressed == 1 and read('ZSCORE', key.preempted[band], flow_queue)
+    if last then defer_write('ZREM', key.preempted[band], flow_queue) end
+    defer_write('ZADD', key.victims[band], last or 0, flow_queue)
+  end
+  function preemption.remove_candidate(band, flow_queue)
+    if pool.pressed == 1 then
+      local last = read('ZSCORE', key.victims[band], flow_queue)
+      if tonumber(last or 0) > 0 then defer_write('ZADD', key.preempted[band], last, flow_queue) end
+    end
+    defer_write('ZREM', key.victims[band], flow_queue)
+  end
+  -- The flow queue to preempt next, and its newest request (under edf, the one with the latest deadline); nil if there
+  -- is none. An older version leaves drained flow queues in the set and others out of it.
+  function preemption.next_candidate(band)
+    for _ = 1, STRAYS do
+      local candidate = read('ZRANGE', key.victims[band], 0, 0)[1]
+      local flow_queue = candidate or read('ZRANGE', key.flows[band], 0, 0)[1]
+      if not flow_queue then return nil end
+      local last = read('ZRANGE', key.queue[band][flow_queue], -1, -1)[1]
+      if last then return flow_queue, last end
+      drop_stray('ZREM', candidate and key.victims[band] or key.flows[band], flow_queue)
+    end
+  end
+end
+
+-- Start-time fair queueing (Goyal, Vin, Cheng, 1996; for several servers: Jin, Chase, Kaur, SFQ(D), 2004): a flow queue
+-- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. There is one tag per flow
+-- queue, so a request that leaves early leaves no gap. docs/fairness.md has the proofs.
+local queue = {}
+local reset_lengths
+do
+  -- What serving r costs its flow queue. Weights and costs that an older version has admitted, or that nobody has
+  -- checked, are clamped to what the arithmetic bears.
   local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = 1e-3, 1e6, 1e9
-  local function within(number, least, most)
+  local function clamp(number, least, most)
     if number >= least and number <= most then return number end
-    return number > most and most or least -- the least too for what is no number
+    return number > most and most or least -- NaN: the least
   end
   function queue.share(r)
     if settings.fairness == 'round-robin' then return 1 end
-    local cost = within(r.cost, 0, MOST_COST)
+    local cost = clamp(r.cost, 0, MOST_COST)
     if settings.fairness == 'none' then return cost end
-    return cost / within(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
+    return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
   end
-  function queue.cost(cost) return within(cost, 0, MOST_COST) end
-  -- The sweep's part: tags that are no finite number, or beyond what sums of years reach, go to the others' level.
-  local MOST_TAG = 2 ^ 62
-  local HEALED = 100 -- of a set, a call
-  local function is_sound(tag) return tag > -MOST_TAG and tag < MOST_TAG end
-  function queue.heal(band)
-    local flows = ahead.anew(key.flows[band])
-    local least = redis.call('ZRANGEBYSCORE', flows, '(' .. full(-MOST_TAG), '(' .. full(MOST_TAG), 'WITHSCORES',
-      'LIMIT', 0, 1)
-    local level = tonumber(least[2] or 0)
-    if is_sound(pool[V[band]]) then level = pool[V[band]] else pool[V[band]] = level end
-    if not is_sound(pool[NEW[band]]) then pool[NEW[band]] = level end
-    if not (is_sound(pool[BAND_TAG[band]]) and is_sound(pool.bv)) then
-      pool.bv = 0
-      for _, each in ipairs(BANDS) do pool[BAND_TAG[each]] = 0 end
-    end
-    for _, places in ipairs({flows, key.parked[band], key.finish[band]}) do
-      ahead.anew(places)
-      for _, range in ipairs({{full(MOST_TAG), '+inf'}, {'-inf', full(-MOST_TAG)}}) do
-        for _, lane in ipairs(redis.call('ZRANGEBYSCORE', places, range[1], range[2], 'LIMIT', 0, HEALED)) do
-          later('ZADD', places, level, lane)
-        end
-      end
-    end
+  function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
+  function queue.flow_queue(r) return settings.fairness == 'none' and '' or r.flow end
+  -- The flow queue that r is in. While requests are moved to a new order it may be that of the former policy.
+  local function current_flow_queue(r)
+    local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
+    if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
+    local other = flow_queue == '' and r.flow or ''
+    return read('ZSCORE', flow_queues[other], r.id) and other or flow_queue
   end
-  -- The sweep's part: tags only grow, and what a sum of doubles is off by grows with them. When v has passed REBASED_AT
-  -- all tags of the band are less by one amount, which changes nothing of their order. What running requests remember
-  -- of theirs is then too high, which `correct` bears. Not beside a version that would take it for their place.
-  local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
-  local MOST_REBASED = 30000 -- tags; of more, when there are fewer
-  local function lower(places, by)
-    local found = redis.call('ZRANGE', ahead.anew(places), 0, -1, 'WITHSCORES')
-    for i = 1, #found, 2 do later('ZADD', places, found[i + 1] - by, found[i]) end
-  end
-  local function lower_blocked(band, by)
-    send(key.blockers)
-    local found = redis.call('HGETALL', key.blockers)
-    for i = 1, #found, 2 do
-      local of, lane = string.match(found[i], '^(%d)\31(.*)$')
-      for address in string.gmatch(of == tostring(band) and found[i + 1] or '', '[^,]+') do
-        local places = ahead.anew(key.blocked[band][address])
-        local tag = redis.call('ZSCORE', places, lane)
-        if tag then later('ZADD', places, tag - by, lane) end
-      end
-    end
-  end
-  function queue.rebase(band)
-    local by, count = pool[V[band]] - REBASED_TO, 0
-    if by < REBASED_AT - REBASED_TO or pool.is_mixed() then return end
-    local all = {key.flows[band], key.parked[band], key.finish[band]}
-    for _, places in ipairs(all) do count = count + redis.call('ZCARD', ahead.anew(places)) end
-    if count > MOST_REBASED then return end
-    for _, places in ipairs(all) do lower(places, by) end
-    lower_blocked(band, by)
-    pool[V[band]], pool[NEW[band]] = pool[V[band]] - by, math.max(pool[NEW[band]] - by, 0)
-    log_lane('rebased', band, '', by)
-  end
-  function queue.rebase_bands()
-    local by = pool.bv - REBASED_TO
-    if by < REBASED_AT - REBASED_TO then return end
-    pool.bv = pool.bv - by
-    for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
-  end
-  function queue.lane(r) return settings.fairness == 'none' and '' or r.flow end
-  -- The lane that r stands in: while requests are being refiled it may still be the one of the former policy.
-  local function standing_lane(r)
-    local lane, lanes = queue.lane(r), key.queue[r.band]
-    if pool.refiling == 0 or redis.call('ZSCORE', ahead.anew(lanes[lane]), r.id) then return lane end
-    local other = lane == '' and r.flow or ''
-    return redis.call('ZSCORE', ahead.anew(lanes[other]), r.id) and other or lane
-  end
-  local lengths = {} -- of lanes, by the key of their requests, as this call knows them
-  local standing = {} -- those of them that this call knows to have their place in the order
-  function forget_lengths()
+  local lengths = {} -- of flow queues, by the key of their requests, as far as this call knows them
+  local ordered = {} -- the flow queues that this call knows to be ordered, likewise
+  function reset_lengths()
     if next(lengths) then lengths = {} end
-    if next(standing) then standing = {} end
+    if next(ordered) then ordered = {} end
   end
-  function queue.length(band, lane)
-    local requests = key.queue[band][lane]
+  function queue.length(band, flow_queue)
+    local requests = key.queue[band][flow_queue]
     local length = lengths[requests]
     if not length then
-      length = redis.call('ZCARD', ahead.anew(requests))
+      length = read('ZCARD', requests)
       lengths[requests] = length
     end
     return length
   end
-  -- How many lanes have something waiting, in all bands.
-  function queue.flows()
+  -- The number of backlogged flow queues in all bands.
+  function queue.count_flow_queues()
     local count = 0
     for _, band in ipairs(BANDS) do
-      for _, lanes in ipairs({key.flows[band], key.parked[band]}) do
-        count = count + redis.call('ZCARD', ahead.anew(lanes))
+      for _, flow_queues in ipairs({key.flows[band], key.parked[band]}) do
+        count = count + read('ZCARD', flow_queues)
       end
     end
     return count
@@ -125,14 +227,14 @@ do
     local due_ms = arrived_ms + patience_ms
     return due_ms < deadline_ms and due_ms or deadline_ms
   end
-  local function grow(band, change)
+  local function count_queued(band, change)
     local counters, name = pool, QUEUED[band]
     counters.queued, counters[name] = counters.queued + change, counters[name] + change
   end
-  -- Where a lane begins that becomes backlogged with r, having last been charged up to `finish`. One that is owed
-  -- nothing starts at v, ahead of all that have been served since; so a client with a new flow for each request
-  -- would hold v where it is and the others off. Those that start so are therefore counted like one flow of weight
-  -- 1 (`new`), and when they are NEWCOMERS ahead of v the next start a share later, as if they had been served once.
+  -- The start tag of a flow queue that becomes backlogged with r and was last charged up to `finish`. One that owes
+  -- nothing starts at v, ahead of all that have been served since. A client with a new flow for each request would thus
+  -- hold v and keep the others waiting. So newcomers are counted like one flow of weight 1 (`new`); when they are
+  -- NEWCOMERS shares ahead of v, the next ones start a share later, as if they had been served once.
   local NEWCOMERS = 100
   local function start_tag(r, finish)
     local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
@@ -142,107 +244,104 @@ do
     pool[new] = reached + share
     return v
   end
-  -- A lane takes its place in the order. A band that had none to serve has no claim to the turns it missed.
-  local function join(band, lane, tag)
+  -- Order a backlogged flow queue. A band that had none has no claim to the turns it missed.
+  local function activate(band, flow_queue, tag)
     local flows, name = key.flows[band], BAND_TAG[band]
-    if pool[name] < pool.bv and redis.call('ZCARD', ahead.anew(flows)) == 0 then pool[name] = pool.bv end
-    ahead.forget(flows)
-    later('ZADD', flows, tag, lane)
+    if pool[name] < pool.bv and read('ZCARD', flows) == 0 then pool[name] = pool.bv end
+    read_ahead.discard(flows)
+    defer_write('ZADD', flows, tag, flow_queue)
   end
-  -- Whether a lane in which ids stand is in the order.
-  local function has_place(band, lane)
-    return redis.call('ZSCORE', ahead.anew(key.flows[band]), lane)
-      or redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
+  -- Whether a flow queue is ordered or throttled.
+  local function is_ordered(band, flow_queue)
+    return read('ZSCORE', key.flows[band], flow_queue)
+      or read('ZSCORE', key.parked[band], flow_queue)
   end
-  -- Put r in at its place. Returns the lane's start tag if it has just become backlogged. Its record is
-  -- written by the caller. Writes are put off to the end of the call, so that one which fails halfway, and is then
-  -- repeated, has left nothing of it; what may be left all the same is dropped at its turn (`drop_stray`).
+  -- Queue r. Returns the start tag of its flow queue if that has just become backlogged. The caller writes the record.
   function queue.insert(r)
-    local band, lane = r.band, settings.fairness == 'none' and '' or r.flow
-    local requests = key.queue[band][lane]
-    local length = lengths[requests] or queue.length(band, lane)
-    local is_new = length == 0 or not (standing[requests] or has_place(band, lane)) -- or only strays are there
-    standing[requests] = true
-    if fronts[requests] then ahead.forget(requests) end
-    later('ZADD', requests, order.score(r), r.id)
+    local band, flow_queue = r.band, settings.fairness == 'none' and '' or r.flow
+    local requests = key.queue[band][flow_queue]
+    local length = lengths[requests] or queue.length(band, flow_queue)
+    local is_new = length == 0 or not (ordered[requests] or is_ordered(band, flow_queue)) -- else strays only
+    ordered[requests] = true
+    read_ahead.discard(requests)
+    defer_write('ZADD', requests, order.score(r), r.id)
     lengths[requests] = length + 1
     if settings.ordering == 'workload-aware' then
-      known_records[r.id] = r
-      order.insert(r, lane)
+      record.know(r)
+      order.insert(r, flow_queue)
     end
     local due_ms = queue.due_ms(r)
     r.due_ms = due_ms
     timers.set(r.id, due_ms)
-    grow(band, 1)
+    count_queued(band, 1)
     if not is_new then return nil end
-    send(key.finish[band])
-    local tag = start_tag(r, tonumber(redis.call('ZSCORE', key.finish[band], lane) or 0))
-    join(band, lane, tag)
-    if band > 0 then victims.expose(band, lane) end
+    local tag = start_tag(r, tonumber(read('ZSCORE', key.finish[band], flow_queue) or 0))
+    activate(band, flow_queue, tag)
+    if band > 0 then preemption.add_candidate(band, flow_queue) end
     return tag
   end
-  local function retire(band, lane, tag)
-    ahead.move(key.flows[band], lane)
-    later('ZADD', key.finish[band], tag, lane)
-    if band > 0 then victims.shield(band, lane) end
+  local function deactivate(band, flow_queue, tag)
+    read_ahead.reposition(key.flows[band], flow_queue)
+    defer_write('ZADD', key.finish[band], tag, flow_queue)
+    if band > 0 then preemption.remove_candidate(band, flow_queue) end
   end
-  -- Take r off everything that orders it in the lane in which it stands. Returns whether that is now empty.
-  local function unqueue(r, lane)
+  -- Take r out of its flow queue, timers and indexes. Returns whether the flow queue is now empty.
+  local function take_out(r, flow_queue)
     local id, band = r.id, r.band
-    local requests = key.queue[band][lane]
-    local emptied, left = ahead.leave(requests, id), lengths[requests]
+    local requests = key.queue[band][flow_queue]
+    local emptied, left = read_ahead.remove(requests, id), lengths[requests]
     if left then
       lengths[requests], emptied = left - 1, left == 1
     elseif emptied == nil then
-      emptied = queue.length(band, lane) == 0
+      emptied = queue.length(band, flow_queue) == 0
     end
-    if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, lane) end
+    if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, flow_queue) end
     timers.stop(id)
     if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
-    grow(band, -1)
+    count_queued(band, -1)
     return emptied
   end
-  -- A parked lane waits for no endpoint any more. Lanes wait for some only where endpoints have limits, or had.
-  function queue.forget_blockers(band, lane)
-    local name = joined(band, lane)
-    send(key.blockers)
-    local blockers = redis.call('HGET', key.blockers, name)
+  -- A throttled flow queue no longer waits for endpoints.
+  function queue.clear_blockers(band, flow_queue)
+    local name = joined(band, flow_queue)
+    local blockers = read('HGET', key.blockers, name)
     if not blockers then return end
-    later('HDEL', key.blockers, name)
-    for address in string.gmatch(blockers, '[^,]+') do later('ZREM', key.blocked[band][address], lane) end
+    defer_write('HDEL', key.blockers, name)
+    for address in string.gmatch(blockers, '[^,]+') do defer_write('ZREM', key.blocked[band][address], flow_queue) end
   end
-  local function retire_empty(band, lane)
-    local tag = redis.call('ZSCORE', ahead.anew(key.flows[band]), lane)
+  local function deactivate_if_empty(band, flow_queue)
+    local tag = read('ZSCORE', key.flows[band], flow_queue)
     if not tag then
-      tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
-      write_now('ZREM', key.parked[band], lane)
-      queue.forget_blockers(band, lane)
+      tag = read('ZSCORE', key.parked[band], flow_queue)
+      write_now('ZREM', key.parked[band], flow_queue)
+      queue.clear_blockers(band, flow_queue)
     end
-    if tag then retire(band, lane, tag) end
+    if tag then deactivate(band, flow_queue, tag) end
   end
-  -- Take r out without serving it: its lane's tag stays as it is.
+  -- Take r out without serving it; the tag of its flow queue stays.
   function queue.remove(r)
-    local lane = standing_lane(r)
-    if unqueue(r, lane) then retire_empty(r.band, lane) end
+    local flow_queue = current_flow_queue(r)
+    if take_out(r, flow_queue) then deactivate_if_empty(r.band, flow_queue) end
   end
-  -- Take out an id that no queued request has.
-  function queue.drop_stray(id, band, lane)
-    local requests = ahead.anew(key.queue[band][lane])
+  -- Take out an id that is no queued request.
+  function queue.drop_stray(id, band, flow_queue)
+    local requests = key.queue[band][flow_queue]
+    read_ahead.discard(requests)
     drop_stray('ZREM', requests, id)
-    for _, index in ipairs({key.growing, key.static}) do write_now('ZREM', index[band][lane], id) end
-    lengths[requests] = redis.call('ZCARD', requests)
-    if lengths[requests] == 0 then retire_empty(band, lane) end
+    for _, index in ipairs({key.growing, key.static}) do write_now('ZREM', index[band][flow_queue], id) end
+    lengths[requests] = read('ZCARD', requests)
+    if lengths[requests] == 0 then deactivate_if_empty(band, flow_queue) end
   end
-  -- Take r out and charge it to its lane, whose start tag is `tag`. The turn of a lane (`turn_of`) moves v to
-  -- the tag; what the guard serves out of turn (nil) does not.
+  -- Take r out and charge it to its flow queue, whose start tag is `tag`. A turn of flow queue `turn_of` moves v to the
+  -- tag; what the guard serves out of turn (nil) does not. Returns the share that was charged.
   function queue.serve(r, tag, turn_of)
-    local lane, band, share = turn_of or standing_lane(r), r.band, queue.share(r)
-    local emptied = unqueue(r, lane)
+    local flow_queue, band, share = turn_of or current_flow_queue(r), r.band, queue.share(r)
+    local emptied = take_out(r, flow_queue)
     if turn_of and tag > pool[V[band]] then pool[V[band]] = tag end
     if emptied then
-      retire(band, lane, tag + share)
+      deactivate(band, flow_queue, tag + share)
     else
-      ahead.move(key.flows[band], lane, tag + share)
+      read_ahead.reposition(key.flows[band], flow_queue, tag + share)
     end
     if settings.band_policy == 'weighted' then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
@@ -250,88 +349,87 @@ do
     end
     return share
   end
-  -- Change what a lane has been charged by `difference`; `floor` is the least its tag can be. A lane without a tag has
-  -- had none above v. Returns the lane's tag after it.
-  function queue.correct(r, lane, difference, floor)
+  -- Change what a flow queue was charged by `difference`. Without a tag it had none above v; then its tag is at most
+  -- `floor` before the change. Returns its tag.
+  function queue.correct(r, flow_queue, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
-      local tag = redis.call('ZSCORE', ahead.anew(place), lane)
-      remember(place, lane, tag)
+      local tag = read('ZSCORE', place, flow_queue)
+      note_original(place, flow_queue, tag)
       if tag then
-        later('ZADD', place, tag + difference, lane)
+        defer_write('ZADD', place, tag + difference, flow_queue)
         return tag + difference
       end
     end
     local tag = math.min(floor, pool[V[r.band]]) + difference
-    later('ZADD', key.finish[r.band], tag, lane)
+    defer_write('ZADD', key.finish[r.band], tag, flow_queue)
     return tag
   end
-  -- Charge its band `cost` more, where bands have shares; negative, it takes back what was charged.
+  -- Charge the band of r, where bands have shares. A negative cost refunds.
   function queue.charge_band(r, cost)
     if settings.band_policy ~= 'weighted' then return end
     local name = BAND_TAG[r.band]
-    pool[name] = pool[name] + cost / within(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
+    pool[name] = pool[name] + cost / clamp(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
   end
-  -- A lane whose flow is at its limit, or the endpoints of its next request, leaves the order, and comes back without
-  -- a claim to what it missed.
-  function queue.park(band, lane, tag)
-    ahead.move(key.flows[band], lane)
-    later('ZADD', key.parked[band], tag, lane)
-    log_lane('parked', band, lane, tag)
+  -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits. It
+  -- returns without a claim to the turns it missed.
+  function queue.throttle(band, flow_queue, tag)
+    read_ahead.reposition(key.flows[band], flow_queue)
+    defer_write('ZADD', key.parked[band], tag, flow_queue)
+    log_flow_queue('parked', band, flow_queue, tag)
   end
-  -- Returns whether it was parked.
-  function queue.unpark(band, lane)
-    local tag = redis.call('ZSCORE', ahead.anew(key.parked[band]), lane)
+  -- Returns whether it was throttled and is ordered again.
+  function queue.unthrottle(band, flow_queue)
+    local tag = read('ZSCORE', key.parked[band], flow_queue)
     if not tag then return false end
-    queue.forget_blockers(band, lane)
-    if queue.length(band, lane) == 0 then
-      drop_stray('ZREM', key.parked[band], lane)
+    queue.clear_blockers(band, flow_queue)
+    if queue.length(band, flow_queue) == 0 then
+      drop_stray('ZREM', key.parked[band], flow_queue)
       return false
     end
-    write_now('ZREM', key.parked[band], lane)
+    write_now('ZREM', key.parked[band], flow_queue)
     tag = math.max(pool[V[band]], tonumber(tag))
-    join(band, lane, tag)
-    log_lane('unparked', band, lane, tag)
+    activate(band, flow_queue, tag)
+    log_flow_queue('unparked', band, flow_queue, tag)
     return true
   end
-  -- A parked lane waits for a place on one of the endpoints `closed`. Of many, the first will do: the sweep looks too.
-  function queue.block(band, lane, tag, closed)
+  -- A throttled flow queue waits for one of the endpoints `closed`; the first 16 will do, since the sweep tries it too.
+  function queue.wait_for_endpoints(band, flow_queue, tag, closed)
     if #closed == 0 then return end
-    local name, added = joined(band, lane), {}
-    send(key.blockers)
-    local blockers = redis.call('HGET', key.blockers, name)
+    local name, added = joined(band, flow_queue), {}
+    local blockers = read('HGET', key.blockers, name)
     if blockers then added[1] = blockers end
     for i = 1, math.min(#closed, 16) do
-      local lanes = ahead.anew(key.blocked[band][closed[i]])
-      if not redis.call('ZSCORE', lanes, lane) then added[#added + 1] = closed[i] end
-      later('ZADD', lanes, tag, lane)
+      local waiting = key.blocked[band][closed[i]]
+      if not read('ZSCORE', waiting, flow_queue) then added[#added + 1] = closed[i] end
+      defer_write('ZADD', waiting, tag, flow_queue)
     end
-    later('HSET', key.blockers, name, table.concat(added, ','))
+    defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
-  -- Keep a silent replica's request for whoever brings its id, out of the order until then. Its own deadline
-  -- stays in its record: whoever adopts it has the rest of its TTL.
-  function queue.hold(r, until_ms)
+  -- Orphan a silent replica's request: it leaves the order until another replica adopts it. Its record keeps its
+  -- deadline, so the adopter has the rest of its TTL.
+  function queue.orphan(r, until_ms)
     queue.remove(r)
     r.state = 'held'
     timers.set(r.id, math.min(r.deadline_ms, until_ms))
-    record.write(r)
-    log('held', r)
+    record.put(r)
+    log_event('held', r)
   end
-  -- The walk of a changed policy has come by: stand where the policy now in force would have put r.
-  function queue.refile(r)
-    local lane = standing_lane(r)
-    if lane ~= queue.lane(r) then
+  -- Move r to where the policy now in force puts it. For the sweep.
+  function queue.reorder(r)
+    local flow_queue = current_flow_queue(r)
+    if flow_queue ~= queue.flow_queue(r) then
       queue.remove(r)
       queue.insert(r)
     else
-      local requests = key.queue[r.band][lane]
-      ahead.forget(requests)
-      later('ZADD', requests, order.score(r), r.id)
-      order.remove(r, lane)
-      if settings.ordering == 'workload-aware' then order.insert(r, lane) end
+      local requests = key.queue[r.band][flow_queue]
+      read_ahead.discard(requests)
+      defer_write('ZADD', requests, order.score(r), r.id)
+      order.remove(r, flow_queue)
+      if settings.ordering == 'workload-aware' then order.insert(r, flow_queue) end
     end
   end
-  -- The bands in the order in which they come next.
-  local function bands_in_turn()
+  -- The bands, next one first.
+  local function bands_in_order()
     if settings.band_policy ~= 'weighted' then return BANDS end
     local bands = {unpack(BANDS)}
     table.sort(bands, function(a, b)
@@ -340,64 +438,63 @@ do
     end)
     return bands
   end
-  -- An endpoint that was at its limit has a place: for the lane that has waited for it and would be next.
-  function queue.unblock(address)
-    for _, band in ipairs(bands_in_turn()) do
+  -- An endpoint at its limit has room again: order the flow queue that waits for it and would be next.
+  function queue.endpoint_has_room(address)
+    for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do
-        local lanes = ahead.anew(key.blocked[band][address])
-        local lane = redis.call('ZRANGE', lanes, 0, 0)[1]
-        if not lane then break end
-        if queue.unpark(band, lane) then return end
-        if redis.call('ZSCORE', ahead.anew(lanes), lane) then drop_stray('ZREM', lanes, lane) end
+        local waiting = key.blocked[band][address]
+        local flow_queue = read('ZRANGE', waiting, 0, 0)[1]
+        if not flow_queue then break end
+        if queue.unthrottle(band, flow_queue) then return end
+        if read('ZSCORE', waiting, flow_queue) then drop_stray('ZREM', waiting, flow_queue) end
       end
     end
   end
-  -- Read what up to `count` turns are likely to need: the lanes whose turn is near, and the records of those who are
-  -- then served if each lane has its part of the turns.
-  function queue.look_ahead(count)
-    ahead.expect(count)
+  -- Read ahead for up to `count` turns: the next flow queues, and the records that are served if each gets its part.
+  function queue.prefetch(count)
+    read_ahead.expect(count)
     if count < 2 or settings.ordering == 'workload-aware' then return end
-    local bands, at = bands_in_turn(), 1
+    local bands, at = bands_in_order(), 1
     while at < 3 and pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
     local band, ids = bands[at], {}
-    local lanes, requests = ahead.front(key.flows[band]), key.queue[band]
-    local each, odd = math.floor(2 * count / #lanes), 2 * count % #lanes
-    for i = 1, #lanes, 2 do
+    local flow_queues, requests = read_ahead.scored_front(key.flows[band]), key.queue[band]
+    local each, odd = math.floor(2 * count / #flow_queues), 2 * count % #flow_queues
+    for i = 1, #flow_queues, 2 do
       local part = i < odd and each + 1 or each
-      ahead.members(requests[lanes[i]], part, ids)
+      read_ahead.first_members(requests[flow_queues[i]], part, ids)
     end
     record.prefetch(ids, #ids)
   end
-  -- Whose turn it is: an id, its lane's start tag, its band and lane; nil when nobody can be served.
-  function queue.turn()
-    local bands = settings.band_policy == 'weighted' and bands_in_turn() or BANDS
+  -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
+  function queue.next_turn()
+    local bands = settings.band_policy == 'weighted' and bands_in_order() or BANDS
     for i = 1, 3 do
       local band = bands[i]
       if pool[QUEUED[band]] > 0 then
-        local lane, tag = ahead.scored(key.flows[band])
+        local flow_queue, tag = read_ahead.first_scored(key.flows[band])
         for _ = 1, STRAYS do
-          if not lane then break end
-          local id = settings.ordering == 'workload-aware' and order.head(band, lane)
-            or ahead.member(key.queue[band][lane])
-          if id then return id, tag, band, lane end
-          strays = strays + 1 -- nobody waits there
-          ahead.move(key.flows[band], lane)
-          lane, tag = ahead.scored(key.flows[band])
+          if not flow_queue then break end
+          local id = settings.ordering == 'workload-aware' and order.head(band, flow_queue)
+            or read_ahead.first_member(key.queue[band][flow_queue])
+          if id then return id, tag, band, flow_queue end
+          strays = strays + 1 -- nobody waits in it
+          read_ahead.reposition(key.flows[band], flow_queue)
+          flow_queue, tag = read_ahead.first_scored(key.flows[band])
         end
       end
     end
   end
-  -- The most overdue request of the whole queue whose lane is not parked; nil if there is none near the front.
+  -- The most overdue request whose flow queue is not throttled, and its start tag; nil if there is none near the front.
   local GUARD_LOOKS_AT = 16
   function queue.most_overdue()
-    for _, id in ipairs(redis.call('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
+    for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
       local r = record.read(id)
       if r and r.state == 'queued' then
-        local tag = redis.call('ZSCORE', ahead.anew(key.flows[r.band]), standing_lane(r))
+        local tag = read('ZSCORE', key.flows[r.band], current_flow_queue(r))
         if tag then return id, tonumber(tag) end
       else
         drop_stray('ZREM', key.overdue, id)
-        pool.overdue = redis.call('ZCARD', key.overdue) -- it may have been counted
+        pool.overdue = read('ZCARD', key.overdue) -- the stray may have been counted
       end
     end
   end

@@ -35,7 +35,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.news()
     await store.state(60)
     await store.evict("nobody")
-    await other.store._link.call("survey", 300)  # one that reads no lanes after all: to be waited for
+    await other.store._link.call("claim_queue_snapshot", 300)  # it reads no lanes: the others wait
     await store.survey.lanes(10)
     await _much_news(fleet)
     await _flows_without_end(fleet)

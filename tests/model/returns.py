@@ -1,7 +1,7 @@
 """Every way in which replicas may lose the shared state and come back while one request runs and ends.
 
 The replicas are the real ones: `SturdyGate` with its journal, tombstones and return. What a step of theirs
-asks of the shared state is answered at once by `Pool`, which does what `lua/bury.lua`, `renew.lua`,
+asks of the shared state is answered at once by `Pool`, which does what `lua/tombstone.lua`, `renew.lua`,
 `settle.lua` and `admit.lua` do with one request; on a server they are asked what `Pool.asked` has kept. Time
 stands still, so that every sign of life is as good as new: nothing is saved by having become too old.
 """
@@ -82,7 +82,7 @@ class Pool:
 
     def bury(self, request_id: str, ago_s: float = 0.0) -> Done:
         self.buried.add(request_id)
-        return self._answer("bury", (request_id,), "back" if self.counted.get(request_id) else "buried")
+        return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "buried")
 
     def now_ms(self) -> int:
         return 0

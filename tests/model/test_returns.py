@@ -95,4 +95,4 @@ def _begin(side: ScriptSide) -> None:
 def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "admit":
         return (pack((*args, "1", "flow", "", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)),)
-    return {"bury": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]
+    return {"tombstone": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]

@@ -19,7 +19,7 @@ ASIDE = ("tuned", "parked", "unparked", "corrected", "moved")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One decision, as `lua/lib/log.lua` writes it. `stock` and `queued` are those after it."""
+    """One decision, as `lua/lib/pool.lua` writes it. `stock` and `queued` are those after it."""
 
     seq: int
     event: str

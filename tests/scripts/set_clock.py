@@ -1,4 +1,4 @@
-"""In place of lua/lib/clock.lua: a clock that is set by a key of Redis, and steps as it is told."""
+"""In place of the clock of lua/lib/pool.lua: one that is set by a key of Redis, and steps as it is told."""
 
 _CLOCK = """
 -- %s

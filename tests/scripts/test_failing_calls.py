@@ -32,8 +32,8 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
     "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TICKET, 0, "p2", "1", "", "", 0),
-    "bury": ("a", "x", 0, "y", 0),
-    "mark": ("a", "e1:1", "drained", "1"),
+    "tombstone": ("a", "x", 0, "y", 0),
+    "mark_endpoint": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),
     "heartbeat": ("a", "{}", 5000, "fresh old"),
     "publish": ("a", "c2", "e2", settings(fairness="none"), "e1:1", OPEN, "e4:1", OPEN),
@@ -66,7 +66,7 @@ def prepare(library: FailingLibrary, ordering: str) -> None:
     library.call("admit", "silent", arrival("orphan", flow="f5"), arrival("late", flow="f6", ttl_ms=1000))
     library.set_clock(START_MS + 3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
-    library.call("bury", "a", "old", 0)
+    library.call("tombstone", "a", "old", 0)
     library.call("settle", "a", "p5", "completed", "5", "", "p6", "completed", "2", "9")
     library.set_clock(START_MS + 3500)
 

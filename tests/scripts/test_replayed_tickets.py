@@ -68,7 +68,7 @@ def test_what_was_given_up_is_forgotten_with_its_end_and_in_an_hour(server: Serv
     assert server.sweep()
     # When the end of one is heard after all, then a tombstone takes its place
     assert server.end("ends") == "unknown"
-    server.call("bury", "a", "ends", "0")
+    server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("ends", TICKET) == "unknown"
     # And the other is forgotten in an hour
@@ -133,7 +133,7 @@ def test_what_was_let_go_without_the_shared_state_is_believed_for_a_lease_by_any
     assert server.report("r", note) == "restored"
     # When it has ended, and been buried, then not again; nor another one later
     assert server.end("r") == "settled llama"
-    server.call("bury", "a", "r", "0")
+    server.call("tombstone", "a", "r", "0")
     assert server.report("r", note) == "unknown"
     server.calm(WINDOW_MS)
     assert server.report("other", note) == "unknown"

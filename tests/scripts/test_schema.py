@@ -1,4 +1,4 @@
-"""The key schema: docs/redis-schema.md, lua/lib/keys.lua and a live server say the same."""
+"""The key schema: docs/redis-schema.md, lua/lib/storage.lua and a live server say the same."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ from picker_fleet.state.keys import Keys
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
-TABLE = ROOT / "lua" / "lib" / "keys.lua"
+TABLE = ROOT / "lua" / "lib" / "storage.lua"
 PLACES = {"BAND": "[012]", "LANE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
 SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
 
@@ -126,7 +126,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await look()
         await a.store.mark("10.0.0.1:8000", "down", False)
         # And one begins to read all lanes, for all
-        await a.store._link.call("survey", 600_000)
+        await a.store._link.call("claim_queue_snapshot", 600_000)
         await look()
         # And an answer's tokens are known, and a flow at its limit has the next turn
         await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)

@@ -89,7 +89,7 @@ async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valke
         a, b, c = it.replicas
         await wait_in_line(it)
         # Given one that was told to read, and of which nothing more is heard
-        assert await a.store._link.call("survey", survey.CLAIM_MS) == ["", 0]
+        assert await a.store._link.call("claim_queue_snapshot", survey.CLAIM_MS) == ["", 0]
         assert await it.redis.pttl(it.keys.lanes) <= survey.CLAIM_MS
         # Then the others have the lanes all the same
         for lanes in await asyncio.gather(lanes_of(b), lanes_of(c)):

@@ -18,7 +18,7 @@ from picker_fleet.state.scripts import Library, load_library
 DOUBLE = 8
 ADDED = 5  # counters that came after the others
 FIRST = [
-    "born",
+    "epoch",
     "stock",
     "queued",
     "seq",
@@ -79,9 +79,9 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
 def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
     # Given the packed layouts in the scripts: to change one decides which versions may share a pool
     root = Path(__file__).parents[2]
-    pool, record = ((root / "lua" / "lib" / f"{name}.lua").read_text() for name in ("pool", "record"))
+    pool, record = ((root / "lua" / "lib" / f"{name}.lua").read_text() for name in ("pool", "registry"))
     listed = re.search(r"local COUNTERS = \{(.*?)\}", pool, re.DOTALL)
-    layouts = re.search(r"local WAITING, RUNNING = '(\w+)', '(\w+)'", record)
+    layouts = re.search(r"local WAITING_LAYOUT, RUNNING_LAYOUT = '(\w+)', '(\w+)'", record)
     assert listed is not None
     assert layouts is not None
     counters = re.findall(r"'([\w:]+)'", listed[1])

@@ -11,7 +11,7 @@ from script_fleet import Fleet, OpenFleet, addresses, until
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A workload's metrics, as `lua/lib/workloads.lua` keeps them. `arrivals`: seven counts, newest first."""
+    """A workload's metrics, as `lua/lib/registry.lua` keeps them. `arrivals`: seven counts, newest first."""
 
     total: int
     active: int

@@ -21,8 +21,8 @@ def test_the_library_has_each_piece_once_and_before_what_needs_it() -> None:
         assert source.count(defined) == 1
         assert source.index(defined) < source.index(f"'{load_library().function(name)}'")
     # And what all of them need comes first
-    assert source.count("local function use_keys") == 1
-    assert source.index("local function use_keys") < source.index("local function begin")
+    assert source.count("  function use_keys(") == 1
+    assert source.index("  function use_keys(") < source.index("local function begin")
 
 
 def test_another_source_has_other_names() -> None:

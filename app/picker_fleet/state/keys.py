@@ -1,4 +1,4 @@
-"""The only place in Python that spells a Redis key. `lua/lib/keys.lua` has the whole table, with types
+"""The only place in Python that spells a Redis key. `lua/lib/storage.lua` has the whole table, with types
 and who removes what; docs/redis-schema.md is the same list for operators."""
 
 from dataclasses import dataclass

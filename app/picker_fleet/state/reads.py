@@ -12,7 +12,7 @@ from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.link import Link
 from picker_fleet.state.rows import Entry, Lane, WorkloadRow
 
-CHUNK = 51  # rows a call, as lua/lib/view.lua bounds them: a page of fifty, and whether there are more
+CHUNK = 51  # rows a call, as lua/view.lua bounds them: a page of fifty, and whether there are more
 MOST_REPLICAS = 256
 _MOST_SCANS = 10  # calls that one page of workloads may take
 

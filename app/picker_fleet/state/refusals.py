@@ -3,7 +3,7 @@
 A batch in which a script comes upon an error is asked again item by item, so that only the one fails whose
 fault it is. What Redis denies to everyone is asked once more after a moment. What lasts is kept, and asked
 again and again, where Redis denies it or takes no writes for now. A script that fails leaves nothing of
-what it did (lua/lib/writes.lua), so an item that is repeated counts once.
+what it did (lua/lib/storage.lua), so an item that is repeated counts once.
 """
 
 import asyncio

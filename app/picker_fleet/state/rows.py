@@ -1,4 +1,4 @@
-"""Rows of what an operator reads, as `lua/lib/view.lua` writes them: fields parted by byte 31.
+"""Rows of what an operator reads, as `lua/view.lua` writes them: fields parted by byte 31.
 
 Ages and what is left of a time are counted by Redis's clock, at the moment of the read. Named tuples, since a
 thousand are made at a time, in the event loop that decides: a frozen dataclass takes three times as long.

@@ -2,32 +2,35 @@
 
 A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in once,
 before what needs it. The whole is one chunk, so pieces are plain locals, which Redis defines once when the
-library is loaded rather than at every call. Each file of `lua/` defines one local function of its own name,
-which becomes a function of the library, and is a block of its own: a chunk may have 200 locals. Names end in
-the library's own hash, so replicas of two versions never run each other's code.
+library is loaded rather than at every call. Each file of `lua/` defines one local function of its own name
+(`view.lua` several that begin with it), which becomes a function of the library, and is a block of its own:
+a chunk may have 200 locals. Names end in the library's own hash, so replicas of two versions never run each
+other's code.
 """
 
 import hashlib
+import itertools
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
+_CLOCK = re.compile(r"^-- \[clock\].*^-- \[/clock\]$", re.MULTILINE | re.DOTALL)
 _PACKAGED = Path(__file__).parent.parent / "_lua"  # in a wheel
 _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua"
 
 # In the order in which a message carries them (state/link.py).
 NAMES = (
-    "bury", "renew", "suspect", "settle", "admit", "place", "cancel", "mark", "evict",
-    "heartbeat", "publish", "tune", "sweep", "survey", "state",
+    "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "cancel",
+    "mark_endpoint", "evict", "heartbeat", "publish", "tune", "sweep", "claim_queue_snapshot", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
 ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
 _READING = ("state", "view_")  # what they begin with: these run on a Redis that takes no writes, too
 # What adds to what Redis holds is refused while that is out of memory. All else goes on: the fleet empties.
-_ADDING = ("admit", "publish", "survey")
+_ADDING = ("admit", "publish", "claim_queue_snapshot")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
     "  callback=function(keys, args) return run(%s, keys, args) end}"
@@ -42,25 +45,31 @@ class Library:
     version: str
 
     def function(self, name: str) -> str:
-        """What FCALL knows the function of `lua/NAME.lua` by. Raises KeyError if there is none."""
+        """What FCALL knows the function `name` by. Raises KeyError if there is none."""
         if name not in NAMES:
             raise KeyError(name)
         return f"{name}_{self.version}"
 
 
 def load_library(clock: str | None = None) -> Library:
-    """The library; `clock` replaces `lua/lib/clock.lua`, for those who need to set the time."""
+    """The library; `clock` replaces the clock of `lua/lib/pool.lua`, for those who need to set the time."""
     pieces: list[str] = []
     seen: set[str] = set()
-    for name in NAMES:
+    for name, functions in itertools.groupby(NAMES, _file_of):
         text = (_SOURCES / f"{name}.lua").read_text(encoding="utf-8")
-        _include(text, pieces, seen, clock)
-        register = _REGISTER % (f"{name}_VERSION", _flags(name), name)
-        pieces.append(f"do\n{text}{register}\nend")
+        _include(text, pieces, seen)
+        registered = "\n".join(_REGISTER % (f"{each}_VERSION", _flags(each), each) for each in functions)
+        pieces.append(f"do\n{text}{registered}\nend")
     body = "\n".join(pieces)
+    if clock is not None:
+        body = _CLOCK.sub(lambda _: clock, body)
     version = hashlib.sha1(body.encode()).hexdigest()[:8]
     body = body.replace("_VERSION'", f"_{version}'")
     return Library(f"#!lua name=picker_{version}\n{body}\n", version)
+
+
+def _file_of(function: str) -> str:
+    return "view" if function.startswith("view_") else function
 
 
 def _flags(name: str) -> str:
@@ -69,15 +78,15 @@ def _flags(name: str) -> str:
     return "" if name in _ADDING else "'allow-oom'"
 
 
-def _include(text: str, pieces: list[str], seen: set[str], clock: str | None) -> None:
+def _include(text: str, pieces: list[str], seen: set[str]) -> None:
     """Add what `text` includes and has not been added yet."""
     for name in (name for names in _INCLUDE.findall(text) for name in names.split()):
         if name in seen:
             continue
         seen.add(name)
         piece = (_SOURCES / "lib" / f"{name}.lua").read_text(encoding="utf-8")
-        _include(piece, pieces, seen, clock)
-        pieces.append(clock if clock is not None and name == "clock" else piece)
+        _include(piece, pieces, seen)
+        pieces.append(piece)
 
 
 def write_library(folder: Path) -> None:

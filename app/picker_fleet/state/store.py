@@ -168,11 +168,11 @@ class Store:
     def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         """buried | back (buried, and it counts, having been restored): nobody restores a request that was
         last seen alive before its end, which was heard `ago_s` ago."""
-        return self._link.submit("bury", (request_id, _milliseconds(ago_s)))
+        return self._link.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def suspect(self, request_id: str) -> asyncio.Future[str]:
         """suspected | unknown: the request's client may have gone; its endpoint's next pages decide."""
-        return self._link.submit("suspect", (request_id,))
+        return self._link.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
@@ -270,7 +270,7 @@ class Store:
 
     def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
-        return self._link.submit("mark", (address, what, int(on)))
+        return self._link.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> str:
         """Take a request out of the queue: evicted | running (too late) | unknown"""

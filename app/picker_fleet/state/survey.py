@@ -1,9 +1,9 @@
 """All lanes, read once for the whole fleet.
 
 To read a thousand lanes takes twenty calls. So a replica that needs them asks first whether another has left
-them (`lua/survey.lua`). If nobody has, it reads them, and leaves them to the others in a key that ends by
-itself. The others wait meanwhile, though no longer than its claim is good: it may have died. Lanes that
-nobody asks for are not read. Where Redis takes no writes, or what was left has another version's shape, each
+them (`lua/claim_queue_snapshot.lua`). If nobody has, it reads them, and leaves them to the others in a key
+that ends by itself. The others wait meanwhile, though no longer than its claim is good: it may have died.
+Lanes that nobody asks for are not read. Where Redis takes no writes, or what was left has another version's shape, each
 replica reads for itself.
 """
 
@@ -58,7 +58,7 @@ class Survey:
     async def _shared(self, limit: int, pause_s: float) -> Surveyed:
         while True:
             try:
-                text, left_ms = await self._link.call("survey", CLAIM_MS)
+                text, left_ms = await self._link.call("claim_queue_snapshot", CLAIM_MS)
             except StateFault:
                 if self._link.fault is not None:
                     raise

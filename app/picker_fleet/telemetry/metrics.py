@@ -31,7 +31,9 @@ _REDIS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _MODEL = ("model", "target_model")
-_SCRIPTS = ("bury", "renew", "suspect", "settle", "admit", "place", "cancel", "heartbeat", "sweep")
+_SCRIPTS = (
+    "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "cancel", "heartbeat", "sweep",
+)  # fmt: skip
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
 _CLIENT_GONE = str(ClientGone.status)
 _SIDES = ("shared", "local", "returning")

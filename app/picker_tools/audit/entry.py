@@ -1,4 +1,4 @@
-"""One entry of the decision log, as `lua/lib/log.lua` writes it (docs/redis-schema.md)."""
+"""One entry of the decision log, as `lua/lib/pool.lua` writes it (docs/redis-schema.md)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,0 +1,331 @@
+-- include: pool
+-- What the pool knows of requests (records, tombstones), of workloads, and of the answers of each flow.
+--
+-- A record is one request, packed. Its state is queued, held (orphaned: its replica is silent), granted or placed.
+-- Fields contain no control characters (replicas refuse them), so none ends a string early. There may be millions of
+-- waiting requests; their records leave out endpoints, stock and tag. Each record is read once a call.
+local record = {}
+local reset_records
+do -- a chunk may have 200 locals
+  local WAITING_LAYOUT, RUNNING_LAYOUT = 'BsssBddsBsddH', 'BsssBddsBsddHsdd'
+  local STATES = {'queued', 'held', 'granted', 'placed'} -- by the first byte
+  local STATE_NUMBERS = {queued = 1, held = 2, granted = 3, placed = 4}
+  local LAYOUTS = {WAITING_LAYOUT, WAITING_LAYOUT, RUNNING_LAYOUT, RUNNING_LAYOUT}
+  local known = {} -- id -> record, or false if there is none
+  local tables, used = {}, 0 -- of earlier calls; new tables of this size would be a call's largest cost
+  local changed_ids, changed_count = {}, 0
+  function record.new(id)
+    used = used + 1
+    local r = tables[used]
+    if not r then
+      r = {}
+      tables[used] = r
+    end
+    r.id, r.due_ms = id, false
+    return r
+  end
+  local function fill(r, number, text)
+    r.state, number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model,
+      r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag = STATES[number],
+      struct.unpack(LAYOUTS[number], text)
+    if number < 3 then r.endpoints, r.taken, r.tag = '', 0, -1 end
+  end
+  local function mark_changed(id)
+    changed_count = changed_count + 1
+    changed_ids[changed_count] = id
+  end
+  -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped as if it did not exist.
+  local function parse(id, text)
+    local r = record.new(id)
+    if not (pcall(fill, r, string.byte(text), text) and r.band < 3) then
+      strays, known[id] = strays + 1, false
+      mark_changed(id)
+      defer_write('ZADD', key.unheard, now_ms, id) -- it may run
+      return nil
+    end
+    known[id] = r
+    return r
+  end
+  -- Read the records of the first `count` ids with one command.
+  function record.prefetch(ids, count)
+    if count == 0 then return end
+    local texts = redis.call('HMGET', key.requests, unpack(ids, 1, count))
+    for i = 1, count do
+      local id, text = ids[i], texts[i]
+      if known[id] == nil then
+        if text then parse(id, text) else known[id] = false end
+      end
+    end
+  end
+  -- The record that a scan of `requests` has found; nil if this call has removed it.
+  function record.from_scan(id, text)
+    local r = known[id]
+    if r then return r end
+    if r == nil and text then return parse(id, text) end
+    known[id] = false
+  end
+  -- The record, or nil.
+  function record.read(id)
+    local r = known[id]
+    if r then return r end
+    if r == nil then return record.from_scan(id, redis.call('HGET', key.requests, id)) end
+  end
+  -- Requests that were restored from their accounting token have no deadline; all others have one.
+  record.NO_DEADLINE = 0
+  function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
+  function record.know(r) known[r.id] = r end
+  -- Both are written at the end of the call, once for each id, as the record is then.
+  function record.put(r)
+    known[r.id] = r
+    mark_changed(r.id)
+  end
+  function record.remove(r)
+    known[r.id] = false
+    mark_changed(r.id)
+  end
+  local packed, removed = {}, {} -- reused by each call: id, text, id, text ...; ids
+  function record.commit()
+    local pack, packs, removals = struct.pack, 0, 0
+    for i = 1, changed_count do
+      local id = changed_ids[i]
+      local r = known[id]
+      if r then
+        local number = STATE_NUMBERS[r.state]
+        packed[packs + 1] = id
+        packed[packs + 2] = pack(LAYOUTS[number], number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost,
+          r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag)
+        packs = packs + 2
+      else
+        removals = removals + 1
+        removed[removals] = id
+      end
+    end
+    write_values('HSET', key.requests, packed, packs)
+    write_values('HDEL', key.requests, removed, removals)
+  end
+  local KEPT = 16 -- larger tables are replaced instead of cleared
+  function reset_records()
+    local count = 0
+    for id in pairs(known) do
+      known[id], count = nil, count + 1
+    end
+    if count > KEPT then known = {} end
+    if used > 1000 then tables = {} end
+    used, changed_count = 0, 0
+  end
+end
+
+-- Tombstones. `buried`: requests whose end was reported while some replica was without Redis; a replica that has kept
+-- one in its journal and missed the end must not restore it (renew). `unheard`: requests in flight that were given up
+-- without a report; those may run, and their next renewal restores them. Both are scored by the time, ms.
+local tombstones = {}
+do
+  local LATE_MS = 2000 -- how inexact a replica's times of an admission or a renewal may be
+  local GIVEN_UP_MS = 3600000 -- how long a request that was given up may come back
+  local LIMIT = 100000 -- of each kind; the oldest are dropped first
+  function tombstones.put(id, ended_ms)
+    defer_write('ZADD', key.buried, ended_ms, id)
+    defer_write('ZREM', key.unheard, id)
+  end
+  function tombstones.give_up(id) defer_write('ZADD', key.unheard, now_ms, id) end
+  function tombstones.was_given_up(id)
+    return read('ZSCORE', key.unheard, id)
+  end
+  function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
+  -- Whether the request has ended. `seen_ms`: the caller admitted it itself and last saw it alive then, so it may be a
+  -- later request of the same id. nil: reported by others, whose accounting token may be an old one.
+  function tombstones.covers(id, seen_ms)
+    local ended_ms = tonumber(read('ZSCORE', key.buried, id) or nil)
+    return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
+  end
+  -- Drop old tombstones, at most `most` of each kind. Returns whether there may be more. For the sweep.
+  local function expire(set, life_ms, most)
+    local count = read('ZCARD', set)
+    if count == 0 then return false end
+    local over = read('ZCOUNT', set, '-inf', now_ms - life_ms)
+    local leaving = math.min(math.max(over, count - LIMIT), most)
+    if leaving > 0 then
+      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do defer_write('ZREM', set, id) end
+    end
+    return leaving == most
+  end
+  function tombstones.expire(most)
+    local more = expire(key.buried, settings.lease_ms + LONGER_MS, most)
+    return expire(key.unheard, GIVEN_UP_MS, most) or more
+  end
+end
+
+-- The workload registry (specs/001): total, active, dispatched, average wait (ms), last request (ms), slot, and
+-- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate is the newest count, the five
+-- before it, and the part of the seventh that the window still covers. Anonymous requests (workload '') leave nothing
+-- here. Neither does a workload beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
+local workloads = {}
+local parse_workload, reset_workloads
+do
+  local WORKLOAD = 'ddddddddddddd'
+  local known_workloads, changed_workloads = {}, {}
+  -- Workloads are kept for the next call while nobody else changes the pool. (Keeping records would gain less, and need
+  -- more memory than Redis does for them.)
+  local MOST_KNOWN = 256
+  local known_count = 0
+  local registered -- how many there are, once this call has asked
+  local function unpack_workload(text) return {struct.unpack(WORKLOAD, text)} end
+  function parse_workload(id, text)
+    local known, w = false, nil
+    if text then
+      known, w = pcall(unpack_workload, text)
+      if not known then strays = strays + 1 end -- start again
+    end
+    if not known then w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
+    known_workloads[id], known_count = w, known_count + 1
+    return w
+  end
+  -- Read the workloads of the first `named` ids with one command; '' is no workload.
+  local asked_workloads = {} -- reused by each call
+  function workloads.prefetch(ids, named)
+    local known, asked, count = known_workloads, asked_workloads, 0
+    for i = 1, named do
+      local id = ids[i]
+      if known[id] == nil and id ~= '' then
+        count = count + 1
+        asked[count], known[id] = id, false
+      end
+    end
+    if count == 0 then return end
+    local texts = read('HMGET', key.workloads, unpack(asked, 1, count))
+    for i = 1, count do parse_workload(asked[i], texts[i]) end
+  end
+  local function workload(id)
+    return known_workloads[id] or parse_workload(id, read('HGET', key.workloads, id))
+  end
+  local slot -- of the rate window, now
+  local function slide(w)
+    slot = slot or math.floor(now_ms / (settings.window_ms / 6))
+    if slot > w[6] then
+      local passed = math.min(slot - w[6], 7)
+      for i = 13, 7, -1 do w[i] = i - passed >= 7 and w[i - passed] or 0 end
+      w[6] = slot
+    end
+  end
+  -- Requests per second over the window.
+  function workloads.rate(id)
+    if id == '' then return 0 end
+    local w, slot_ms = workload(id), settings.window_ms / 6
+    slide(w)
+    local left = 1 - (now_ms % slot_ms) / slot_ms
+    return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
+  end
+  -- Whether the registry takes one more; it is then counted.
+  local function has_room()
+    registered = registered or read('HLEN', key.workloads)
+    if settings.max_workloads and registered >= settings.max_workloads then return false end
+    registered = registered + 1
+    return true
+  end
+  function workloads.wait_ms(id) return workload(id)[4] end
+  -- Count an arrival. Returns its workload, or '' if that is new and the registry is full.
+  function workloads.arrived(id)
+    if id == '' then return '' end
+    local w = known_workloads[id] or workload(id)
+    if w[5] <= 0 and not has_room() then return '' end
+    if w[6] ~= slot then slide(w) end
+    w[1], w[2], w[5], w[7] = w[1] + 1, w[2] + 1, now_ms, w[7] + 1
+    changed_workloads[id] = w
+    return id
+  end
+  function workloads.dispatched(id, wait_ms)
+    if id == '' then return end
+    local w, alpha = known_workloads[id] or workload(id), settings.ema_alpha
+    w[4] = w[3] == 0 and wait_ms or alpha * wait_ms + (1 - alpha) * w[4]
+    w[3] = w[3] + 1
+    changed_workloads[id] = w
+  end
+  -- A granted request waits again: it counts as dispatched when it is dispatched for good. The average keeps its wait.
+  function workloads.sent_back(id)
+    if id == '' then return end
+    local w = workload(id)
+    w[3] = w[3] > 1 and w[3] - 1 or 0
+    changed_workloads[id] = w
+  end
+  function workloads.ended(id)
+    if id == '' then return end
+    local w = known_workloads[id] or workload(id)
+    local active = w[2]
+    w[2], w[5] = active > 1 and active - 1 or 0, now_ms
+    changed_workloads[id] = w
+  end
+  -- The request just counted was refused. A workload without earlier requests stays only while half of the registry is
+  -- free, so refused requests with invented ids do not crowd out workloads that are served.
+  function workloads.refused(id)
+    if id == '' then return end
+    workloads.ended(id)
+    local most = settings.max_workloads
+    if most and workload(id)[1] == 1 and registered and registered > most / 2 then
+      known_workloads[id], changed_workloads[id] = nil, nil
+      registered = registered - 1
+    end
+  end
+  -- A running request whose record was lost.
+  function workloads.restored(id)
+    if id == '' then return end
+    local w = workload(id)
+    w[2], w[5] = w[2] + 1, now_ms
+    changed_workloads[id] = w
+  end
+  function workloads.drop(id)
+    known_workloads[id] = nil
+    defer_write('HDEL', key.workloads, id)
+  end
+  function workloads.idle(text, idle_ms)
+    local known, _, active, _, _, last_ms = pcall(struct.unpack, WORKLOAD, text)
+    if not known then strays = strays + 1 end
+    return not known or (active == 0 and now_ms - last_ms > idle_ms)
+  end
+  local packed_workloads = {} -- id, text, and so on: filled again by each call
+  function workloads.commit()
+    local count = 0
+    for id, w in pairs(changed_workloads) do
+      packed_workloads[count + 1], packed_workloads[count + 2] = id, struct.pack(WORKLOAD, unpack(w, 1, 13))
+      count = count + 2
+    end
+    write_values('HSET', key.workloads, packed_workloads, count)
+  end
+  function reset_workloads()
+    if not cache_is_valid or known_count > MOST_KNOWN then known_workloads, known_count = {}, 0 end
+    if next(changed_workloads) then changed_workloads = {} end
+    registered, slot = nil, nil
+  end
+end
+-- The mean length of a flow's answers in tokens: the estimate for requests that set no maximum.
+local answers = {}
+do
+  -- An entry that cannot be read is a stray, and is learned again.
+  local function parse_answer(text)
+    local known, mean, last_ms = pcall(struct.unpack, 'dd', text)
+    if known and mean == mean and mean >= 0 then return mean, last_ms end
+    strays = strays + 1
+  end
+  function answers.mean(flow)
+    local text = read('HGET', key.answers, flow)
+    return text and parse_answer(text) or settings.default_answer
+  end
+  local learned, learned_by, new_flows -- flow -> entry as this call has changed it; which call; new flows
+  function answers.learn(flow, tokens)
+    if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end
+    local text = learned[flow] or read_stored('HGET', key.answers, flow)
+    local most = settings.max_workloads
+    if not text then
+      if most and read_stored('HLEN', key.answers) + new_flows >= most then return end
+      new_flows = new_flows + 1
+    end
+    local mean = text and parse_answer(text)
+    mean = mean and settings.answer_alpha * tokens + (1 - settings.answer_alpha) * mean or tokens
+    learned[flow] = struct.pack('dd', mean, now_ms)
+    defer_write('HSET', key.answers, flow, learned[flow])
+  end
+  function answers.drop(flow) defer_write('HDEL', key.answers, flow) end
+  function answers.idle(text, idle_ms)
+    local mean, last_ms = parse_answer(text)
+    return not mean or now_ms - last_ms > idle_ms
+  end
+end

@@ -1,0 +1,410 @@
+-- The keys of a pool, and how a call reads and writes them. Every other file goes through this one.
+--
+-- Writes are deferred (write-behind): they go out together at the end of the call, so that one command carries all
+-- values of a key and a call that fails earlier leaves nothing behind. The front of the sorted sets that dispatch
+-- serves is read ahead. `read` flushes what is deferred for its key first, so a reader always sees its own writes.
+-- What is flushed early can be undone (`undo_writes`).
+
+-- Lua and Redis functions as locals: a lookup among the globals, which Redis guards, takes three steps. A library has
+-- only `redis` while it loads, so the first call fetches the others.
+local function builtins()
+  return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next
+end
+local redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next = redis
+local function use_builtins()
+  if math then return end
+  redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next = builtins()
+end
+
+-- Every key of the pool is derived from the one that is declared: keys[1] = epp:{POOL}:pool. All carry the hash tag
+-- {POOL}, so a Cluster keeps them in one slot. B is a band (0 to 2). L is a flow queue: the flow's name or, under
+-- `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name can contain it
+-- (picker_fleet/units.py), so two pairs of names never spell the same key.
+--
+-- key           type    what it holds                                             removed by
+-- pool          hash    counters (packed, lib/pool.lua), settings, versions       nobody (FLUSHALL)
+-- requests      hash    request id -> record (lib/registry.lua)                   the request's end
+-- inflight      zset    granted or placed request id -> lease expiry, ms          the request's end
+-- timers        zset    queued or orphaned id -> when its next event is due, ms   dispatch, the request's end
+-- overdue       zset    queued id -> when it became overdue, us                   dispatch, the request's end
+-- queue:B:L     zset    ids in a flow queue -> arrival, us; under edf, deadline   Redis, when empty
+-- line:B:L<31>W zset    the ids of workload W there -> arrival (workload-aware)   Redis, when empty
+-- growing:B:L   zset    heads of lines whose score grows (lib/queue.lua)          Redis, when empty
+-- static:B:L    zset    heads of lines whose score does not                       Redis, when empty
+-- flows:B       zset    backlogged flow queue -> its start tag                    Redis, when empty
+-- parked:B      zset    throttled flow queue -> its start tag                     the end of its waiting
+-- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag the end of its waiting
+-- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  the end of its waiting
+-- finish:B      zset    idle flow queue -> its last finish tag, while above v     sweep
+-- victims:B     zset    preemption candidate -> when it was last preempted, us    Redis, when empty
+-- preempted:B   zset    the same of idle flow queues, under pressure              sweep
+-- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
+-- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
+-- endpoints     hash    endpoint -> JSON {labels, draining}                       publish
+-- marks         hash    drained\31endpoint or down\31endpoint -> since when, ms   undrain, probes, sweep
+-- metrics       hash    endpoint -> JSON of its last scrape; and its channel      scraping
+-- lanes         string  snapshot of all flow queues, or the claim to read them    Redis, when old
+-- routes        stream  what was routed where, and completed (scheduling)         its own cap
+-- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
+-- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
+-- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
+-- about         hash    replica incarnation -> its replica info, JSON             sweep
+-- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
+-- buried        zset    id whose end was reported -> when, ms                     sweep
+-- unheard       zset    id given up without a report of its end -> when, ms       its next renewal, sweep
+-- orphans       hash    silent replica -> cursor of the sweep's scan              sweep, heartbeat
+-- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
+-- log           stream  the decision log, when it is on                           its own cap
+-- wake:R        channel the same notifications as a hint to replica R             (never stored)
+local BANDS = {0, 1, 2}
+local key -- the keys of the pool that this call serves
+local use_keys, joined, names_with_prefix
+local call_number = 0
+local read, read_stored, flush, defer_write, defer_unlink, write_now, write_values, note_original, undo_writes
+local commit_deferred_writes, reset_storage
+local read_ahead = {}
+do -- a chunk may have 200 locals
+  local pools = {} -- declared key -> the keys of its pool
+  local NAMES_KEPT = 1000 -- there may be a million flows
+  -- Names that begin with `prefix`, by their ending. Concatenating one costs a quarter of a command, so they are kept
+  -- until there are NAMES_KEPT.
+  function names_with_prefix(prefix)
+    local kept = 0
+    local function make(names, ending)
+      if kept == NAMES_KEPT then
+        for each in pairs(names) do names[each] = nil end
+        kept = 0
+      end
+      local name = prefix .. ending
+      names[ending], kept = name, kept + 1
+      return name
+    end
+    return setmetatable({}, {__index = make})
+  end
+  function joined(name, other) return name .. '\31' .. other end
+  function use_keys(pool_key)
+    key = pools[pool_key]
+    if key then return end
+    local base = string.sub(pool_key, 1, -5)
+    key = {pool = pool_key}
+    for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
+      'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'unheard', 'suspects', 'orphans', 'lanes',
+      'log', 'blockers'}) do
+      key[name] = base .. name
+    end
+    for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do
+      key[kind] = {}
+      for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
+    end
+    for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
+      key[kind] = {}
+      for _, band in ipairs(BANDS) do key[kind][band] = names_with_prefix(base .. kind .. ':' .. band .. ':') end
+    end
+    function key.line(band, flow_queue, workload)
+      return base .. 'line:' .. band .. ':' .. joined(flow_queue, workload)
+    end
+    -- The previous version's spelling. Requests that it queued stay there until they are served.
+    function key.older_line(band, flow_queue, workload)
+      return base .. 'line:' .. band .. ':' .. flow_queue .. ':' .. workload
+    end
+    key.inbox = names_with_prefix(base .. 'inbox:')
+    function key.wake(replica) return base .. 'wake:' .. replica end
+    pools[pool_key] = key
+  end
+
+  -- Write-behind.
+  local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
+  local deferred = {} -- key -> its newest deferred command, with n arguments
+  local commands, used = {}, 0 -- deferred commands in order; the tables are reused by later calls
+  local unlinked = {} -- keys to remove at the end
+  local originals = {} -- key -> member or field -> its score or value before this call, false if there was none
+  local present, is_hash = {}, {} -- key -> the same as it is now; whether the key is a hash
+  local fronts = {} -- key -> members that were read ahead, see below
+  -- One command with the first `n` of `values`, or as many commands as that takes.
+  function write_values(command, name, values, n)
+    if n == 0 then return end
+    if n <= AT_MOST then return redis.call(command, name, unpack(values, 1, n)) end
+    for first = 1, n, AT_MOST do
+      redis.call(command, name, unpack(values, first, math.min(first + AT_MOST - 1, n)))
+    end
+  end
+  local function originals_of(name, command)
+    local former = originals[name]
+    if not former then
+      former = {}
+      originals[name], present[name], is_hash[name] = former, {}, command == 'HSET' or command == 'HDEL'
+    end
+    return former, present[name]
+  end
+  -- Tell what a sorted set's member has (its score, or nil) before this call changes it, so that it is not read again.
+  function note_original(name, member, value)
+    local former, current = originals_of(name)
+    if former[member] == nil then former[member], current[member] = value or false, value or false end
+  end
+  local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- among the arguments
+  local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- arguments per member
+  local READ = {ZADD = 'ZMSCORE', ZREM = 'ZMSCORE', HSET = 'HMGET', HDEL = 'HMGET'}
+  local function note_originals(command, name, values, n)
+    local former, current = originals_of(name, command)
+    local asked, count = {}, 0
+    for i = FIRST_MEMBER[command], n, EACH[command] do
+      if former[values[i]] == nil then
+        count = count + 1
+        asked[count] = values[i]
+      end
+    end
+    for first = 1, count, AT_MOST do
+      local last = math.min(first + AT_MOST - 1, count)
+      local found = redis.call(READ[command], name, unpack(asked, first, last))
+      for i = first, last do
+        former[asked[i]] = found[i - first + 1]
+        current[asked[i]] = found[i - first + 1]
+      end
+    end
+    for i = FIRST_MEMBER[command], n, EACH[command] do
+      current[values[i]] = command == 'ZADD' and values[i - 1] or command == 'HSET' and values[i + 1]
+    end
+  end
+  local function flush_one(entry)
+    if entry.former then flush_one(entry.former) end
+    if entry.n > 0 then
+      note_originals(entry.command, entry.key, entry, entry.n)
+      write_values(entry.command, entry.key, entry, entry.n)
+      entry.n = 0
+    end
+  end
+  local function flush_deferred(name)
+    local entry = deferred[name]
+    if entry then
+      flush_one(entry)
+      deferred[name] = nil
+    end
+  end
+  local function new_entry(command, name)
+    used = used + 1
+    local entry = commands[used] or {}
+    entry.former = deferred[name]
+    commands[used], deferred[name] = entry, entry
+    entry.command, entry.key, entry.n = command, name, 0
+    return entry
+  end
+  -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). The writes
+  -- of one key keep their order.
+  function defer_write(command, name, a, b)
+    local entry = deferred[name]
+    if not entry or entry.command ~= command then entry = new_entry(command, name) end
+    local n = entry.n + 1
+    entry[n] = a
+    if b then
+      n = n + 1
+      entry[n] = b
+    end
+    entry.n = n
+  end
+  function defer_unlink(name) unlinked[#unlinked + 1] = name end
+  -- Write one member or field at once. Returns whether ZREM or HDEL has removed anything.
+  local pair = {} -- reused by each call
+  function write_now(command, name, a, b)
+    flush_deferred(name)
+    pair[1], pair[2] = a, b
+    local member = command == 'ZADD' and b or a
+    local current = present[name]
+    local was = current and current[member]
+    note_originals(command, name, pair, b and 2 or 1)
+    if was == nil then was = originals[name][member] end
+    if not b and not was then return false end
+    if b then redis.call(command, name, a, b) else redis.call(command, name, a) end
+    return true
+  end
+  -- Restore what a failed call has written. What cannot be restored is skipped.
+  function undo_writes()
+    for name, former in pairs(originals) do
+      for member, value in pairs(former) do
+        if is_hash[name] then
+          if value then pcall(redis.call, 'HSET', name, member, value) else pcall(redis.call, 'HDEL', name, member) end
+        elseif value then
+          pcall(redis.call, 'ZADD', name, value, member)
+        else
+          pcall(redis.call, 'ZREM', name, member)
+        end
+      end
+    end
+  end
+  function commit_deferred_writes()
+    for i = 1, used do
+      local entry = commands[i]
+      write_values(entry.command, entry.key, entry, entry.n)
+      entry.n = 0
+    end
+    for i = #unlinked, 1, -1 do
+      redis.call('UNLINK', unlinked[i])
+      unlinked[i] = nil
+    end
+  end
+
+  -- Read-ahead of what dispatch takes from the front of sorted sets: of a band, its flow queues; of a flow queue, its
+  -- requests. A front holds members from index `at` on, and is `whole` if the set has no others.
+  local expected = 1 -- requests that may be served
+  local moved_members, gone_members = {}, {} -- reused by each call
+  -- Write what has changed. A front of members lost those before `at`: they are removed by rank. In a front of scored
+  -- members each that moved has its last score, or false if it left.
+  local function write_front(name, front)
+    local scores = front.scores
+    if not scores then
+      if front.at > 1 then redis.call('ZREMRANGEBYRANK', name, 0, front.at - 2) end
+      front.at = 1
+      return
+    end
+    local moved, gone = 0, 0
+    for member, score in pairs(scores) do
+      if score then
+        moved_members[moved + 1], moved_members[moved + 2] = score, member
+        moved = moved + 2
+      else
+        gone = gone + 1
+        gone_members[gone] = member
+      end
+    end
+    write_values('ZADD', name, moved_members, moved)
+    write_values('ZREM', name, gone_members, gone)
+  end
+  -- Write a front's changes and forget it; whoever then defers a write to the set keeps the order of changes.
+  function read_ahead.discard(name)
+    local front = fronts[name]
+    if not front then return end
+    if front.scores then
+      for i = 1, front.at - 1, 2 do note_original(name, front[i], front[i + 1]) end
+    elseif front.at > 1 then
+      note_originals('ZREM', name, front, front.at - 1)
+    end
+    fronts[name] = nil
+    write_front(name, front)
+  end
+  function read_ahead.commit()
+    for name, front in pairs(fronts) do
+      write_front(name, front)
+      fronts[name] = nil
+    end
+  end
+  function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would read everything
+
+  -- Write what is deferred for a key.
+  function flush(name)
+    if fronts[name] then read_ahead.discard(name) end
+    if deferred[name] then flush_deferred(name) end
+  end
+  -- A command that reads key `name`, with this call's writes flushed first.
+  function read(command, name, ...)
+    if fronts[name] then read_ahead.discard(name) end
+    if deferred[name] then flush_deferred(name) end
+    return redis.call(command, name, ...)
+  end
+  -- The same, of what Redis had before: for a caller that keeps count of what it has deferred.
+  function read_stored(command, name, ...) return redis.call(command, name, ...) end
+
+  -- Sets whose members only leave. One member more than wanted is read, to know whether the front is whole.
+  local function read_members(name, more)
+    local front = read('ZRANGE', name, 0, more)
+    front.at, front.whole = 1, #front <= more
+    fronts[name] = front
+    return front
+  end
+  -- The first member, or nil.
+  function read_ahead.first_member(name)
+    local front = fronts[name]
+    local member = front and front[front.at]
+    if member or (front and front.whole) then return member end
+    return read_members(name, 1)[1]
+  end
+  -- Append the first `count` members to `found`.
+  function read_ahead.first_members(name, count, found)
+    local front, known = read_members(name, count), #found
+    for i = 1, math.min(count, #front) do found[known + i] = front[i] end
+  end
+  -- Remove a member. Returns whether it was the last; nil if that is not known.
+  function read_ahead.remove(name, member)
+    local front = fronts[name]
+    if front and front[front.at] == member then
+      local at = front.at + 1
+      front.at = at
+      if front[at] then return false end
+      return front.whole or nil
+    end
+    read_ahead.discard(name)
+    defer_write('ZREM', name, member)
+    return nil
+  end
+
+  -- Sets whose members come back with a higher score. Those that did are in `back` from `first` to `last`, their scores
+  -- in `scores`; equal scores are ordered by member, as in Redis.
+  local function precedes(score, member, other_score, other)
+    return score < other_score or (score == other_score and member < other)
+  end
+  local function read_scored(name)
+    local front = read('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
+    local count = #front
+    for i = 2, count, 2 do front[i] = tonumber(front[i]) end
+    front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
+    front.back, front.scores, front.first, front.last = {}, {}, 1, 0
+    fronts[name] = front
+    return front
+  end
+  -- What was read: member, score, member, score ... Not to be changed.
+  function read_ahead.scored_front(name)
+    local front = fronts[name]
+    if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
+    return read_scored(name)
+  end
+  -- The first member and its score, or nil.
+  function read_ahead.first_scored(name)
+    local front = fronts[name]
+    if not (front and front[front.at]) then front = read_ahead.scored_front(name) end
+    local at, other = front.at, front.back[front.first]
+    local member, score = front[at], front[at + 1]
+    if not other then return member, score end
+    local other_score = front.scores[other]
+    if member and precedes(score, member, other_score, other) then return member, score end
+    return other, other_score
+  end
+  -- Give a member the higher `score`, or remove it (nil).
+  function read_ahead.reposition(name, member, score)
+    local front = fronts[name]
+    if front and front[front.at] == member then
+      front.at = front.at + 2
+    elseif front and front.back[front.first] == member then
+      front.first = front.first + 1
+    else
+      read_ahead.discard(name)
+      if score then defer_write('ZADD', name, score, member) else defer_write('ZREM', name, member) end
+      return
+    end
+    local scores, first, last = front.scores, front.first, front.last
+    scores[member] = score or false
+    if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
+    local back = front.back
+    local i = last
+    while i >= first and precedes(score, member, scores[back[i]], back[i]) do
+      back[i + 1] = back[i]
+      i = i - 1
+    end
+    back[i + 1], front.last = member, last + 1
+  end
+
+  function reset_storage()
+    call_number = call_number + 1
+    for i = 1, used do deferred[commands[i].key] = nil end
+    if used > 100 then commands, deferred = {}, {} end
+    used, expected = 0, 1
+    if unlinked[1] then unlinked = {} end
+    if next(originals) then originals, present, is_hash = {}, {}, {} end
+    if next(fronts) then fronts = {} end
+  end
+end
+
+-- Strays: members whose request or flow queue is missing. Whoever finds one drops it and goes on.
+local strays = 0
+local STRAYS = 16 -- dropped in one place before the call goes on without it
+local function drop_stray(command, name, member)
+  strays = strays + 1
+  write_now(command, name, member)
+end

@@ -1,0 +1,19 @@
+-- include: dispatch
+-- Note requests whose client has gone, as an access-log entry without an accounting token says. Such an entry proves
+-- nothing, but it is the only report of a client that leaves before Envoy has read the picker's answer. The sweep then
+-- looks for the request on its endpoint's next metrics pages (sweep.lua).
+--
+-- Guarantees: changes nothing but what the sweep looks at.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then the ids of requests
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'unknown' (not placed)
+local function report_client_gone(args)
+  return for_each_item(args, 1, function(_, id)
+    local r = record.read(id)
+    if not r or r.state ~= 'placed' then return 'unknown' end
+    defer_write('ZADD', key.suspects, now_ms, id)
+    return 'suspected'
+  end)
+end

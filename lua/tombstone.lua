@@ -1,0 +1,21 @@
+-- include: dispatch
+-- Store tombstones: the ends of requests. A replica that was without Redis and has missed an end would otherwise
+-- restore the request (renew), as stock that nobody uses.
+--
+-- Guarantees: a request last seen alive before its reported end is not restored. What is known of its id, and a later
+-- admission of the same id, stay as they are.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each end: id, how long ago it was reported, ms
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'buried' | 'back' (stored, and the request counts, since
+--   it was restored)
+local TOMBSTONE_ITEM = 2
+local function tombstone(args)
+  record.prefetch(column(args, TOMBSTONE_ITEM, 1))
+  return for_each_item(args, TOMBSTONE_ITEM, function(_, id, ago_ms)
+    tombstones.put(id, now_ms - tonumber(ago_ms))
+    local r = record.read(id)
+    return r and record.is_restored(r) and 'back' or 'buried'
+  end)
+end

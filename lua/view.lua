@@ -1,0 +1,233 @@
+-- include: queue
+-- What an operator reads: rows as text, their fields separated by byte 31, which no field contains.
+--
+-- Guarantees of each function: it reads only, and at most VIEW_LIMIT rows a call, however long the queue is. Of a read
+-- page by page, a member that keeps its place comes once.
+--
+-- All: keys[1] epp:{POOL}:pool
+--
+-- Rows:
+--   flow queue: group (its band, plus 3 while it is throttled), name, start tag, queued, arrival of the oldest (us),
+--     weight, share (what serving one adds to the tag), in flight ('': not counted)
+--   request: id, state, owner, flow, band, workload, model, criticality, cost, arrival (us), deadline_ms, due_ms (when
+--     it
+--     is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality, rate; '' unless
+--       `workload-aware`)
+--   workload: id, total, active, dispatched, average wait (ms), last request (ms), requests per second
+local VIEW_LIMIT = 51 -- a page of fifty, and whether there are more
+local view = {}
+function view.rows_wanted(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
+local function comes_before(a, b) -- as a sorted set orders members: by their bytes
+  for i = 1, math.min(#a, #b) do
+    local x, y = string.byte(a, i), string.byte(b, i)
+    if x ~= y then return x < y end
+  end
+  return #a < #b
+end
+-- The rank of the first member behind (score, member), whether that is still there or not.
+function view.rank_behind(sorted, score, member)
+  if score == '' then return 0 end
+  local rank = read('ZRANK', sorted, member)
+  if rank and tonumber(read('ZSCORE', sorted, member)) == tonumber(score) then return rank + 1 end
+  local low, high = read('ZCOUNT', sorted, '-inf', '(' .. score), read('ZCOUNT', sorted, '-inf', score)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if comes_before(member, read('ZRANGE', sorted, middle, middle)[1]) then
+      high = middle
+    else
+      low = middle + 1
+    end
+  end
+  return low
+end
+-- Append a row for each of `flow_queues` (names and start tags in turn). The first request of a flow queue, its oldest
+-- except under edf, stands for all.
+function view.add_flow_queues(reply, group, flow_queues)
+  local band, heads = group % 3, {}
+  for i = 1, #flow_queues, 2 do
+    heads[#heads + 1] = read('ZRANGE', key.queue[band][flow_queues[i]], 0, 0)[1] or ''
+  end
+  record.prefetch(heads, #heads)
+  for i = 1, #flow_queues, 2 do
+    local flow_queue, tag, r = flow_queues[i], flow_queues[i + 1], record.read(heads[(i + 1) / 2])
+    local arrived, weight, share, in_flight = now_us, 1, 1, ''
+    if r then
+      arrived, weight, share = r.arrived, settings.weights[r.flow] or r.weight, queue.share(r)
+      if r.limit > 0 then in_flight = read('HGET', key.limits, r.flow) or '0' end
+    end
+    reply[#reply + 1] = string.format('%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%s', group, flow_queue, tag,
+      queue.length(band, flow_queue), arrived, weight, share, in_flight)
+  end
+end
+function view.group_key(group) return (group < 3 and key.flows or key.parked)[group % 3] end
+local function score_parts(r)
+  if settings.ordering ~= 'workload-aware' then return '', '', '' end
+  local waited = (now_us - r.arrived) / 1000
+  if settings.wait_signal == 'workload_average' and r.workload ~= '' then waited = workloads.wait_ms(r.workload) end
+  return exact(settings.wait_weight * math.min(waited / settings.wait_cap_ms, 1)),
+    exact(settings.criticality_weight * r.criticality / 5),
+    exact(-settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1))
+end
+function view.request(r, is_overdue)
+  local wait, criticality, rate = score_parts(r)
+  return string.format(
+    '%s\31%s\31%s\31%s\31%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%.17g\31%d\31%s\31%.17g\31%s\31%s\31%s',
+    r.id, r.state, r.owner, r.flow, r.band, r.workload, r.model, r.criticality, r.cost, r.arrived, r.deadline_ms,
+    queue.due_ms(r), is_overdue and 1 or 0, r.endpoints, r.limit, wait, criticality, rate)
+end
+function view.workload(id, text)
+  local w = parse_workload(id, text)
+  return string.format('%s\31%.17g\31%.17g\31%.17g\31%.17g\31%.17g\31%.17g', id, w[1], w[2], w[3], w[4], w[5],
+    workloads.rate(id))
+end
+
+-- A page of flow queues: band by band in the order of their start tags, then the throttled ones.
+--
+-- args[1] group to begin with
+-- args[2] start tag and args[3] flow queue behind which to begin; '' and '': the first of the group
+-- args[4] rows wanted   args[5] the only band, '' all
+-- Returns {now_us, {number of flow queues in groups 0 to 5}, flow queue row...}
+local function view_flows(args)
+  local first, score, member, wanted, only = tonumber(args[1]), args[2], args[3], view.rows_wanted(args[4]), args[5]
+  local totals = {}
+  local reply = {exact(now_us), totals}
+  for group = 0, 5 do
+    local sorted = view.group_key(group)
+    totals[group + 1] = read('ZCARD', sorted)
+    if group >= first and wanted > 0 and totals[group + 1] > 0 and (only == '' or tonumber(only) == group % 3) then
+      local from = group == first and view.rank_behind(sorted, score, member) or 0
+      local flow_queues = read('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
+      view.add_flow_queues(reply, group, flow_queues)
+      wanted = wanted - #flow_queues / 2
+    end
+  end
+  return reply
+end
+
+-- One flow queue, in each band where it has waiting requests.
+--
+-- args[1] the flow queue
+-- Returns {now_us, flow queue row...}
+local function view_flow(args)
+  local reply = {exact(now_us)}
+  for group = 0, 5 do
+    local tag = read('ZSCORE', view.group_key(group), args[1])
+    if tag then view.add_flow_queues(reply, group, {args[1], tag}) end
+  end
+  return reply
+end
+
+-- Waiting requests by their ranks in their flow queues.
+--
+-- args    for each stretch of a flow queue VIEW_STRETCH arguments: band, flow queue, first rank, last rank
+-- Returns {now_us, {request rows of each stretch}...}
+local VIEW_STRETCH = 4
+local function view_queue(args)
+  local ids, counts = {}, {}
+  for at = 1, #args, VIEW_STRETCH do
+    local requests = key.queue[tonumber(args[at])][args[at + 1]]
+    local first, last = tonumber(args[at + 2]), tonumber(args[at + 3])
+    local found = first <= last and read('ZRANGE', requests, first, last) or {}
+    counts[#counts + 1] = 0
+    for i = 1, math.min(#found, VIEW_LIMIT - #ids) do
+      ids[#ids + 1] = found[i]
+      counts[#counts] = i
+    end
+  end
+  record.prefetch(ids, #ids)
+  local overdue = pool.overdue > 0 and #ids > 0 and read('ZMSCORE', key.overdue, unpack(ids)) or {}
+  local reply, at = {exact(now_us)}, 0
+  for i = 1, #counts do
+    local rows = {}
+    for _ = 1, counts[i] do
+      at = at + 1
+      local r = record.read(ids[at])
+      if r then rows[#rows + 1] = view.request(r, overdue[at]) end
+    end
+    reply[#reply + 1] = rows
+  end
+  return reply
+end
+
+-- A page of requests in flight, those first whose lease ends first.
+--
+-- args[1] end of the lease (ms) and args[2] id behind which to begin; '' and '': the first
+-- args[3] rows wanted
+-- Returns {now_us, in flight, request row (the id alone of one without a record), end of its lease (ms)...}
+local function view_inflight(args)
+  local from = view.rank_behind(key.inflight, args[1], args[2])
+  local found = read('ZRANGE', key.inflight, from, from + view.rows_wanted(args[3]) - 1, 'WITHSCORES')
+  local ids = {}
+  for i = 1, #found, 2 do ids[#ids + 1] = found[i] end
+  record.prefetch(ids, #ids)
+  local reply = {exact(now_us), read('ZCARD', key.inflight)}
+  for i = 1, #found, 2 do
+    local r = record.read(found[i])
+    reply[#reply + 1] = r and view.request(r) or found[i]
+    reply[#reply + 1] = found[i + 1]
+  end
+  return reply
+end
+
+-- One request: where it is, and its place in the queue.
+--
+-- args[1] request id
+-- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, rank
+--   among the
+--   overdue, end of its lease (ms)}; '' where it has none
+local function view_request(args)
+  local id = args[1]
+  local r = record.read(id)
+  if not r then return {exact(now_us)} end
+  local overdue = read('ZRANK', key.overdue, id) or ''
+  local rank, queue_rows = '', {}
+  if r.state == 'queued' then
+    for _, flow_queue in ipairs({queue.flow_queue(r), queue.flow_queue(r) == '' and r.flow or ''}) do
+      local found = read('ZRANK', key.queue[r.band][flow_queue], id)
+      if found and rank == '' then
+        rank = found
+        for _, group in ipairs({r.band, r.band + 3}) do
+          local tag = read('ZSCORE', view.group_key(group), flow_queue)
+          if tag then view.add_flow_queues(queue_rows, group, {flow_queue, tag}) end
+        end
+      end
+    end
+  end
+  return {exact(now_us), view.request(r, overdue ~= ''), rank, queue_rows[1] or '', overdue,
+    read('ZSCORE', key.inflight, id) or ''}
+end
+
+-- A page of workloads of the registry, in no order.
+--
+-- args[1] cursor ('0' to begin)   args[2] rows wanted; some more may come
+-- Returns {now_us, workloads, next cursor ('0': that was all), workload row...}
+local function view_workloads(args)
+  local scan = read('HSCAN', key.workloads, args[1], 'COUNT', view.rows_wanted(args[2]))
+  local reply = {exact(now_us), read('HLEN', key.workloads), scan[1]}
+  for i = 1, #scan[2], 2 do reply[#reply + 1] = view.workload(scan[2][i], scan[2][i + 1]) end
+  return reply
+end
+
+-- One workload of the registry.
+--
+-- args[1] workload id
+-- Returns {now_us, workload row}; {now_us} if there is none
+local function view_workload(args)
+  local text = read('HGET', key.workloads, args[1])
+  return {exact(now_us), text and view.workload(args[1], text) or nil}
+end
+
+-- Known replicas, live or not, and their replica info; the latest heartbeat first.
+--
+-- args[1] how many of them
+-- Returns {now_us, replica, last heartbeat (ms), replica info (JSON)...}
+local function view_replicas(args)
+  local found = read('ZREVRANGE', key.replicas, 0, tonumber(args[1]) - 1, 'WITHSCORES')
+  local reply = {exact(now_us)}
+  for i = 1, #found, 2 do
+    reply[#reply + 1] = found[i]
+    reply[#reply + 1] = found[i + 1]
+    reply[#reply + 1] = read('HGET', key.about, found[i]) or '{}'
+  end
+  return reply
+end
