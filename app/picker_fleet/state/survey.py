@@ -3,8 +3,8 @@
 To read a thousand lanes takes twenty calls. So a replica that needs them asks first whether another has left
 them (`lua/claim_queue_snapshot.lua`). If nobody has, it reads them, and leaves them to the others in a key
 that ends by itself. The others wait meanwhile, though no longer than its claim is good: it may have died.
-Lanes that nobody asks for are not read. Where Redis takes no writes, or what was left has another version's shape, each
-replica reads for itself.
+Lanes that nobody asks for are not read. Where Redis takes no writes, or what was left has another version's
+shape, each replica reads for itself.
 """
 
 import asyncio
