@@ -17,19 +17,17 @@
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first)
-local ARRIVAL = '<ssssssdddddddd'
-
 local function adopt(r, attempt, candidates, turn, picks)
   local old_owner, old_attempt = r.owner, r.attempt
   r.owner, r.attempt = notifications.caller, attempt
-  if r.state == 'queued' or r.state == 'held' then
+  if r.state == STATE_QUEUED or r.state == STATE_HELD then
     if r.deadline_ms <= now_ms then
       finish_request(r, 'expired')
       return 'expired'
     end
     local tag
-    if r.state == 'held' then
-      r.state = 'queued'
+    if r.state == STATE_HELD then
+      r.state = STATE_QUEUED
       tag = queue.insert(r)
     end
     record.put(r)
@@ -38,7 +36,7 @@ local function adopt(r, attempt, candidates, turn, picks)
   end
   log_event('adopted', r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-  if r.state == 'placed' then
+  if r.state == STATE_PLACED then
     -- Two streams know its endpoint, and nobody can tell which of them Envoy still uses: a replica that was suspended
     -- may bring a request given up long ago. So neither can cancel it; only its end or its lease ends it.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then r.attempt = '' end
@@ -52,7 +50,7 @@ end
 
 local function refuse(r, reason)
   local retry_after_s = 1
-  if reason ~= 'no-endpoints' and pool.rate > 0 then
+  if reason ~= REFUSED_NO_ENDPOINTS and pool.rate > 0 then
     retry_after_s = math.max(1, math.min(60, math.ceil((pool.queued + 1) / pool.rate)))
   end
   log_event('refused', r, nil, nil, reason)
@@ -67,10 +65,10 @@ local function preempt_for(r)
       local flow_queue, newest = preemption.next_candidate(band)
       if not newest then break end
       local other = record.read(newest)
-      if other and other.state == 'queued' then
+      if other and other.state == STATE_QUEUED then
         pool.pressed = 1
         defer_write('ZADD', key.victims[band], pool.next_arrival_us(0), flow_queue)
-        end_and_notify(other, 'preempted')
+        end_and_notify(other, NOTIFY_PREEMPTED)
         return true
       end
       queue.drop_stray(newest, band, flow_queue)
@@ -89,7 +87,7 @@ local function bypass(r, turn, picks)
   local reply, limited = place_request(r, r.candidates, turn, picks)
   if not reply then
     r.taken = 0
-    return not limited and refuse(r, 'no-endpoints') or nil
+    return not limited and refuse(r, REFUSED_NO_ENDPOINTS) or nil
   end
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
@@ -110,26 +108,26 @@ end
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
-  if pool.ready == 0 then return refuse(r, 'no-endpoints') end
+  if pool.ready == 0 then return refuse(r, REFUSED_NO_ENDPOINTS) end
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
   -- With the queue off nobody waits for a limit.
-  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then return refuse(r, 'saturated') end
-  if settings.overload == 'reject-noncritical' and r.band > 0 then return refuse(r, 'saturated') end
-  if settings.fairness ~= 'none' and queue.length(r.band, r.flow) >= settings.flow_capacity then
-    return refuse(r, 'insufficient-flow-capacity')
+  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then return refuse(r, REFUSED_SATURATED) end
+  if settings.overload == OVERLOAD_REJECT_NONCRITICAL and r.band > 0 then return refuse(r, REFUSED_SATURATED) end
+  if settings.fairness ~= FAIRNESS_NONE and queue.length(r.band, r.flow) >= settings.flow_capacity then
+    return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
   -- At most as many flows as requests wait, so this is checked in long queues only. Critical flows have guaranteed
   -- places.
   if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.count_flow_queues() >= settings.max_flows
     and queue.length(r.band, queue.flow_queue(r)) == 0 then
-    return refuse(r, 'too-many-flows')
+    return refuse(r, REFUSED_TOO_MANY_FLOWS)
   end
-  if pool.queued >= settings.total_capacity and not (settings.overload == 'preempt' and preempt_for(r)) then
-    return refuse(r, 'total-capacity')
+  if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
+    return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
-  r.state = 'queued'
+  r.state = STATE_QUEUED
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end
@@ -148,8 +146,7 @@ local function admit(args)
   local replies = {}
   for i = 1, count do
     local r = record.new('')
-    r.id, r.attempt, r.flow, r.workload, r.model, r.candidates, r.band, r.weight, r.cost, r.ttl_ms, r.age_ms,
-      r.criticality, r.limit, r.learn = struct.unpack(ARRIVAL, args[i + 1])
+    unpack_arrival(r, args[i + 1])
     asked[i], ids[i], workload_ids[i] = r, r.id, r.workload
   end
   record.prefetch(ids, count)

@@ -12,19 +12,18 @@
 --   or id, '', 'unclaimed': the caller was notified of a grant that none of its streams waits for
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
-local CANCEL_ITEM = 3
 local function cancel(args)
   record.prefetch(column(args, CANCEL_ITEM, 1))
   return for_each_item(args, CANCEL_ITEM, function(_, id, attempt, why)
     local r = record.read(id)
     if not r then return 'unknown' end
     if why == 'unclaimed' then
-      if r.owner ~= notifications.caller or r.state ~= 'granted' then return 'foreign' end
+      if r.owner ~= notifications.caller or r.state ~= STATE_GRANTED then return 'foreign' end
       finish_request(r, 'withdrawn')
       return 'ended'
     end
     if r.owner ~= notifications.caller or r.attempt ~= attempt then return 'foreign' end
-    if why == 'expired' and (r.state == 'granted' or r.state == 'placed') then return 'granted' end
+    if why == 'expired' and (r.state == STATE_GRANTED or r.state == STATE_PLACED) then return 'granted' end
     finish_request(r, why)
     return 'ended'
   end)

@@ -77,7 +77,7 @@ local function heartbeat(args)
     'marks_version', 'signing_keys')
   local inbox, left, granted = read_inbox(key.inbox[owner]), {}, {}
   for i = 1, #inbox, 2 do
-    if inbox[i + 1] == 'granted' then
+    if inbox[i + 1] == NOTIFY_GRANTED then
       granted[#granted + 1] = inbox[i]
     else
       left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
@@ -87,7 +87,7 @@ local function heartbeat(args)
   record.prefetch(granted, #granted)
   for _, id in ipairs(granted) do
     local r = record.read(id)
-    if r and r.state == 'granted' and r.owner == owner then
+    if r and r.state == STATE_GRANTED and r.owner == owner then
       left[#left + 1] = 'granted ' .. id -- it stays until place takes it
     else
       strays = strays + 1

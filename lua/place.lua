@@ -12,15 +12,14 @@
 --     '*', of a,b,c; missing if it was placed before)
 --   | 'queued TTL_LEFT_MS' (back in the queue: wherever it may go, a limit of its flow or the endpoint is reached)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
-local PLACE_ITEM = 3
 local function place(args)
   record.prefetch(column(args, PLACE_ITEM, 1))
   local picks = (#args - 1) / PLACE_ITEM
   return for_each_item(args, PLACE_ITEM, function(at, id, attempt, candidates)
     local r = record.read(id)
     if not r or r.owner ~= notifications.caller or r.attempt ~= attempt then return 'gone' end
-    if r.state == 'placed' then return 'placed ' .. r.endpoints end
-    if r.state ~= 'granted' then return 'gone' end
+    if r.state == STATE_PLACED then return 'placed ' .. r.endpoints end
+    if r.state ~= STATE_GRANTED then return 'gone' end
     return place_granted(r, candidates, now_us + at, picks)
   end)
 end

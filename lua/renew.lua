@@ -17,9 +17,6 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
-local RENEW_ITEM = 5
-local FIELD = '([^\t]*)\t'
-local TOKEN_PATTERN -- made by the first call: a library has no `string` while it loads
 
 local MOST = 1e12 -- sums of so much stay exact
 local HIGHEST_LIMIT = 65535
@@ -32,40 +29,37 @@ end
 
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
--- Whether the pool may lack the record of a running request.
-local function may_lack(id, alone)
-  local alone_ms = tonumber(string.match(alone, '^alone=(%d+)$'))
+-- Whether the pool may lack the record of a running request. `alone_ms`: when it was admitted without Redis, or nil.
+local function may_lack(id, alone_ms)
   return pool.may_lack_records() or tombstones.was_given_up(id)
     or (alone_ms and now_ms - alone_ms < settings.lease_ms + LONGER_MS)
 end
 
 local function restore(id, attempt, served, token, ago_ms)
   if string.find(token, '%z') then return 'unknown' end -- it would end a packed text early
-  TOKEN_PATTERN = TOKEN_PATTERN or '^' .. string.rep(FIELD, 8) .. '([^\t]*)\t?([^\t]*)'
-  local flow, band, weight, cost, workload_id, criticality, model, endpoint, limit, alone =
-    string.match(token, TOKEN_PATTERN)
-  if not (pool.known and flow and (attempt ~= '' or may_lack(id, alone))) then return 'unknown' end
-  band, weight, cost = number_up_to(band, 2), number_up_to(weight, MOST), number_up_to(cost, MOST)
+  local told = parse_accounting_token(token)
+  if not (pool.known and told and (attempt ~= '' or may_lack(id, told.alone_ms))) then return 'unknown' end
+  local band, weight, cost = number_up_to(told.band, 2), number_up_to(told.weight, MOST), number_up_to(told.cost, MOST)
   cost = cost and queue.clamp_cost(cost)
-  criticality, limit = number_up_to(criticality, 5), number_up_to(limit, HIGHEST_LIMIT)
-  if is_address(served) and endpoints.is_known(served) then endpoint = served end
+  local criticality, limit = number_up_to(told.criticality, 5), number_up_to(told.limit, HIGHEST_LIMIT)
+  local endpoint = is_address(served) and endpoints.is_known(served) and served or told.endpoint
   if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0
     and is_address(endpoint) and endpoints.is_known(endpoint)) then
     return 'unknown'
   end
   if tombstones.covers(id, attempt ~= '' and now_ms - tonumber(ago_ms)) then return 'unknown' end
   local r = record.new(id)
-  r.state, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.arrived,
-    r.deadline_ms, r.endpoints, r.limit, r.taken, r.tag = 'placed', notifications.caller, attempt, flow, band, weight,
-    cost, workload_id, criticality, model, now_us, record.NO_DEADLINE, endpoint, limit,
-    pool.stock_for(cost, pool.largest_bound()), -1
+  r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, told.flow,
+    told.workload, told.model
+  r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
+  r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, pool.largest_bound()), -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then
     endpoints.count_flow(r, nil, 1)
     endpoints.count_flow(r, r.endpoints, 1)
   end
-  workloads.restored(workload_id)
+  workloads.restored(r.workload)
   tombstones.has_come_back(id)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   record.put(r)
@@ -92,9 +86,9 @@ local function renew(args)
   return for_each_item(args, RENEW_ITEM, function(_, id, attempt, served, token, ago_ms)
     local r = record.read(id)
     if not r then return restore(id, attempt, served, token, ago_ms) end
-    if r.state == 'queued' or r.state == 'held' then return 'waiting' end
+    if r.state == STATE_QUEUED or r.state == STATE_HELD then return 'waiting' end
     defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
-    if r.state == 'placed' then move(r, served) end
+    if r.state == STATE_PLACED then move(r, served) end
     return 'renewed'
   end)
 end

@@ -10,9 +10,9 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'unknown' (not placed)
 local function report_client_gone(args)
-  return for_each_item(args, 1, function(_, id)
+  return for_each_item(args, REPORT_CLIENT_GONE_ITEM, function(_, id)
     local r = record.read(id)
-    if not r or r.state ~= 'placed' then return 'unknown' end
+    if not r or r.state ~= STATE_PLACED then return 'unknown' end
     defer_write('ZADD', key.suspects, now_ms, id)
     return 'suspected'
   end)

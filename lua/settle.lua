@@ -10,7 +10,6 @@
 --   ('' unknown), its answer's tokens ('' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
-local SETTLE_ITEM = 4
 local settled -- model -> reply
 local function correct_charge(r, actual)
   -- A bypass has no tag (-1) and was charged nothing. A tag may be below 0: more may be refunded under one policy than
@@ -19,7 +18,7 @@ local function correct_charge(r, actual)
   actual = queue.clamp_cost(actual)
   if actual == r.cost or r.cost == 0 then return end -- a free request stays free
   queue.charge_band(r, actual - r.cost)
-  if settings.fairness ~= 'weighted-fair' then return end
+  if settings.fairness ~= FAIRNESS_WEIGHTED_FAIR then return end
   local share = queue.share(r)
   local change = (actual - r.cost) * share / r.cost
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
@@ -33,7 +32,7 @@ local function settle(args)
   for i = 1, count do
     local r = record.read(ids[i])
     if r then
-      if r.state == 'placed' then
+      if r.state == STATE_PLACED then
         placed = placed + 1
         hosts[placed] = endpoints.first(r.endpoints)
       end
@@ -46,7 +45,7 @@ local function settle(args)
   return for_each_item(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
     if not r then return 'unknown' end
-    if r.state == 'queued' or r.state == 'held' then
+    if r.state == STATE_QUEUED or r.state == STATE_HELD then
       finish_request(r, 'cancelled')
       return 'left ' .. r.model
     end

@@ -22,11 +22,11 @@ local TRANSIT_MS = 1000 -- from the placement of a request until its endpoint's 
 local MOST_RECENT = 1000 -- requests a call counts by endpoint, at most; beyond, ghosts end with their lease
 local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
 
-local function is_running(r) return r and (r.state == 'placed' or r.state == 'granted') end
+local function is_running(r) return r and (r.state == STATE_PLACED or r.state == STATE_GRANTED) end
 
 -- Give up a request whose end was not reported. It may run all the same; its next renewal restores it.
 local function reclaim(r, note)
-  if r.state == 'placed' then tombstones.give_up(r.id) end
+  if r.state == STATE_PLACED then tombstones.give_up(r.id) end
   finish_request(r, 'reclaimed', note)
 end
 
@@ -71,7 +71,7 @@ local function count_recent(since_ms)
   record.prefetch(ids, #ids)
   for _, id in ipairs(ids) do
     local r = record.read(id)
-    if r and r.state == 'placed' then
+    if r and r.state == STATE_PLACED then
       local address = endpoints.first(r.endpoints)
       recent[address] = (recent[address] or 0) + 1
     end
@@ -119,7 +119,7 @@ local function reclaim_ghosts(unseen_ms, limit)
     if not is_running(one.r) then
       drop_stray('ZREM', key.inflight, one.id)
       defer_write('ZREM', key.suspects, one.id)
-    elseif one.r.state == 'placed' then
+    elseif one.r.state == STATE_PLACED then
       local address = endpoints.first(one.r.endpoints)
       if not silent[address] then
         silent[address] = {}
@@ -157,7 +157,7 @@ local function orphan_silent_replica(grace_ms, limit)
   local scan = read('HSCAN', key.requests, read('HGET', key.orphans, silent) or '0', 'COUNT', limit)
   for i = 1, #scan[2], 2 do
     local r = record.from_scan(scan[2][i], scan[2][i + 1])
-    if r and r.owner == silent and r.state == 'queued' then queue.orphan(r, now_ms + grace_ms) end
+    if r and r.owner == silent and r.state == STATE_QUEUED then queue.orphan(r, now_ms + grace_ms) end
   end
   if scan[1] ~= '0' then
     defer_write('HSET', key.orphans, silent, scan[1])
@@ -185,7 +185,7 @@ local function refresh_waiting(cursor, limit)
   local scan = read('HSCAN', key.requests, cursor, 'COUNT', limit)
   for i = 1, #scan[2], 2 do
     local r = record.from_scan(scan[2][i], scan[2][i + 1])
-    if r and r.state == 'queued' then
+    if r and r.state == STATE_QUEUED then
       if pool.refiling == 1 then
         queue.reorder(r)
       else
@@ -232,7 +232,7 @@ local function sweep(args)
   if left == 0 or orphan_silent_replica(grace_ms, left) then more = true end
   local walks = fresh and 0 or tonumber(state[6] or 0)
   local walked = state[5] or '0'
-  if pool.refiling == 1 or (settings.ordering == 'workload-aware' and (fresh or walked ~= '0')) then
+  if pool.refiling == 1 or (settings.ordering == ORDERING_WORKLOAD_AWARE and (fresh or walked ~= '0')) then
     if left > 0 then walked, walks = refresh_waiting(walked, left), walks + 1 end
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
   end

@@ -14,7 +14,6 @@
 --     is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality, rate; '' unless
 --       `workload-aware`)
 --   workload: id, total, active, dispatched, average wait (ms), last request (ms), requests per second
-local VIEW_LIMIT = 51 -- a page of fifty, and whether there are more
 local view = {}
 function view.rows_wanted(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
 local function comes_before(a, b) -- as a sorted set orders members: by their bytes
@@ -55,29 +54,27 @@ function view.add_flow_queues(reply, group, flow_queues)
       arrived, weight, share = r.arrived, settings.weights[r.flow] or r.weight, queue.share(r)
       if r.limit > 0 then in_flight = read('HGET', key.limits, r.flow) or '0' end
     end
-    reply[#reply + 1] = string.format('%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%s', group, flow_queue, tag,
+    reply[#reply + 1] = string.format(FLOW_QUEUE_ROW, group, flow_queue, tag,
       queue.length(band, flow_queue), arrived, weight, share, in_flight)
   end
 end
 function view.group_key(group) return (group < 3 and key.flows or key.parked)[group % 3] end
 local function score_parts(r)
-  if settings.ordering ~= 'workload-aware' then return '', '', '' end
+  if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
-  if settings.wait_signal == 'workload_average' and r.workload ~= '' then waited = workloads.wait_ms(r.workload) end
+  if settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' then waited = workloads.wait_ms(r.workload) end
   return exact(settings.wait_weight * math.min(waited / settings.wait_cap_ms, 1)),
     exact(settings.criticality_weight * r.criticality / 5),
     exact(-settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1))
 end
 function view.request(r, is_overdue)
   local wait, criticality, rate = score_parts(r)
-  return string.format(
-    '%s\31%s\31%s\31%s\31%d\31%s\31%s\31%d\31%.17g\31%.17g\31%.17g\31%.17g\31%d\31%s\31%.17g\31%s\31%s\31%s',
-    r.id, r.state, r.owner, r.flow, r.band, r.workload, r.model, r.criticality, r.cost, r.arrived, r.deadline_ms,
-    queue.due_ms(r), is_overdue and 1 or 0, r.endpoints, r.limit, wait, criticality, rate)
+  return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, r.band, r.workload, r.model, r.criticality, r.cost,
+    r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints, r.limit, wait, criticality, rate)
 end
 function view.workload(id, text)
   local w = parse_workload(id, text)
-  return string.format('%s\31%.17g\31%.17g\31%.17g\31%.17g\31%.17g\31%.17g', id, w[1], w[2], w[3], w[4], w[5],
+  return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5],
     workloads.rate(id))
 end
 
@@ -181,7 +178,7 @@ local function view_request(args)
   if not r then return {exact(now_us)} end
   local overdue = read('ZRANK', key.overdue, id) or ''
   local rank, queue_rows = '', {}
-  if r.state == 'queued' then
+  if r.state == STATE_QUEUED then
     for _, flow_queue in ipairs({queue.flow_queue(r), queue.flow_queue(r) == '' and r.flow or ''}) do
       local found = read('ZRANK', key.queue[r.band][flow_queue], id)
       if found and rank == '' then

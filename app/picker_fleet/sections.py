@@ -24,6 +24,7 @@ from picker_fleet.scheduling.latency import SPECIFIED
 from picker_fleet.scheduling.scorers import scorer_name
 from picker_fleet.scraping.engines import engine_of
 from picker_fleet.state.address import redis_url
+from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
 from picker_fleet.units import (
     LEAST_WEIGHT,
     MOST_COST,
@@ -200,11 +201,11 @@ class FairRequestQueue(Section):
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
-    band_policy: Literal["strict", "weighted"] = "strict"
+    band_policy: BandPolicy = "strict"
     band_weights: BandWeights = dict(_BAND_WEIGHTS)
-    fairness: Literal["weighted-fair", "round-robin", "none"] = "weighted-fair"
-    ordering: Literal["fcfs", "edf", "workload-aware"] = "fcfs"
-    overload: Literal["preempt", "reject-noncritical"] = "preempt"
+    fairness: Fairness = "weighted-fair"
+    ordering: Ordering = "fcfs"
+    overload: Overload = "preempt"
     starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
     # Stands for an answer of unknown length where the flow has had none yet; only under `unit: tokens`.
@@ -281,7 +282,7 @@ class Workloads(Section):
     ema_alpha: Number = Field(0.2, gt=0, le=1)
     idle_after: Duration = Field(300.0, gt=0)
     max_workloads: int = Field(20_000, ge=1)  # ids beyond them are treated as anonymous
-    wait_signal: Literal["request", "workload_average"] = "request"
+    wait_signal: WaitSignal = "request"
 
 
 class Scorer(Section):

@@ -7,7 +7,7 @@ local function release(r)
   local limited = r.limit > 0
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
-  if r.state == 'placed' then
+  if r.state == STATE_PLACED then
     local endpoint = endpoints.first(r.endpoints)
     endpoints.release(endpoint)
     if limited then endpoints.count_flow(r, endpoint, -1) end
@@ -19,10 +19,10 @@ end
 -- End a request in any state: everything it takes is given back, exactly once.
 local function finish_request(r, event, note)
   local state = r.state
-  local ran = state == 'granted' or state == 'placed'
-  if state == 'queued' then
+  local ran = state == STATE_GRANTED or state == STATE_PLACED
+  if state == STATE_QUEUED then
     queue.remove(r)
-  elseif state == 'held' then
+  elseif state == STATE_HELD then
     timers.stop(r.id)
   else
     release(r)
@@ -31,7 +31,7 @@ local function finish_request(r, event, note)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
-  if state == 'placed' and settings.caps then
+  if state == STATE_PLACED and settings.caps then
     local endpoint = endpoints.first(r.endpoints)
     if endpoints.has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
   end
@@ -43,7 +43,7 @@ end
 -- 'evicted' for the last two, and must not get another word.
 local function end_and_notify(r, event)
   finish_request(r, event)
-  notifications.add(r.owner, r.id, event == 'preempted' and pool.has_older_version() and 'evicted' or event)
+  notifications.add(r.owner, r.id, event == NOTIFY_PREEMPTED and pool.has_older_version() and NOTIFY_EVICTED or event)
 end
 -- Place r: the endpoint is chosen and reserved in one step, so two replicas never both take one for idle (G1). Returns
 -- 'placed a,b,c LOADS'; or nil, whether only a limit prevents it, and the endpoints that are at their own limit. The
@@ -51,7 +51,7 @@ end
 local function place_request(r, candidates, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
-  r.endpoints, r.state = picked, 'placed'
+  r.endpoints, r.state = picked, STATE_PLACED
   endpoints.reserve(endpoint)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
@@ -68,14 +68,14 @@ local function place_granted(r, candidates, turn, picks)
     return reply
   end
   if not limited or r.deadline_ms <= now_ms then
-    finish_request(r, limited and 'expired' or 'refused', limited and '' or 'no-endpoints')
-    return limited and 'expired' or 'refused no-endpoints 1'
+    finish_request(r, limited and 'expired' or 'refused', limited and '' or REFUSED_NO_ENDPOINTS)
+    return limited and 'expired' or 'refused ' .. REFUSED_NO_ENDPOINTS .. ' 1'
   end
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
   endpoints.count_flow(r, nil, -1)
   workloads.sent_back(r.workload)
-  r.state, r.taken = 'queued', 0
+  r.state, r.taken = STATE_QUEUED, 0
   queue.insert(r)
   local flow_queue = queue.flow_queue(r)
   local tag = queue.correct(r, flow_queue, -queue.share(r), r.tag)
@@ -104,15 +104,15 @@ local function run_timers(limit)
     record.prefetch(ids, found)
     for i, id in ipairs(ids) do
       local r = record.read(id)
-      if not r or (r.state ~= 'queued' and r.state ~= 'held') then
+      if not r or (r.state ~= STATE_QUEUED and r.state ~= STATE_HELD) then
         drop_stray('ZREM', key.timers, id)
       else
         ran = ran + 1
-        if r.state == 'held' then
+        if r.state == STATE_HELD then
           finish_request(r, 'abandoned')
           expired = expired + 1
         elseif r.deadline_ms <= now_ms then
-          end_and_notify(r, 'expired')
+          end_and_notify(r, NOTIFY_EXPIRED)
           expired = expired + 1
         else
           defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- by arrival within a ms
@@ -135,7 +135,7 @@ end
 local GUARD_CREDIT = 1 - 1e-9 -- ten times a tenth is not quite one
 local function grant(r, tag, take, turn_of)
   local id, share = r.id, queue.serve(r, tag, turn_of)
-  r.state, r.taken, r.tag = 'granted', take, tag
+  r.state, r.taken, r.tag = STATE_GRANTED, take, tag
   record.put(r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   local counters, guard_share = pool, settings.guard_share
@@ -149,7 +149,7 @@ local function grant(r, tag, take, turn_of)
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
-  notifications.add(r.owner, id, 'granted')
+  notifications.add(r.owner, id, NOTIFY_GRANTED)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
 end
 -- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
@@ -178,10 +178,10 @@ local function dispatch()
     if not id then break end
     local r = record.read(id)
     attempts = attempts + 1
-    if flow_queue and not (r and r.state == 'queued') then
+    if flow_queue and not (r and r.state == STATE_QUEUED) then
       queue.drop_stray(id, band, flow_queue)
     elseif r.deadline_ms <= now_ms then
-      end_and_notify(r, 'expired')
+      end_and_notify(r, NOTIFY_EXPIRED)
     elseif not (live[r.owner] or is_live(r.owner)) then
       queue.orphan(r, now_ms + settings.lease_ms)
     elseif r.limit > 0 and endpoints.flow_at_limit(r) then

@@ -3,7 +3,6 @@
 -- gone while requests still run there) has a load above UNPICKABLE, so its count stays exact. `limits` counts the
 -- requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit; nil where no
 -- endpoint has one, and then nothing here depends on it.
-local UNPICKABLE = 1e9
 local endpoints = {}
 local reset_endpoints
 do -- a chunk may have 200 locals

@@ -1,4 +1,4 @@
--- include: storage
+-- include: storage schema
 -- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
 -- The only clock: that of Redis, corrected for its steps. Clocks of replicas are never compared.
 --
@@ -66,11 +66,6 @@ local cache_is_valid
 local BESIDE_MS = 3600000 -- for so long after it was last seen, an older version counts as active
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
-  local COUNTERS = {
-    'epoch', 'stock', 'queued', 'seq', 'dispatches', 'guards', 'ended', 'log_seq', 'queued:0', 'queued:1', 'queued:2',
-    'ready', 'upper', 'lower', 'v:0', 'v:1', 'v:2', 'band:0', 'band:1', 'band:2', 'bv', 'credit', 'overdue',
-    'rate', 'refiling', 'pressed', 'new:0', 'new:1', 'new:2', 'moved', 'older_ms',
-  }
   local counters_text, saved = nil, {} -- as last read or written: packed, and in order
   local unsaved = false -- packed, but not yet written
   local MOVED = #COUNTERS - 1
@@ -81,7 +76,7 @@ do -- a chunk may have 200 locals
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
     total_capacity = 0, flow_capacity = 0, lease_ms = 0, silence_ms = 0, fallbacks = 0, log_max = 0,
-    window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = 'fcfs', weights = {},
+    window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = ORDERING_FCFS, weights = {},
   }
   -- Counters are only added at the end. What an older version did not write is 0.
   local function padded(text)
@@ -242,7 +237,7 @@ end
 local notifications = {}
 function notifications.add(owner, id, what)
   -- Only live replicas are granted requests. Nobody would empty the inbox of one that is gone.
-  if what == 'granted' or read('ZSCORE', key.replicas, owner) then
+  if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end
   if owner == notifications.caller then

@@ -52,7 +52,7 @@ do
   local function index(r, flow_queue)
     local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
     local g, waited = constant_score(r), nil
-    if settings.wait_signal == 'workload_average' and r.workload ~= '' then
+    if settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' then
       waited = math.min(workloads.wait_ms(r.workload) / settings.wait_cap_ms, 1)
     elseif settings.wait_weight == 0 or now_us - r.arrived >= cap_us() then
       waited = 1
@@ -74,13 +74,13 @@ do
     for _ = 1, STRAYS do
       local id = read('ZRANGE', line, 0, 0)[1]
       local r = id and record.read(id)
-      if not id or (r and r.state == 'queued') then return r end
+      if not id or (r and r.state == STATE_QUEUED) then return r end
       drop_stray('ZREM', line, id)
     end
   end
   -- The score of r in its flow queue.
   function order.score(r)
-    if settings.ordering == 'edf' then return r.deadline_ms * 1000 + r.arrived % 1000 end -- by arrival within a ms
+    if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end -- by arrival within a ms
     return r.arrived
   end
   -- The index of workload-aware. Removing what it does not contain does nothing.
@@ -113,7 +113,7 @@ do
       local growing = read('ZRANGE', key.growing[band][flow_queue], 0, 0, 'WITHSCORES')
       local static = read('ZRANGE', key.static[band][flow_queue], 0, 0, 'WITHSCORES')
       local r = growing[1] and record.read(growing[1])
-      if growing[1] and not (r and r.state == 'queued') then
+      if growing[1] and not (r and r.state == STATE_QUEUED) then
         drop_stray('ZREM', key.growing[band][flow_queue], growing[1])
       elseif r and now_us - r.arrived >= cap_us() then
         index(r, flow_queue)
@@ -128,7 +128,7 @@ do
   end
   -- A workload's rate falls without arrivals too: index its head again. For the sweep.
   function order.refresh(r, flow_queue)
-    if settings.ordering ~= 'workload-aware' or r.workload == '' then return end
+    if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end
     local head = line_head(key.line(r.band, flow_queue, r.workload))
     if head and head.id == r.id then index(r, flow_queue) end
   end
@@ -178,13 +178,13 @@ do
     return number > most and most or least -- NaN: the least
   end
   function queue.share(r)
-    if settings.fairness == 'round-robin' then return 1 end
+    if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = clamp(r.cost, 0, MOST_COST)
-    if settings.fairness == 'none' then return cost end
+    if settings.fairness == FAIRNESS_NONE then return cost end
     return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
   end
   function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
-  function queue.flow_queue(r) return settings.fairness == 'none' and '' or r.flow end
+  function queue.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
   -- The flow queue that r is in. While requests are moved to a new order it may be that of the former policy.
   local function current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
@@ -258,7 +258,7 @@ do
   end
   -- Queue r. Returns the start tag of its flow queue if that has just become backlogged. The caller writes the record.
   function queue.insert(r)
-    local band, flow_queue = r.band, settings.fairness == 'none' and '' or r.flow
+    local band, flow_queue = r.band, settings.fairness == FAIRNESS_NONE and '' or r.flow
     local requests = key.queue[band][flow_queue]
     local length = lengths[requests] or queue.length(band, flow_queue)
     local is_new = length == 0 or not (ordered[requests] or is_ordered(band, flow_queue)) -- else strays only
@@ -266,7 +266,7 @@ do
     read_ahead.discard(requests)
     defer_write('ZADD', requests, order.score(r), r.id)
     lengths[requests] = length + 1
-    if settings.ordering == 'workload-aware' then
+    if settings.ordering == ORDERING_WORKLOAD_AWARE then
       record.know(r)
       order.insert(r, flow_queue)
     end
@@ -295,7 +295,7 @@ do
     elseif emptied == nil then
       emptied = queue.length(band, flow_queue) == 0
     end
-    if settings.ordering == 'workload-aware' or pool.refiling == 1 then order.remove(r, flow_queue) end
+    if settings.ordering == ORDERING_WORKLOAD_AWARE or pool.refiling == 1 then order.remove(r, flow_queue) end
     timers.stop(id)
     if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
     count_queued(band, -1)
@@ -343,7 +343,7 @@ do
     else
       read_ahead.reposition(key.flows[band], flow_queue, tag + share)
     end
-    if settings.band_policy == 'weighted' then
+    if settings.band_policy == BAND_POLICY_WEIGHTED then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
       queue.charge_band(r, r.cost)
     end
@@ -366,7 +366,7 @@ do
   end
   -- Charge the band of r, where bands have shares. A negative cost refunds.
   function queue.charge_band(r, cost)
-    if settings.band_policy ~= 'weighted' then return end
+    if settings.band_policy ~= BAND_POLICY_WEIGHTED then return end
     local name = BAND_TAG[r.band]
     pool[name] = pool[name] + cost / clamp(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
   end
@@ -409,7 +409,7 @@ do
   -- deadline, so the adopter has the rest of its TTL.
   function queue.orphan(r, until_ms)
     queue.remove(r)
-    r.state = 'held'
+    r.state = STATE_HELD
     timers.set(r.id, math.min(r.deadline_ms, until_ms))
     record.put(r)
     log_event('held', r)
@@ -425,12 +425,12 @@ do
       read_ahead.discard(requests)
       defer_write('ZADD', requests, order.score(r), r.id)
       order.remove(r, flow_queue)
-      if settings.ordering == 'workload-aware' then order.insert(r, flow_queue) end
+      if settings.ordering == ORDERING_WORKLOAD_AWARE then order.insert(r, flow_queue) end
     end
   end
   -- The bands, next one first.
   local function bands_in_order()
-    if settings.band_policy ~= 'weighted' then return BANDS end
+    if settings.band_policy ~= BAND_POLICY_WEIGHTED then return BANDS end
     local bands = {unpack(BANDS)}
     table.sort(bands, function(a, b)
       local tag_a, tag_b = pool[BAND_TAG[a]], pool[BAND_TAG[b]]
@@ -453,7 +453,7 @@ do
   -- Read ahead for up to `count` turns: the next flow queues, and the records that are served if each gets its part.
   function queue.prefetch(count)
     read_ahead.expect(count)
-    if count < 2 or settings.ordering == 'workload-aware' then return end
+    if count < 2 or settings.ordering == ORDERING_WORKLOAD_AWARE then return end
     local bands, at = bands_in_order(), 1
     while at < 3 and pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
     local band, ids = bands[at], {}
@@ -467,14 +467,14 @@ do
   end
   -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
   function queue.next_turn()
-    local bands = settings.band_policy == 'weighted' and bands_in_order() or BANDS
+    local bands = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
     for i = 1, 3 do
       local band = bands[i]
       if pool[QUEUED[band]] > 0 then
         local flow_queue, tag = read_ahead.first_scored(key.flows[band])
         for _ = 1, STRAYS do
           if not flow_queue then break end
-          local id = settings.ordering == 'workload-aware' and order.head(band, flow_queue)
+          local id = settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
             or read_ahead.first_member(key.queue[band][flow_queue])
           if id then return id, tag, band, flow_queue end
           strays = strays + 1 -- nobody waits in it
@@ -489,7 +489,7 @@ do
   function queue.most_overdue()
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do
       local r = record.read(id)
-      if r and r.state == 'queued' then
+      if r and r.state == STATE_QUEUED then
         local tag = read('ZSCORE', key.flows[r.band], current_flow_queue(r))
         if tag then return id, tonumber(tag) end
       else

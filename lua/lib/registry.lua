@@ -7,10 +7,6 @@
 local record = {}
 local reset_records
 do -- a chunk may have 200 locals
-  local WAITING_LAYOUT, RUNNING_LAYOUT = 'BsssBddsBsddH', 'BsssBddsBsddHsdd'
-  local STATES = {'queued', 'held', 'granted', 'placed'} -- by the first byte
-  local STATE_NUMBERS = {queued = 1, held = 2, granted = 3, placed = 4}
-  local LAYOUTS = {WAITING_LAYOUT, WAITING_LAYOUT, RUNNING_LAYOUT, RUNNING_LAYOUT}
   local known = {} -- id -> record, or false if there is none
   local tables, used = {}, 0 -- of earlier calls; new tables of this size would be a call's largest cost
   local changed_ids, changed_count = {}, 0
@@ -24,12 +20,6 @@ do -- a chunk may have 200 locals
     r.id, r.due_ms = id, false
     return r
   end
-  local function fill(r, number, text)
-    r.state, number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model,
-      r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag = STATES[number],
-      struct.unpack(LAYOUTS[number], text)
-    if number < 3 then r.endpoints, r.taken, r.tag = '', 0, -1 end
-  end
   local function mark_changed(id)
     changed_count = changed_count + 1
     changed_ids[changed_count] = id
@@ -37,7 +27,7 @@ do -- a chunk may have 200 locals
   -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped as if it did not exist.
   local function parse(id, text)
     local r = record.new(id)
-    if not (pcall(fill, r, string.byte(text), text) and r.band < 3) then
+    if not (pcall(unpack_record, r, text) and r.band < 3) then
       strays, known[id] = strays + 1, false
       mark_changed(id)
       defer_write('ZADD', key.unheard, now_ms, id) -- it may run
@@ -85,15 +75,12 @@ do -- a chunk may have 200 locals
   end
   local packed, removed = {}, {} -- reused by each call: id, text, id, text ...; ids
   function record.commit()
-    local pack, packs, removals = struct.pack, 0, 0
+    local packs, removals = 0, 0
     for i = 1, changed_count do
       local id = changed_ids[i]
       local r = known[id]
       if r then
-        local number = STATE_NUMBERS[r.state]
-        packed[packs + 1] = id
-        packed[packs + 2] = pack(LAYOUTS[number], number, r.owner, r.attempt, r.flow, r.band, r.weight, r.cost,
-          r.workload, r.criticality, r.model, r.arrived, r.deadline_ms, r.limit, r.endpoints, r.taken, r.tag)
+        packed[packs + 1], packed[packs + 2] = id, pack_record(r)
         packs = packs + 2
       else
         removals = removals + 1

@@ -128,7 +128,7 @@ do
       for _, flow_queue in ipairs(read('ZRANGE', set, 0, limit - 1)) do
         for _, id in ipairs(read('ZRANGE', key.queue[band][flow_queue], 0, limit - 1)) do
           local r = record.read(id)
-          if not (r and r.state == 'queued') then queue.drop_stray(id, band, flow_queue) end
+          if not (r and r.state == STATE_QUEUED) then queue.drop_stray(id, band, flow_queue) end
         end
         if queue.length(band, flow_queue) == 0 then drop_stray('ZREM', set, flow_queue) end
       end

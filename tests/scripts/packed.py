@@ -2,9 +2,8 @@
 
 import re
 import struct
-from pathlib import Path
 
-_POOL = Path(__file__).parents[2] / "lua" / "lib" / "pool.lua"
+from picker_fleet.state.schema import COUNTERS
 
 
 def doubles(packed: str) -> list[float]:
@@ -16,6 +15,5 @@ def doubles(packed: str) -> list[float]:
 
 
 def counters(packed: str) -> dict[str, float]:
-    """The pool's counters by name, in the order that lua/lib/pool.lua packs them."""
-    listed = _POOL.read_text(encoding="utf-8").split("local COUNTERS = {")[1].split("}")[0]
-    return dict(zip(re.findall(r"'([^']+)'", listed), doubles(packed), strict=True))
+    """The pool's counters by name."""
+    return dict(zip(COUNTERS, doubles(packed), strict=True))

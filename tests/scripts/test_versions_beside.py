@@ -1,7 +1,6 @@
 """Replicas of two versions on one pool: counters that a version with fewer of them has written."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from script_fleet import SETTINGS
 
 from picker_fleet.admission.published import published
 from picker_fleet.config import Settings
+from picker_fleet.state import schema
 from picker_fleet.state.arrival import pack
 from picker_fleet.state.scripts import Library, load_library
 
@@ -77,20 +77,14 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
 
 
 def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
-    # Given the packed layouts in the scripts: to change one decides which versions may share a pool
-    root = Path(__file__).parents[2]
-    pool, record = ((root / "lua" / "lib" / f"{name}.lua").read_text() for name in ("pool", "registry"))
-    listed = re.search(r"local COUNTERS = \{(.*?)\}", pool, re.DOTALL)
-    layouts = re.search(r"local WAITING_LAYOUT, RUNNING_LAYOUT = '(\w+)', '(\w+)'", record)
-    assert listed is not None
-    assert layouts is not None
-    counters = re.findall(r"'([\w:]+)'", listed[1])
+    # Given the packed layouts: to change one decides which versions may share a pool
+    page = Path(__file__).parents[2] / "docs" / "upgrading.md"
     # When they are looked for on the page
-    page = (root / "docs" / "upgrading.md").read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     # Then it names them, and what a version of 26 counters writes still begins the list
-    assert f"| {len(counters)} doubles |" in page
-    assert f"`{layouts[1]}`, `{layouts[2]}`" in page
-    assert counters[:26] == FIRST
+    assert f"| {len(schema.COUNTERS)} doubles |" in text
+    assert f"`{schema.WAITING_LAYOUT}`, `{schema.RUNNING_LAYOUT}`" in text
+    assert list(schema.COUNTERS[:26]) == FIRST
 
 
 FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"

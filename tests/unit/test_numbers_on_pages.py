@@ -42,7 +42,7 @@ TOLD = [
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
     ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
     ("fairness", f"the {lua('lib/queue.lua', 'GUARD_LOOKS_AT')} most overdue"),
-    ("admin-api", f"No script looks at more than {lua('view.lua', 'VIEW_LIMIT')} rows"),
+    ("admin-api", f"No script looks at more than {reads.CHUNK} rows"),
     ("admin-api", f"`limit` is 1 to {reading._MOST_WANTED}"),
     ("admin-api", f"a page has at most {reading.MOST_ROWS} rows"),
     ("admin-api", f"goes by the first {standing.MOST_LANES}"),
@@ -83,7 +83,3 @@ TOLD = [
 def test_a_number_on_a_page_is_that_of_the_code(page: str, told: str) -> None:
     text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
     assert told in text, f"docs/{page}.md does not say: {told}"
-
-
-def test_a_page_of_rows_is_what_the_scripts_give() -> None:
-    assert lua("view.lua", "VIEW_LIMIT") == reads.CHUNK

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from picker_fleet.admission import refusal
+from picker_fleet.state import schema
 from picker_fleet.state.scripts import NAMES, load_library
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,10 @@ def test_the_library_has_each_piece_once_and_before_what_needs_it() -> None:
 
 def test_another_source_has_other_names() -> None:
     assert load_library(clock="-- another").version != load_library().version
+
+
+def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
+    assert set(refusal._REFUSALS) == set(schema.REFUSALS)
 
 
 def test_an_unknown_function_is_named() -> None:

@@ -1,20 +1,22 @@
 """The ticket: what Envoy carries for a placed request, so that any replica can account for it.
 
 It travels in dynamic metadata and comes back with each access-log entry. Fields joined by tabs, in the
-order `lua/renew.lua` reads them; no field can hold a tab, since intake refuses control characters. One of a
+order of state/schema.py; no field can hold a tab, since intake refuses control characters. One of a
 request that was let go without the shared state has a field more, which says when. The last is the fleet's
 signature, over the request's id and all fields before it.
 """
 
 from picker_fleet.request import InferenceRequest
 from picker_fleet.signing import Keyring
+from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE
 
 _PURPOSE = "ticket"
 _TRACEPARENT = "00-"
 
-_COST, _MODEL, _ENDPOINT = 3, 6, 7  # which of the fields they are
-_FIELDS = 9  # then, it may be, when it was let go alone; then the signature; a further one is its trace
-_ALONE = "alone="
+_COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("cost", "model", "endpoint"))
+_FIELDS = len(
+    ACCOUNTING_TOKEN
+)  # then, it may be, when it was let go alone; then the signature; a further one is its trace
 
 
 def write(
@@ -39,7 +41,7 @@ def write(
             request.model,
             endpoint,
             str(request.limit),
-            *(() if alone_ms is None else (f"{_ALONE}{alone_ms}",)),
+            *(() if alone_ms is None else (f"{ADMITTED_ALONE}{alone_ms}",)),
         )
     )
 
@@ -68,10 +70,10 @@ def checked(ticket: str, request_id: str, keys: Keyring) -> tuple[str, str]:
 
 def is_alone(ticket: str) -> bool:
     """Whether its request was let go without the shared state."""
-    if _ALONE not in ticket:  # as with nearly every one
+    if ADMITTED_ALONE not in ticket:  # as with nearly every one
         return False
     fields = ticket.split("\t")
-    return len(fields) > _FIELDS and fields[_FIELDS].startswith(_ALONE)
+    return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
 
 
 def endpoint_of(ticket: str) -> str:

@@ -4,9 +4,9 @@ instead of once for each field."""
 import struct
 
 from picker_fleet.request import InferenceRequest
+from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS
 
-_NUMBERS = struct.Struct("<8d")
-_TEXTS = 6
+_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 
 
 def arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0) -> bytes:
@@ -38,8 +38,8 @@ def arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: flo
 
 
 def pack(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
-    """Both in the order of `lua/admit.lua`. ValueError as above."""
+    """ARRIVAL_TEXTS and ARRIVAL_NUMBERS in their order. ValueError as above."""
     packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
-    if packed.count(0) != _TEXTS:
+    if packed.count(0) != len(ARRIVAL_TEXTS):
         raise ValueError("byte 0 in a text")
     return packed + _NUMBERS.pack(*numbers)

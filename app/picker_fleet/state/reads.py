@@ -11,8 +11,9 @@ from picker_fleet.state import rows
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.link import Link
 from picker_fleet.state.rows import Entry, Lane, WorkloadRow
+from picker_fleet.state.schema import VIEW_LIMIT
 
-CHUNK = 51  # rows a call, as lua/view.lua bounds them: a page of fifty, and whether there are more
+CHUNK = VIEW_LIMIT  # rows a call
 MOST_REPLICAS = 256
 _MOST_SCANS = 10  # calls that one page of workloads may take
 

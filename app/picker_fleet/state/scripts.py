@@ -1,11 +1,11 @@
 """The Lua as shipped: `lua/` put together into one library of Redis Functions.
 
 A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in once,
-before what needs it. The whole is one chunk, so pieces are plain locals, which Redis defines once when the
-library is loaded rather than at every call. Each file of `lua/` defines one local function of its own name
-(`view.lua` several that begin with it), which becomes a function of the library, and is a block of its own:
-a chunk may have 200 locals. Names end in the library's own hash, so replicas of two versions never run each
-other's code.
+before what needs it. `schema` is what Python and Lua share (state/schema.py). The whole is one chunk, so
+pieces are plain locals, which Redis defines once when the library is loaded rather than at every call. Each
+file of `lua/` defines one local function of its own name (`view.lua` several that begin with it), which
+becomes a function of the library, and is a block of its own: a chunk may have 200 locals. Names end in the
+library's own hash, so replicas of two versions never run each other's code.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from picker_fleet.state import schema
 
 _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
 _CLOCK = re.compile(r"^-- \[clock\].*^-- \[/clock\]$", re.MULTILINE | re.DOTALL)
@@ -84,6 +86,9 @@ def _include(text: str, pieces: list[str], seen: set[str]) -> None:
         if name in seen:
             continue
         seen.add(name)
+        if name == "schema":
+            pieces.append(schema.lua_source())
+            continue
         piece = (_SOURCES / "lib" / f"{name}.lua").read_text(encoding="utf-8")
         _include(piece, pieces, seen)
         pieces.append(piece)

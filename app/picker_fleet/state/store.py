@@ -17,12 +17,12 @@ from picker_fleet.state.calls import CallMetrics
 from picker_fleet.state.keys import Keys, joined
 from picker_fleet.state.link import Link
 from picker_fleet.state.reads import Reads
+from picker_fleet.state.schema import UNPICKABLE
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.survey import Survey
 
 _ALL = "*"
 _BANDS = ("Critical", "Default", "Sheddable")
-_UNPICKABLE = 10**9  # as in lua/lib/endpoints.lua: the load of an endpoint that takes nothing new is above it
 _ADOPTED = " adopted"
 
 
@@ -326,7 +326,7 @@ class Store:
             "replicas": replicas[::2],
             "about": {name: _told(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
             "in_flight": {
-                address: int(float(score) % _UNPICKABLE)
+                address: int(float(score) % UNPICKABLE)
                 for address, score in zip(load[::2], load[1::2], strict=True)
             },
         }

@@ -1,0 +1,160 @@
+"""What Python and Lua agree on: states, modes, refusals, notifications, layouts. It is written here only.
+
+The loader (state/scripts.py) puts `lua_source()` into the library, once, when it is assembled: constants
+become locals of the library, layouts become functions that pack and unpack. A call pays nothing for it.
+
+docs/upgrading.md says which of the layouts two versions share during a rolling upgrade.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+# Policies, by the names of the configuration.
+Fairness = Literal["weighted-fair", "round-robin", "none"]
+Ordering = Literal["fcfs", "edf", "workload-aware"]
+Overload = Literal["preempt", "reject-noncritical"]
+BandPolicy = Literal["strict", "weighted"]
+WaitSignal = Literal["request", "workload_average"]
+
+# Why the shared queue refuses a request.
+REFUSALS = ("no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "total-capacity")
+# What a replica is notified of about a request of its own.
+NOTIFICATIONS = ("granted", "expired", "preempted", "evicted")
+# Of a request in the pool, by their numbers from 1 on. `held`: orphaned, its replica is silent.
+STATES = ("queued", "held", "granted", "placed")
+WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes no stock and has no tag
+
+# The load of an endpoint that takes nothing new is this much higher.
+UNPICKABLE = 10**9
+# Rows that one call returns: a page of fifty, and whether there are more.
+VIEW_LIMIT = 51
+
+# One arrival: texts that end in byte 0, then doubles (state/arrival.py).
+ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
+ARRIVAL_NUMBERS = ("band", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
+# The accounting token (admission/ticket.py): fields joined by tabs. Those that follow are optional.
+ACCOUNTING_TOKEN = (
+    "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
+)  # fmt: skip
+ADMITTED_ALONE = "alone="  # begins the field after them, if the request was admitted without Redis
+# A record, field -> its format in `struct`. A waiting request's ends before `endpoints`.
+RECORD = {
+    "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
+    "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
+    "endpoints": "s", "taken": "d", "tag": "d",
+}  # fmt: skip
+_RUNNING_ONLY = 3  # the last fields of a record
+WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
+RUNNING_LAYOUT = "B" + "".join(RECORD.values())
+# Counters of the pool, packed as doubles. New ones are added at the end.
+COUNTERS = (
+    "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
+    "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
+    "band:0", "band:1", "band:2", "bv", "credit", "overdue", "rate", "refiling", "pressed",
+    "new:0", "new:1", "new:2", "moved", "older_ms",
+)  # fmt: skip
+# The arguments of each item of a batch.
+ITEMS = {
+    "tombstone": ("id", "ago_ms"),
+    "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
+    "report_client_gone": ("id",),
+    "settle": ("id", "outcome", "cost", "answer_tokens"),
+    "place": ("id", "attempt", "candidates"),
+    "cancel": ("id", "attempt", "why"),
+    "mark_endpoint": ("address", "mark", "on"),
+}
+# Rows of what an operator reads, field -> its format; fields are separated by byte 31 (state/rows.py).
+FLOW_QUEUE_ROW = {
+    "group": "%d", "name": "%s", "start": "%s", "queued": "%d", "arrived_us": "%.17g", "weight": "%.17g",
+    "share": "%.17g", "in_flight": "%s",
+}  # fmt: skip
+REQUEST_ROW = {
+    "id": "%s", "state": "%s", "owner": "%s", "flow": "%s", "band": "%d", "workload": "%s", "model": "%s",
+    "criticality": "%d", "cost": "%.17g", "arrived_us": "%.17g", "deadline_ms": "%.17g", "due_ms": "%.17g",
+    "overdue": "%d", "endpoints": "%s", "limit": "%.17g", "wait_score": "%s", "criticality_score": "%s",
+    "rate_score": "%s",
+}  # fmt: skip
+WORKLOAD_ROW = {
+    "id": "%s", "total": "%.17g", "active": "%.17g", "dispatched": "%.17g", "average_wait_ms": "%.17g",
+    "last_request_ms": "%.17g", "rate": "%.17g",
+}  # fmt: skip
+_BYTE_31 = r"\31"  # as Lua spells it
+
+
+def lua_source() -> str:
+    """The same for Lua, to stand behind `lua/lib/storage.lua`."""
+    return "-- From app/picker_fleet/state/schema.py.\n" + "\n".join((*_constants(), *_functions())) + "\n"
+
+
+def _constants() -> Iterator[str]:
+    modes = {"FAIRNESS": Fairness, "ORDERING": Ordering, "OVERLOAD": Overload}
+    modes |= {"BAND_POLICY": BandPolicy, "WAIT_SIGNAL": WaitSignal}
+    words = {kind: get_args(values) for kind, values in modes.items()}
+    words |= {"REFUSED": REFUSALS, "NOTIFY": NOTIFICATIONS, "STATE": STATES}
+    for kind, values in words.items():
+        for value in values:
+            yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"
+    for name, fields in ITEMS.items():
+        yield f"local {name.upper()}_ITEM = {len(fields)}"
+    for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
+        yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
+    yield f"local UNPICKABLE, VIEW_LIMIT = {UNPICKABLE}, {VIEW_LIMIT}"
+    yield f"local COUNTERS = {_list([_quoted(name) for name in COUNTERS])}"
+
+
+def _functions() -> Iterator[str]:
+    arrival = [f"r.{name}" for name in (*ARRIVAL_TEXTS, *ARRIVAL_NUMBERS)]
+    packed = "<" + "s" * len(ARRIVAL_TEXTS) + "d" * len(ARRIVAL_NUMBERS)
+    yield f"local function unpack_arrival(r, text)\n{_commas(arrival)} = struct.unpack('{packed}', text)\nend"
+    record = [f"r.{name}" for name in RECORD]
+    layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
+    numbered = [f"{state} = {number}" for number, state in enumerate(STATES, 1)]
+    yield f"local STATE_NAMES = {_list([_quoted(state) for state in STATES])}"
+    yield f"local STATE_NUMBERS = {_list(numbered)}"
+    yield f"local RECORD_LAYOUTS = {_list([_quoted(layout) for layout in layouts])}"
+    yield f"""local function unpack_record(r, text)
+  local number = string.byte(text)
+  local layout = RECORD_LAYOUTS[number]
+  r.state = STATE_NAMES[number]
+{_commas(["number", *record])} = struct.unpack(layout, text)
+  if number <= {WAITING_STATES} then r.endpoints, r.taken, r.tag = '', 0, -1 end
+end
+local function pack_record(r)
+  local number = STATE_NUMBERS[r.state]
+  return struct.pack(RECORD_LAYOUTS[number], number,
+{_commas(record)})
+end"""
+    fields = _commas([*ACCOUNTING_TOKEN, "alone"])
+    pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)\t?([^\t]*)"
+    yield f"""local function parse_accounting_token(token)
+  local
+{fields} =
+    string.match(token,
+{_text(pattern)})
+  if not flow then return nil end
+  return {{
+{_commas([f"{name} = {name}" for name in ACCOUNTING_TOKEN])},
+    alone_ms = tonumber(string.match(alone, '^{ADMITTED_ALONE}(%d+)$'))
+  }}
+end"""
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'"
+
+
+def _text(text: str) -> str:
+    """A long literal."""
+    parts = re.findall(r"(?:\\\w+|[^\\]){1,90}", text)
+    return "    " + " ..\n    ".join(_quoted(part) for part in parts)
+
+
+def _list(values: Sequence[str]) -> str:
+    return "{\n" + _commas(values) + "\n}"
+
+
+def _commas(values: Sequence[str]) -> str:
+    lines = textwrap.wrap(", ".join(values), 110, break_long_words=False)
+    return textwrap.indent("\n".join(lines), "  ")
