@@ -113,7 +113,9 @@ local function arrive(r, turn, picks)
   local reply = pool.queued == 0 and bypass(r, turn, picks)
   if reply then return reply end
   -- With the queue off nobody waits for a limit.
-  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then return refuse(r, REFUSED_SATURATED) end
+  if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
+    return refuse(r, REFUSED_SATURATED)
+  end
   if settings.overload == OVERLOAD_REJECT_NONCRITICAL and r.band > 0 then return refuse(r, REFUSED_SATURATED) end
   if settings.fairness ~= FAIRNESS_NONE and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)

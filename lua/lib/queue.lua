@@ -80,7 +80,8 @@ do
   end
   -- The score of r in its flow queue.
   function order.score(r)
-    if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end -- by arrival within a ms
+    -- Within a ms by arrival.
+    if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
   end
   -- The index of workload-aware. Removing what it does not contain does nothing.
