@@ -39,7 +39,8 @@ def restricted(redis7: Server) -> str:
 def of_the_scripts() -> set[str]:
     """Commands that the Lua calls."""
     source = "".join(file.read_text() for file in PROJECT.glob("lua/**/*.lua"))
-    calls = re.findall(r"(?:redis\.call|later|write_now|drop_stray)\('([A-Z]+)'", source)
+    writers = "defer_write|write_now|write_values|drop_stray"
+    calls = re.findall(rf"(?:redis\.call|read(?:er|_stored)?|{writers})\('([A-Z]+)'", source)
     return {name.lower() for name in calls}
 
 
