@@ -16,7 +16,20 @@ from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.state.arrival import pack
 
 START_US = 1_750_000_000_000_000
-IN_FULL = pytest.mark.skipif(os.environ.get("PICKER_RETURNS") != "full", reason="takes minutes")
+# Replicas, and what they may do. All of the second list takes minutes: PICKER_RETURNS=full adds it.
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"patient": True}),
+    (2, {"patient": False}),
+    (2, {"patient": False, "losses": 1, "whole": True}),
+    (2, {"patient": True, "outs": 2, "whole": True}),
+    (3, {"patient": True, "whole": True}),
+]
+if os.environ.get("PICKER_RETURNS") == "full":
+    CASES += [
+        (2, {"outs": 2, "patient": True}),
+        (2, {"outs": 2, "patient": False}),
+        (3, {"outs": 2, "patient": True, "whole": True}),
+    ]
 WALKS, LONGEST_WALK, COMPARED = 200, 60, 20  # each so many is compared
 
 
@@ -28,19 +41,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "how"),
-    [
-        (2, {"patient": True}),
-        (2, {"patient": False}),
-        (2, {"patient": False, "losses": 1, "whole": True}),
-        (2, {"patient": True, "outs": 2, "whole": True}),
-        (3, {"patient": True, "whole": True}),
-        pytest.param(2, {"outs": 2, "patient": True}, marks=IN_FULL),
-        pytest.param(2, {"outs": 2, "patient": False}, marks=IN_FULL),
-        pytest.param(3, {"outs": 2, "patient": True, "whole": True}, marks=IN_FULL),
-    ],
-)
+@pytest.mark.parametrize(("replicas", "how"), CASES)
 @pytest.mark.timeout(3600)
 async def test_in_every_order_of_crossings_what_counts_in_the_end_is_what_runs(
     replicas: int, how: dict[str, Any]
