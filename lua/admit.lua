@@ -8,15 +8,15 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/arrival.py): texts, each ended by byte 0:
 --   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band, weight,
---     cost,
---   ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the answer's part,
---   which is estimated by the flow's mean)
+--   cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the answer's
+--   part, which is estimated by the flow's mean)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first)
+
 local function adopt(r, attempt, candidates, turn, picks)
   local old_owner, old_attempt = r.owner, r.attempt
   r.owner, r.attempt = notifications.caller, attempt
@@ -120,6 +120,7 @@ local function arrive(r, turn, picks)
   if settings.fairness ~= FAIRNESS_NONE and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
+
   -- At most as many flows as requests wait, so this is checked in long queues only. Critical flows have guaranteed
   -- places.
   if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.count_flow_queues() >= settings.max_flows

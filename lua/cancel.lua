@@ -12,6 +12,7 @@
 --   or id, '', 'unclaimed': the caller was notified of a grant that none of its streams waits for
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
+
 local function cancel(args)
   record.prefetch(column(args, CANCEL_ITEM, 1))
   return for_each_item(args, CANCEL_ITEM, function(_, id, attempt, why)

@@ -8,6 +8,7 @@
 --
 -- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica reads, and has that long
 --   left; {'', 0}: the caller reads, and stores the snapshot in `lanes`
+
 local function claim_queue_snapshot(args)
   if redis.call('SET', key.lanes, '', 'NX', 'PX', args[1]) then return {'', 0} end
   return {read('GET', key.lanes), read('PTTL', key.lanes)}

@@ -7,6 +7,7 @@
 -- args[1] the calling replica   args[2] request id
 --
 -- Returns {epoch, notifications, attempts, served, reply}: 'evicted' | 'running' (too late) | 'unknown'
+
 local function evict(args)
   return for_each_item(args, 1, function(_, id)
     local r = record.read(id)

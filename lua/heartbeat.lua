@@ -8,37 +8,37 @@
 -- args[1] the calling replica
 -- args[2] its replica info, JSON
 -- args[3] silence_ms: a replica that is silent for so long is gone, as for dispatch and sweep
--- args[4] signing keys it offers (picker_fleet/signing.py), separated by blanks: a new one, then those it holds; none
---   from
---   a caller that signs nothing
+-- args[4] signing keys it offers (picker_fleet/signing.py), separated by blanks: a new one, then those it holds;
+--   none from a caller that signs nothing
 -- args[5] and args[6] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
 -- Returns {epoch, notifications, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
---   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does not
---     sign
---   was active within the hour), now_us}; numbers that may have fractions are strings
+--   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does
+--   not sign was active within the hour), now_us}; numbers that may have fractions are strings
+
 -- A replica may have any number of requests that end at once; the rest come with its next heartbeats.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
   if read('HLEN', inbox) <= INBOX_LIMIT then return read('HGETALL', inbox) end
   return read('HRANDFIELD', inbox, INBOX_LIMIT, 'WITHVALUES')
 end
+
 -- The fleet's signing keys, newest first, with a new one each day. Replicas keep them too and offer them, so a lost
 -- pool gets them back. A signature is valid for at least six days.
 local KEY_LIFE_MS = 86400000
 local KEYS_KEPT = 8
 local function merge_signing_keys(kept, offered)
-  local keys, held, since_ms, fresh = {}, {}, nil, nil
+  local keys, known, since_ms, fresh = {}, {}, nil, nil
   for word in string.gmatch(kept or '', '%S+') do
-    if since_ms then keys[#keys + 1], held[word] = word, true else since_ms = tonumber(word) end
+    if since_ms then keys[#keys + 1], known[word] = word, true else since_ms = tonumber(word) end
   end
   for word in string.gmatch(offered, '%S+') do
     if not fresh then
       fresh = word
-    elseif not held[word] and #keys < KEYS_KEPT then
-      keys[#keys + 1], held[word] = word, true
+    elseif not known[word] and #keys < KEYS_KEPT then
+      keys[#keys + 1], known[word] = word, true
     end
   end
   since_ms = since_ms or now_ms
@@ -47,10 +47,11 @@ local function merge_signing_keys(kept, offered)
     keys[KEYS_KEPT + 1], since_ms = nil, now_ms
   end
   local text = table.concat(keys, ' ')
-  local anew = exact(since_ms) .. ' ' .. text
-  if text ~= '' and anew ~= kept then defer_write('HSET', key.pool, 'signing_keys', anew) end
+  local stored = exact(since_ms) .. ' ' .. text
+  if text ~= '' and stored ~= kept then defer_write('HSET', key.pool, 'signing_keys', stored) end
   return text
 end
+
 local function heartbeat(args)
   local owner, replica_info, silence_ms = args[1], args[2], tonumber(args[3])
   if args[5] and args[5] == exact(pool.epoch) then advance_clock(tonumber(args[6])) end

@@ -12,6 +12,7 @@
 --     '*', of a,b,c; missing if it was placed before)
 --   | 'queued TTL_LEFT_MS' (back in the queue: wherever it may go, a limit of its flow or the endpoint is reached)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
+
 local function place(args)
   record.prefetch(column(args, PLACE_ITEM, 1))
   local picks = (#args - 1) / PLACE_ITEM

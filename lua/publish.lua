@@ -11,6 +11,7 @@
 -- then pairs: endpoint, JSON {labels, draining}
 --
 -- Returns {epoch, notifications, attempts, served, upper, lower, ready}; bounds as strings
+
 local FIRST_ENDPOINT = 5
 local function publish(args)
   reset_notifications(args[1])
@@ -37,6 +38,7 @@ local function publish(args)
       endpoints.remove_published(address)
     end
   end
+
   -- An unpublished endpoint with a count keeps it, but takes nothing new.
   for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
     if not (wanted[address] or former[address]) then endpoints.remove_published(address) end

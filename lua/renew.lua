@@ -9,11 +9,10 @@
 -- pool may lack (pool.may_lack_records), what was given up unheard, and for a lease what was admitted without Redis.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving endpoint
---   (''
---   unknown), accounting token ('' none): flow, band, weight, cost, workload, criticality, model, endpoint, limit, and
---   alone=MS if it was admitted without Redis, when by the pool's clock; joined by tabs; further fields are the
---   replicas' own; then how long ago it was last seen alive, ms
+-- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
+--   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token: flow, band,
+--   weight, cost, workload, criticality, model, endpoint, limit, and alone=MS if it was admitted without Redis, when by
+--   the pool's clock; joined by tabs. Further fields are the replicas' own.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)

@@ -9,6 +9,7 @@
 -- args[1] the calling replica; then the ids of requests
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'unknown' (not placed)
+
 local function report_client_gone(args)
   return for_each_item(args, REPORT_CLIENT_GONE_ITEM, function(_, id)
     local r = record.read(id)

@@ -6,10 +6,10 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed), its real
---   cost
---   ('' unknown), its answer's tokens ('' unknown)
+--   cost ('' unknown), its answer's tokens ('' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
+
 local settled -- model -> reply
 local function correct_charge(r, actual)
   -- A bypass has no tag (-1) and was charged nothing. A tag may be below 0: more may be refunded under one policy than

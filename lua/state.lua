@@ -9,6 +9,7 @@
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
 --   {v, backlogged flow queues, queued} of each band, {id, replica info (JSON)} of each live replica, {endpoint, load},
 --   guard dispatches, credit, overdue, drain rate per second, paused, tuned version}
+
 local function state(args)
   local bands = {}
   for _, band in ipairs(BANDS) do

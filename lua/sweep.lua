@@ -13,6 +13,7 @@
 --
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
 --   endpoints whose metrics pages may show ghosts}
+
 local CHUNK = 32 -- requests that a call ends, orphans or reads at most
 local REFILED = 16 -- requests that it moves to a new order: each leaves one and enters another
 local LIGHT = 500 -- entries that are only dropped

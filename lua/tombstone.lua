@@ -10,6 +10,7 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'buried' | 'back' (stored, and the request counts, since
 --   it was restored)
+
 local function tombstone(args)
   record.prefetch(column(args, TOMBSTONE_ITEM, 1))
   return for_each_item(args, TOMBSTONE_ITEM, function(_, id, ago_ms)

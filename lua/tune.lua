@@ -9,6 +9,7 @@
 -- args[3] JSON the same changes in the words of the operator, for display; overlaid likewise
 --
 -- Returns {epoch, notifications, attempts, served, tuned version}; version '' while the pool is unknown
+
 local function overlay(field, change)
   local text = read('HGET', key.pool, field)
   local all = text and cjson.decode(text) or {}
@@ -18,6 +19,7 @@ local function overlay(field, change)
   defer_write('HSET', key.pool, field, next(all) and cjson.encode(all) or '{}')
   return all
 end
+
 local function tune(args)
   reset_notifications(args[1])
   local version = ''

@@ -10,10 +10,10 @@
 --   flow queue: group (its band, plus 3 while it is throttled), name, start tag, queued, arrival of the oldest (us),
 --     weight, share (what serving one adds to the tag), in flight ('': not counted)
 --   request: id, state, owner, flow, band, workload, model, criticality, cost, arrival (us), deadline_ms, due_ms (when
---     it
---     is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality, rate; '' unless
---       `workload-aware`)
+--     it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality, rate; '' unless
+--     `workload-aware`)
 --   workload: id, total, active, dispatched, average wait (ms), last request (ms), requests per second
+
 local view = {}
 function view.rows_wanted(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
 local function comes_before(a, b) -- as a sorted set orders members: by their bytes
@@ -23,6 +23,7 @@ local function comes_before(a, b) -- as a sorted set orders members: by their by
   end
   return #a < #b
 end
+
 -- The rank of the first member behind (score, member), whether that is still there or not.
 function view.rank_behind(sorted, score, member)
   if score == '' then return 0 end
@@ -39,6 +40,7 @@ function view.rank_behind(sorted, score, member)
   end
   return low
 end
+
 -- Append a row for each of `flow_queues` (names and start tags in turn). The first request of a flow queue, its oldest
 -- except under edf, stands for all.
 function view.add_flow_queues(reply, group, flow_queues)
@@ -58,6 +60,7 @@ function view.add_flow_queues(reply, group, flow_queues)
       queue.length(band, flow_queue), arrived, weight, share, in_flight)
   end
 end
+
 function view.group_key(group) return (group < 3 and key.flows or key.parked)[group % 3] end
 local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
@@ -69,11 +72,13 @@ local function score_parts(r)
     exact(settings.criticality_weight * r.criticality / 5),
     exact(-settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1))
 end
+
 function view.request(r, is_overdue)
   local wait, criticality, rate = score_parts(r)
   return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, r.band, r.workload, r.model, r.criticality, r.cost,
     r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints, r.limit, wait, criticality, rate)
 end
+
 function view.workload(id, text)
   local w = parse_workload(id, text)
   return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5],

@@ -181,7 +181,7 @@ BandName = Annotated[
     BeforeValidator(Band.parse),
     PlainSerializer(lambda band: band.label, return_type=str, when_used="json"),
 ]
-# What the arithmetic of the queue bears over years (docs/fairness.md); lua/lib/queue.lua has the same.
+# What the arithmetic of the queue bears over years (docs/fairness.md), in Lua too (state/schema.py).
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # of a flow or a band
 MOST_COST = 1e9  # of a request, and bounds of the stock for each endpoint
 # Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.

@@ -1,7 +1,7 @@
 -- include: queue endpoints
 -- The transitions of requests that several functions share: placement, end, timers and dispatch. And the frame of every
 -- call: `run` performs all of it or, if it fails before its end, nothing.
---
+
 -- Give back what a granted or placed request takes.
 local function release(r)
   local limited = r.limit > 0
@@ -16,6 +16,7 @@ local function release(r)
   end
   if limited then endpoints.count_flow(r, nil, -1) end
 end
+
 -- End a request in any state: everything it takes is given back, exactly once.
 local function finish_request(r, event, note)
   local state = r.state
@@ -39,12 +40,14 @@ local function finish_request(r, event, note)
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end
 end
+
 -- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'. Replicas of the previous version know
 -- 'evicted' for the last two, and must not get another word.
 local function end_and_notify(r, event)
   finish_request(r, event)
   notifications.add(r.owner, r.id, event == NOTIFY_PREEMPTED and pool.has_older_version() and NOTIFY_EVICTED or event)
 end
+
 -- Place r: the endpoint is chosen and reserved in one step, so two replicas never both take one for idle (G1). Returns
 -- 'placed a,b,c LOADS'; or nil, whether only a limit prevents it, and the endpoints that are at their own limit. The
 -- caller accounts for the stock and the total of the flow.
@@ -57,6 +60,7 @@ local function place_request(r, candidates, turn, picks)
   record.put(r)
   return 'placed ' .. picked .. ' ' .. seen
 end
+
 -- Place a granted request. If every endpoint it may use is at its limit, or its flow is, it returns to its place in the
 -- queue, uncharged. Its flow queue then waits until one of the flow's requests ends or one of those endpoints has room;
 -- if no endpoint has any, dispatch waits, and the flow queue may stay in the order.
@@ -89,6 +93,7 @@ local function place_granted(r, candidates, turn, picks)
   end
   return 'queued ' .. (r.deadline_ms - now_ms)
 end
+
 -- Run the timers that are due, the earliest first: a queued request becomes overdue, then expires; an orphaned one is
 -- given up. Returns how many ran, and how many requests ended.
 local TIMERS_LIMIT = 24
@@ -144,6 +149,7 @@ local function grant(r, tag, take, turn_of)
     counters.guards = counters.guards + 1
     credit = credit - 1
   end
+
   -- At most one credit is saved. What a share that does not divide 1 adds beyond that counts for the next.
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
@@ -152,6 +158,7 @@ local function grant(r, tag, take, turn_of)
   notifications.add(r.owner, id, NOTIFY_GRANTED)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
 end
+
 -- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
 -- served (G5). One whose replica is silent is orphaned, so that another can adopt it (G7).
 local DISPATCH_LIMIT = 24 -- every call that frees room ends with a dispatch, so the next one continues
@@ -195,6 +202,7 @@ local function dispatch()
   end
   return served, attempts
 end
+
 -- Write what the call has decided. Nothing is read from here on, and each step may be repeated.
 local function commit()
   read_ahead.commit()
@@ -233,6 +241,7 @@ local function finish_call(replies)
   if epoch ~= pool.epoch then epoch, epoch_text = pool.epoch, exact(pool.epoch) end
   return {epoch_text, notifications.for_caller, attempts, served, unpack(replies or {})}
 end
+
 -- Answer a batch: `answer(index, fields...)` for each `size` arguments after the caller's name, at most five. Handlers
 -- with fewer fields must ignore the extra arguments; they belong to the next item.
 local function for_each_item(args, size, answer)
@@ -244,6 +253,7 @@ local function for_each_item(args, size, answer)
   end
   return finish_call(replies)
 end
+
 -- The n-th of every `size` arguments that is not empty, and how many. The table is reused by the next call.
 local column_found = {}
 local function column(args, size, n)
@@ -272,17 +282,20 @@ local function begin(pool_key)
   timers.reset()
   reset_workloads()
 end
+
 local function perform(act, keys, args)
   begin(keys[1])
   local reply = act(args)
   in_progress = false
   return reply
 end
+
 -- The first word of an error is its code; Redis puts ERR before a text alone.
 local function fail(why)
   local text = type(why) == 'table' and why.err or tostring(why)
   error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
 end
+
 -- What each function of the library runs. Raises the error of a failed call, after undoing its writes.
 local function run(act, keys, args)
   use_builtins()

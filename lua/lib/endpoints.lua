@@ -3,6 +3,7 @@
 -- gone while requests still run there) has a load above UNPICKABLE, so its count stays exact. `limits` counts the
 -- requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit; nil where no
 -- endpoint has one, and then nothing here depends on it.
+
 local endpoints = {}
 local reset_endpoints
 do -- a chunk may have 200 locals
@@ -25,6 +26,7 @@ do -- a chunk may have 200 locals
     end
     return first
   end
+
   -- Read the loads of the first `named` addresses with one command.
   local asked_addresses = {} -- reused by each call
   function endpoints.prefetch(addresses, named)
@@ -43,6 +45,7 @@ do -- a chunk may have 200 locals
       for i = first, last do loads[asked[i]] = tonumber(scores[i - first + 1] or -1) end -- -1: not listed
     end
   end
+
   local function load_of(address)
     if not loads[address] then
       loads[address] = tonumber(redis.call('ZSCORE', key.load, address) or -1) -- -1: not listed
@@ -50,21 +53,25 @@ do -- a chunk may have 200 locals
     end
     return loads[address]
   end
+
   -- Requests in flight on an endpoint, whether it takes new ones or not.
   function endpoints.in_flight(address)
     local load = load_of(address)
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
+
   -- Whether an endpoint is published, or still runs requests from when it was.
   function endpoints.is_known(address) return load_of(address) >= 0 end
   local function set_load(address, load)
     loads[address], changed_loads[address] = load, true
   end
+
   function endpoints.reserve(address)
     local load = loads[address] or load_of(address)
     if load < 0 then all_counted = nil end
     loads[address], changed_loads[address] = load < 0 and UNPICKABLE + 1 or load + 1, true
   end
+
   function endpoints.release(address)
     local load = loads[address] or load_of(address)
     if load <= 0 or load == UNPICKABLE then return end
@@ -72,6 +79,7 @@ do -- a chunk may have 200 locals
     if load == UNPICKABLE and read('HEXISTS', key.endpoints, address) == 0 then load = -1 end
     loads[address], changed_loads[address] = load, true
   end
+
   -- Publish an endpoint; its requests in flight stay counted.
   function endpoints.add_published(address, draining)
     local load, count = load_of(address), endpoints.in_flight(address)
@@ -81,6 +89,7 @@ do -- a chunk may have 200 locals
       window, all_counted = nil, nil -- it may be new
     end
   end
+
   -- Whether an endpoint is published as draining. Most descriptions are published again and again.
   local draining_by_text, texts_known = {}, 0
   function endpoints.is_draining(description)
@@ -92,6 +101,7 @@ do -- a chunk may have 200 locals
     end
     return draining
   end
+
   -- An endpoint is no longer published: it takes nothing new, and is forgotten when its last request ends.
   function endpoints.remove_published(address)
     local load = load_of(address)
@@ -101,6 +111,7 @@ do -- a chunk may have 200 locals
       set_load(address, load + UNPICKABLE)
     end
   end
+
   -- Read the candidates for `picks` requests: the picks + want least loaded contain the best of each.
   local function read_window(picks, want)
     local most = math.max(picks + want, SMALL)
@@ -114,6 +125,7 @@ do -- a chunk may have 200 locals
     end
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
+
   -- Requests in flight of limited flows by their fields of `limits`, as far as this call knows them; the changed ones.
   local limit_counts, changed_limits = {}, {}
   local function flow_counts(fields)
@@ -129,6 +141,7 @@ do -- a chunk may have 200 locals
     end
     return counts
   end
+
   -- The addresses of a list, and their scores by address if the list has scores.
   local function listed(candidates)
     local found, seen, scores = {}, {}, nil
@@ -143,6 +156,7 @@ do -- a chunk may have 200 locals
     endpoints.prefetch(found, #found)
     return found, scores
   end
+
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   -- All addresses with a load; read once a call.
   function endpoints.counted()
@@ -160,6 +174,7 @@ do -- a chunk may have 200 locals
     all_counted = all
     return all
   end
+
   -- How many more requests may be granted before every endpoint that takes new ones is at its limit. A granted request
   -- that is not placed yet will need a slot too. Only asked where endpoints have limits.
   function endpoints.free_slots()
@@ -176,11 +191,13 @@ do -- a chunk may have 200 locals
     end
     return left - (read('ZCARD', key.inflight) - placed)
   end
+
   -- Whether an endpoint that has a limit takes one more.
   function endpoints.has_free_slot(address)
     local cap, load = settings.caps[address], load_of(address)
     return cap and is_pickable(load) and load < cap
   end
+
   -- Those of `among` below their limit, and those that are at it but would take one more.
   function endpoints.split_by_limit(among)
     local caps, free, closed = settings.caps, {}, {}
@@ -193,6 +210,7 @@ do -- a chunk may have 200 locals
     end
     return free, closed
   end
+
   -- Those on which the flow of r is below its limit; and whether any takes new requests at all.
   local function below_limit(r, among)
     local able, fields, free = {}, {}, {}
@@ -208,6 +226,7 @@ do -- a chunk may have 200 locals
     end
     return free, true
   end
+
   -- The cost of an endpoint where candidates have scores: its part of the live load less its score; the lowest wins.
   local function cost_function(among, scores)
     local most = 1
@@ -217,6 +236,7 @@ do -- a chunk may have 200 locals
     end
     return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
   end
+
   -- The loads that a choice was made from, as short as possible: those of the named candidates in their order, empty
   -- where an endpoint was not eligible; without named candidates, those of the chosen ones.
   local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
@@ -229,6 +249,7 @@ do -- a chunk may have 200 locals
     end
     return text
   end
+
   local function loads_seen(named, among, chosen, kept)
     if not named then
       local texts, known_texts = load_fields, load_texts
@@ -247,6 +268,7 @@ do -- a chunk may have 200 locals
     end
     return table.concat(load_fields, ',', 1, count)
   end
+
   -- Choose endpoints, best first; equal ones take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded
   -- of them) or 'a=0.7,b=0.5' (scores without live load). `picks` is how many requests this call may still place.
   -- Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a limit
@@ -291,6 +313,7 @@ do -- a chunk may have 200 locals
     if kept == 0 then return nil, limited, closed end
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
+
   -- Marks: why a published endpoint takes nothing new (drained by an operator, or down), and since when.
   local MARKS = {'drained', 'down'}
   function endpoints.is_marked(address)
@@ -299,6 +322,7 @@ do -- a chunk may have 200 locals
     end
     return false
   end
+
   -- Set or remove a mark. Returns whether the endpoint is known.
   function endpoints.mark(what, on, address)
     local description = read('HGET', key.endpoints, address)
@@ -319,6 +343,7 @@ do -- a chunk may have 200 locals
     pool.update_bounds()
     return true
   end
+
   -- The marked addresses, as a set.
   function endpoints.marked()
     local found = {}
@@ -328,9 +353,11 @@ do -- a chunk may have 200 locals
     end
     return found
   end
+
   function endpoints.clear_marks(address)
     for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
   end
+
   -- Remove `down` marks that nobody has confirmed for `down_ms`: the next request tries the endpoint.
   function endpoints.expire_down_marks(down_ms)
     local marks = read('HGETALL', key.marks)
@@ -344,11 +371,13 @@ do -- a chunk may have 200 locals
       end
     end
   end
+
   -- A limited flow's requests in flight (granted and placed) are counted in total and per endpoint. A granted request
   -- will need a slot too, so the total decides before any endpoint does.
   function endpoints.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end
+
   function endpoints.count_flow(r, endpoint, difference)
     if r.limit == 0 then return end
     local field = endpoint and joined(r.flow, endpoint) or r.flow
@@ -372,6 +401,7 @@ do -- a chunk may have 200 locals
       if running > 0 then redis.call('HSET', key.limits, field, running) else redis.call('HDEL', key.limits, field) end
     end
   end
+
   function endpoints.have_changed() return next(changed_loads) ~= nil end
   function reset_endpoints()
     all_counted = nil

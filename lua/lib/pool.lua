@@ -7,6 +7,7 @@
 -- over. If it would advance by more than STEP_US since the last call, either TIME was set or nobody called: it stays
 -- where it was. The next heartbeat adds the time that really passed, which its replica has measured (`advance_clock`).
 -- So nothing is due early by more than STEP_US.
+
 local now_us, now_ms
 local steady_clock, advance_clock, clock_change
 local clock_shift_ms = 0 -- how far now is ahead of TIME
@@ -19,6 +20,7 @@ do
     now_us, last_us = us, us
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
   end
+
   -- Set now. `text` is the stored offset and moment, unless they are `known` already.
   function steady_clock(known, text)
     local time = redis.call('TIME')
@@ -34,12 +36,14 @@ do
     end
     set(time_us + offset_us)
   end
+
   -- Now is at least `us`.
   function advance_clock(us)
     if us <= now_us then return end
     offset_us, moved = offset_us + us - now_us, true
     set(us)
   end
+
   -- The text to store in `clock`; nil if nothing has changed. The caller changes a counter with it, so others notice.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
@@ -78,11 +82,13 @@ do -- a chunk may have 200 locals
     total_capacity = 0, flow_capacity = 0, lease_ms = 0, silence_ms = 0, fallbacks = 0, log_max = 0,
     window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = ORDERING_FCFS, weights = {},
   }
+
   -- Counters are only added at the end. What an older version did not write is 0.
   local function padded(text)
     local missing = 8 * #COUNTERS - #text
     return missing > 0 and text .. string.rep('\0', missing) or text
   end
+
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
     local text, settings_now, endpoints_now, clock_text, same
@@ -98,6 +104,7 @@ do -- a chunk may have 200 locals
         unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock'))
       same = not failed and text and text == counters_text
     end
+
     -- Nothing may be admitted before the first publish, which brings the settings.
     pool.known, read_key = text and true or false, key
     steady_clock(same, clock_text)
@@ -124,6 +131,7 @@ do -- a chunk may have 200 locals
       settings, settings_text = cjson.decode(settings_now), settings_now
     end
   end
+
   -- Whether a version that writes fewer counters was active in the last hour.
   function pool.has_older_version() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
   function pool.commit()
@@ -155,6 +163,7 @@ do -- a chunk may have 200 locals
     unsaved, key.counters = false, counters_text
   end
 end
+
 -- Records of running requests may be missing for a while after this server did not make the last change itself (it
 -- was lost, restarted or was no primary) or after a replica came back. Running requests are reported again, at the
 -- latest with their next renewal.
@@ -167,6 +176,7 @@ function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
+
 -- The stock that a request of `cost` takes under the bound `most`. Claiming tokens costs a client nothing, so a request
 -- takes at most `claim_share` of the bound. With the queue off nothing is taken: requests are placed as they arrive.
 function pool.stock_for(cost, most)
@@ -174,16 +184,19 @@ function pool.stock_for(cost, most)
   most = most * (settings.claim_share or 1)
   return cost < most and cost or most
 end
+
 -- The bounds are per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
 function pool.update_bounds()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
   pool.upper = scaled(settings.upper_per)
   pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
 end
+
 -- The bound if all endpoints were ready: no request takes more.
 function pool.largest_bound()
   return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
 end
+
 -- The arrival time in us. No two arrivals have the same, so it orders a flow queue.
 function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
@@ -192,6 +205,7 @@ function pool.next_arrival_us(age_ms)
   pool.seq = seq
   return seq
 end
+
 -- The decision log: one stream entry per event, in the order of decisions; off when log_max is 0. It is written at the
 -- end, so a call that fails earlier leaves no entry. `tag` is the start tag of the flow queue, `by` is turn or guard,
 -- `note` is listed in docs/redis-schema.md.
@@ -210,20 +224,24 @@ local function log_event(event, r, tag, by, note)
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}
 end
+
 local function commit_log()
   for i = 1, logged do
     if entries[i] then redis.call('XADD', key.log, unpack(entries[i])) end
     entries[i] = false
   end
 end
+
 local function reset_log()
   if logged > 0 then entries, logged = {}, 0 end
 end
+
 -- An event of a flow queue or of the whole pool.
 local NO_REQUEST = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
   owner = '', endpoints = '',
 }
+
 local function log_change(event, note) log_event(event, NO_REQUEST, nil, nil, note) end
 local function log_flow_queue(event, band, flow_queue, tag)
   if settings.log_max == 0 then return end
@@ -232,6 +250,7 @@ local function log_flow_queue(event, band, flow_queue, tag)
   subject.band, subject.flow = band, flow_queue
   log_event(event, subject, tag)
 end
+
 -- Notifications for the replicas that own requests. They stay in each inbox until the replica takes them; a wake-up is
 -- published as a hint. The calling replica finds its own in the reply instead.
 local notifications = {}
@@ -248,6 +267,7 @@ function notifications.add(owner, id, what)
     notifications.for_others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
   end
 end
+
 function notifications.withdraw(owner, id) defer_write('HDEL', key.inbox[owner], id) end
 function notifications.publish()
   for owner, text in pairs(notifications.for_others) do redis.call('PUBLISH', key.wake(owner), text) end
@@ -258,6 +278,7 @@ local function reset_notifications(caller)
   if notifications.for_caller[1] then notifications.for_caller = {} end
   if next(notifications.for_others) then notifications.for_others = {} end
 end
+
 -- Put settings in force: the configuration, overlaid by what was changed live.
 local function put_settings(base, overrides)
   local changed = false

@@ -4,6 +4,7 @@
 --
 -- Timers: when the next event of each waiting request is due. The time of the earliest, or a moment before it, is kept:
 -- until then Redis is not asked.
+
 local timers = {}
 do
   local next_ms -- nil: unknown
@@ -12,15 +13,18 @@ do
     if not cache_is_valid then next_ms = nil end
     set_ms = math.huge
   end
+
   function timers.set(id, due_ms)
     if next_ms and due_ms < next_ms then next_ms = due_ms end
     if due_ms < set_ms then set_ms = due_ms end
     defer_write('ZADD', key.timers, due_ms, id)
   end
+
   function timers.stop(id) defer_write('ZREM', key.timers, id) end
   local function first_ms(reader)
     return tonumber(reader('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
   end
+
   -- Whether a timer is due. All timers are then in Redis.
   function timers.due()
     if next_ms and now_ms < next_ms then return false end
@@ -47,6 +51,7 @@ do
     return settings.criticality_weight * r.criticality / 5
       - settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1)
   end
+
   local function cap_us() return settings.wait_cap_ms * 1000 end
   -- Index a head by its current score.
   local function index(r, flow_queue)
@@ -65,10 +70,12 @@ do
       write_now('ZADD', growing, r.arrived - cap_us() / settings.wait_weight * g, r.id)
     end
   end
+
   local function unindex(band, flow_queue, id)
     local grew = write_now('ZREM', key.growing[band][flow_queue], id)
     return write_now('ZREM', key.static[band][flow_queue], id) or grew
   end
+
   -- The oldest waiting request of a line. Ids without one are dropped: the previous version has served them.
   local function line_head(line)
     for _ = 1, STRAYS do
@@ -78,12 +85,14 @@ do
       drop_stray('ZREM', line, id)
     end
   end
+
   -- The score of r in its flow queue.
   function order.score(r)
     -- Within a ms by arrival.
     if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
   end
+
   -- The index of workload-aware. Removing what it does not contain does nothing.
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
@@ -94,6 +103,7 @@ do
     if head == r and first[2] then unindex(r.band, flow_queue, first[2]) end
     if head then index(head, flow_queue) end -- an arrival changes the rate of the head's workload
   end
+
   function order.remove(r, flow_queue)
     local was_head = unindex(r.band, flow_queue, r.id)
     if r.workload == '' then return end
@@ -108,6 +118,7 @@ do
       index(head, flow_queue)
     end
   end
+
   -- The id that the flow queue serves next; nil until a change of the ordering has reached it.
   function order.head(band, flow_queue)
     while true do
@@ -127,6 +138,7 @@ do
       end
     end
   end
+
   -- A workload's rate falls without arrivals too: index its head again. For the sweep.
   function order.refresh(r, flow_queue)
     if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end
@@ -144,6 +156,7 @@ do
     if last then defer_write('ZREM', key.preempted[band], flow_queue) end
     defer_write('ZADD', key.victims[band], last or 0, flow_queue)
   end
+
   function preemption.remove_candidate(band, flow_queue)
     if pool.pressed == 1 then
       local last = read('ZSCORE', key.victims[band], flow_queue)
@@ -151,6 +164,7 @@ do
     end
     defer_write('ZREM', key.victims[band], flow_queue)
   end
+
   -- The flow queue to preempt next, and its newest request (under edf, the one with the latest deadline); nil if there
   -- is none. An older version leaves drained flow queues in the set and others out of it.
   function preemption.next_candidate(band)
@@ -173,17 +187,18 @@ local reset_lengths
 do
   -- What serving r costs its flow queue. Weights and costs that an older version has admitted, or that nobody has
   -- checked, are clamped to what the arithmetic bears.
-  local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = 1e-3, 1e6, 1e9
   local function clamp(number, least, most)
     if number >= least and number <= most then return number end
     return number > most and most or least -- NaN: the least
   end
+
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = clamp(r.cost, 0, MOST_COST)
     if settings.fairness == FAIRNESS_NONE then return cost end
     return cost / clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT)
   end
+
   function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
   function queue.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
   -- The flow queue that r is in. While requests are moved to a new order it may be that of the former policy.
@@ -199,6 +214,7 @@ do
     if next(lengths) then lengths = {} end
     if next(ordered) then ordered = {} end
   end
+
   function queue.length(band, flow_queue)
     local requests = key.queue[band][flow_queue]
     local length = lengths[requests]
@@ -208,6 +224,7 @@ do
     end
     return length
   end
+
   -- The number of backlogged flow queues in all bands.
   function queue.count_flow_queues()
     local count = 0
@@ -218,6 +235,7 @@ do
     end
     return count
   end
+
   function queue.due_ms(r)
     local arrived, deadline_ms, patience_ms = r.arrived, r.deadline_ms, settings.starvation_ms
     local arrived_ms = (arrived - arrived % 1000) / 1000
@@ -228,10 +246,12 @@ do
     local due_ms = arrived_ms + patience_ms
     return due_ms < deadline_ms and due_ms or deadline_ms
   end
+
   local function count_queued(band, change)
     local counters, name = pool, QUEUED[band]
     counters.queued, counters[name] = counters.queued + change, counters[name] + change
   end
+
   -- The start tag of a flow queue that becomes backlogged with r and was last charged up to `finish`. One that owes
   -- nothing starts at v, ahead of all that have been served since. A client with a new flow for each request would thus
   -- hold v and keep the others waiting. So newcomers are counted like one flow of weight 1 (`new`); when they are
@@ -245,6 +265,7 @@ do
     pool[new] = reached + share
     return v
   end
+
   -- Order a backlogged flow queue. A band that had none has no claim to the turns it missed.
   local function activate(band, flow_queue, tag)
     local flows, name = key.flows[band], BAND_TAG[band]
@@ -252,11 +273,13 @@ do
     read_ahead.discard(flows)
     defer_write('ZADD', flows, tag, flow_queue)
   end
+
   -- Whether a flow queue is ordered or throttled.
   local function is_ordered(band, flow_queue)
     return read('ZSCORE', key.flows[band], flow_queue)
       or read('ZSCORE', key.parked[band], flow_queue)
   end
+
   -- Queue r. Returns the start tag of its flow queue if that has just become backlogged. The caller writes the record.
   function queue.insert(r)
     local band, flow_queue = r.band, settings.fairness == FAIRNESS_NONE and '' or r.flow
@@ -281,11 +304,13 @@ do
     if band > 0 then preemption.add_candidate(band, flow_queue) end
     return tag
   end
+
   local function deactivate(band, flow_queue, tag)
     read_ahead.reposition(key.flows[band], flow_queue)
     defer_write('ZADD', key.finish[band], tag, flow_queue)
     if band > 0 then preemption.remove_candidate(band, flow_queue) end
   end
+
   -- Take r out of its flow queue, timers and indexes. Returns whether the flow queue is now empty.
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
@@ -302,6 +327,7 @@ do
     count_queued(band, -1)
     return emptied
   end
+
   -- A throttled flow queue no longer waits for endpoints.
   function queue.clear_blockers(band, flow_queue)
     local name = joined(band, flow_queue)
@@ -310,6 +336,7 @@ do
     defer_write('HDEL', key.blockers, name)
     for address in string.gmatch(blockers, '[^,]+') do defer_write('ZREM', key.blocked[band][address], flow_queue) end
   end
+
   local function deactivate_if_empty(band, flow_queue)
     local tag = read('ZSCORE', key.flows[band], flow_queue)
     if not tag then
@@ -319,11 +346,13 @@ do
     end
     if tag then deactivate(band, flow_queue, tag) end
   end
+
   -- Take r out without serving it; the tag of its flow queue stays.
   function queue.remove(r)
     local flow_queue = current_flow_queue(r)
     if take_out(r, flow_queue) then deactivate_if_empty(r.band, flow_queue) end
   end
+
   -- Take out an id that is no queued request.
   function queue.drop_stray(id, band, flow_queue)
     local requests = key.queue[band][flow_queue]
@@ -333,6 +362,7 @@ do
     lengths[requests] = read('ZCARD', requests)
     if lengths[requests] == 0 then deactivate_if_empty(band, flow_queue) end
   end
+
   -- Take r out and charge it to its flow queue, whose start tag is `tag`. A turn of flow queue `turn_of` moves v to the
   -- tag; what the guard serves out of turn (nil) does not. Returns the share that was charged.
   function queue.serve(r, tag, turn_of)
@@ -350,6 +380,7 @@ do
     end
     return share
   end
+
   -- Change what a flow queue was charged by `difference`. Without a tag it had none above v; then its tag is at most
   -- `floor` before the change. Returns its tag.
   function queue.correct(r, flow_queue, difference, floor)
@@ -365,12 +396,14 @@ do
     defer_write('ZADD', key.finish[r.band], tag, flow_queue)
     return tag
   end
+
   -- Charge the band of r, where bands have shares. A negative cost refunds.
   function queue.charge_band(r, cost)
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return end
     local name = BAND_TAG[r.band]
     pool[name] = pool[name] + cost / clamp(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
   end
+
   -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits. It
   -- returns without a claim to the turns it missed.
   function queue.throttle(band, flow_queue, tag)
@@ -378,6 +411,7 @@ do
     defer_write('ZADD', key.parked[band], tag, flow_queue)
     log_flow_queue('parked', band, flow_queue, tag)
   end
+
   -- Returns whether it was throttled and is ordered again.
   function queue.unthrottle(band, flow_queue)
     local tag = read('ZSCORE', key.parked[band], flow_queue)
@@ -393,6 +427,7 @@ do
     log_flow_queue('unparked', band, flow_queue, tag)
     return true
   end
+
   -- A throttled flow queue waits for one of the endpoints `closed`; the first 16 will do, since the sweep tries it too.
   function queue.wait_for_endpoints(band, flow_queue, tag, closed)
     if #closed == 0 then return end
@@ -406,6 +441,7 @@ do
     end
     defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
+
   -- Orphan a silent replica's request: it leaves the order until another replica adopts it. Its record keeps its
   -- deadline, so the adopter has the rest of its TTL.
   function queue.orphan(r, until_ms)
@@ -415,6 +451,7 @@ do
     record.put(r)
     log_event('held', r)
   end
+
   -- Move r to where the policy now in force puts it. For the sweep.
   function queue.reorder(r)
     local flow_queue = current_flow_queue(r)
@@ -429,6 +466,7 @@ do
       if settings.ordering == ORDERING_WORKLOAD_AWARE then order.insert(r, flow_queue) end
     end
   end
+
   -- The bands, next one first.
   local function bands_in_order()
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return BANDS end
@@ -439,6 +477,7 @@ do
     end)
     return bands
   end
+
   -- An endpoint at its limit has room again: order the flow queue that waits for it and would be next.
   function queue.endpoint_has_room(address)
     for _, band in ipairs(bands_in_order()) do
@@ -451,6 +490,7 @@ do
       end
     end
   end
+
   -- Read ahead for up to `count` turns: the next flow queues, and the records that are served if each gets its part.
   function queue.prefetch(count)
     read_ahead.expect(count)
@@ -466,6 +506,7 @@ do
     end
     record.prefetch(ids, #ids)
   end
+
   -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
   function queue.next_turn()
     local bands = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
@@ -485,6 +526,7 @@ do
       end
     end
   end
+
   -- The most overdue request whose flow queue is not throttled, and its start tag; nil if there is none near the front.
   local GUARD_LOOKS_AT = 16
   function queue.most_overdue()

@@ -4,6 +4,7 @@
 -- A record is one request, packed. Its state is queued, held (orphaned: its replica is silent), granted or placed.
 -- Fields contain no control characters (replicas refuse them), so none ends a string early. There may be millions of
 -- waiting requests; their records leave out endpoints, stock and tag. Each record is read once a call.
+
 local record = {}
 local reset_records
 do -- a chunk may have 200 locals
@@ -20,10 +21,12 @@ do -- a chunk may have 200 locals
     r.id, r.due_ms = id, false
     return r
   end
+
   local function mark_changed(id)
     changed_count = changed_count + 1
     changed_ids[changed_count] = id
   end
+
   -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped as if it did not exist.
   local function parse(id, text)
     local r = record.new(id)
@@ -36,6 +39,7 @@ do -- a chunk may have 200 locals
     known[id] = r
     return r
   end
+
   -- Read the records of the first `count` ids with one command.
   function record.prefetch(ids, count)
     if count == 0 then return end
@@ -47,6 +51,7 @@ do -- a chunk may have 200 locals
       end
     end
   end
+
   -- The record that a scan of `requests` has found; nil if this call has removed it.
   function record.from_scan(id, text)
     local r = known[id]
@@ -54,12 +59,14 @@ do -- a chunk may have 200 locals
     if r == nil and text then return parse(id, text) end
     known[id] = false
   end
+
   -- The record, or nil.
   function record.read(id)
     local r = known[id]
     if r then return r end
     if r == nil then return record.from_scan(id, redis.call('HGET', key.requests, id)) end
   end
+
   -- Requests that were restored from their accounting token have no deadline; all others have one.
   record.NO_DEADLINE = 0
   function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
@@ -69,6 +76,7 @@ do -- a chunk may have 200 locals
     known[r.id] = r
     mark_changed(r.id)
   end
+
   function record.remove(r)
     known[r.id] = false
     mark_changed(r.id)
@@ -114,10 +122,12 @@ do
     defer_write('ZADD', key.buried, ended_ms, id)
     defer_write('ZREM', key.unheard, id)
   end
+
   function tombstones.give_up(id) defer_write('ZADD', key.unheard, now_ms, id) end
   function tombstones.was_given_up(id)
     return read('ZSCORE', key.unheard, id)
   end
+
   function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
   -- Whether the request has ended. `seen_ms`: the caller admitted it itself and last saw it alive then, so it may be a
   -- later request of the same id. nil: reported by others, whose accounting token may be an old one.
@@ -125,6 +135,7 @@ do
     local ended_ms = tonumber(read('ZSCORE', key.buried, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
+
   -- Drop old tombstones, at most `most` of each kind. Returns whether there may be more. For the sweep.
   local function expire(set, life_ms, most)
     local count = read('ZCARD', set)
@@ -136,6 +147,7 @@ do
     end
     return leaving == most
   end
+
   function tombstones.expire(most)
     local more = expire(key.buried, settings.lease_ms + LONGER_MS, most)
     return expire(key.unheard, GIVEN_UP_MS, most) or more
@@ -167,6 +179,7 @@ do
     known_workloads[id], known_count = w, known_count + 1
     return w
   end
+
   -- Read the workloads of the first `named` ids with one command; '' is no workload.
   local asked_workloads = {} -- reused by each call
   function workloads.prefetch(ids, named)
@@ -182,6 +195,7 @@ do
     local texts = read('HMGET', key.workloads, unpack(asked, 1, count))
     for i = 1, count do parse_workload(asked[i], texts[i]) end
   end
+
   local function workload(id)
     return known_workloads[id] or parse_workload(id, read('HGET', key.workloads, id))
   end
@@ -194,6 +208,7 @@ do
       w[6] = slot
     end
   end
+
   -- Requests per second over the window.
   function workloads.rate(id)
     if id == '' then return 0 end
@@ -202,6 +217,7 @@ do
     local left = 1 - (now_ms % slot_ms) / slot_ms
     return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
   end
+
   -- Whether the registry takes one more; it is then counted.
   local function has_room()
     registered = registered or read('HLEN', key.workloads)
@@ -209,6 +225,7 @@ do
     registered = registered + 1
     return true
   end
+
   function workloads.wait_ms(id) return workload(id)[4] end
   -- Count an arrival. Returns its workload, or '' if that is new and the registry is full.
   function workloads.arrived(id)
@@ -220,6 +237,7 @@ do
     changed_workloads[id] = w
     return id
   end
+
   function workloads.dispatched(id, wait_ms)
     if id == '' then return end
     local w, alpha = known_workloads[id] or workload(id), settings.ema_alpha
@@ -227,6 +245,7 @@ do
     w[3] = w[3] + 1
     changed_workloads[id] = w
   end
+
   -- A granted request waits again: it counts as dispatched when it is dispatched for good. The average keeps its wait.
   function workloads.sent_back(id)
     if id == '' then return end
@@ -234,6 +253,7 @@ do
     w[3] = w[3] > 1 and w[3] - 1 or 0
     changed_workloads[id] = w
   end
+
   function workloads.ended(id)
     if id == '' then return end
     local w = known_workloads[id] or workload(id)
@@ -241,6 +261,7 @@ do
     w[2], w[5] = active > 1 and active - 1 or 0, now_ms
     changed_workloads[id] = w
   end
+
   -- The request just counted was refused. A workload without earlier requests stays only while half of the registry is
   -- free, so refused requests with invented ids do not crowd out workloads that are served.
   function workloads.refused(id)
@@ -252,6 +273,7 @@ do
       registered = registered - 1
     end
   end
+
   -- A running request whose record was lost.
   function workloads.restored(id)
     if id == '' then return end
@@ -259,10 +281,12 @@ do
     w[2], w[5] = w[2] + 1, now_ms
     changed_workloads[id] = w
   end
+
   function workloads.drop(id)
     known_workloads[id] = nil
     defer_write('HDEL', key.workloads, id)
   end
+
   function workloads.idle(text, idle_ms)
     local known, _, active, _, _, last_ms = pcall(struct.unpack, WORKLOAD, text)
     if not known then strays = strays + 1 end
@@ -277,12 +301,14 @@ do
     end
     write_values('HSET', key.workloads, packed_workloads, count)
   end
+
   function reset_workloads()
     if not cache_is_valid or known_count > MOST_KNOWN then known_workloads, known_count = {}, 0 end
     if next(changed_workloads) then changed_workloads = {} end
     registered, slot = nil, nil
   end
 end
+
 -- The mean length of a flow's answers in tokens: the estimate for requests that set no maximum.
 local answers = {}
 do
@@ -292,6 +318,7 @@ do
     if known and mean == mean and mean >= 0 then return mean, last_ms end
     strays = strays + 1
   end
+
   function answers.mean(flow)
     local text = read('HGET', key.answers, flow)
     return text and parse_answer(text) or settings.default_answer
@@ -310,6 +337,7 @@ do
     learned[flow] = struct.pack('dd', mean, now_ms)
     defer_write('HSET', key.answers, flow, learned[flow])
   end
+
   function answers.drop(flow) defer_write('HDEL', key.answers, flow) end
   function answers.idle(text, idle_ms)
     local mean, last_ms = parse_answer(text)

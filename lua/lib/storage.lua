@@ -81,6 +81,7 @@ do -- a chunk may have 200 locals
     end
     return setmetatable({}, {__index = make})
   end
+
   function joined(name, other) return name .. '\31' .. other end
   function use_keys(pool_key)
     key = pools[pool_key]
@@ -100,9 +101,11 @@ do -- a chunk may have 200 locals
       key[kind] = {}
       for _, band in ipairs(BANDS) do key[kind][band] = names_with_prefix(base .. kind .. ':' .. band .. ':') end
     end
+
     function key.line(band, flow_queue, workload)
       return base .. 'line:' .. band .. ':' .. joined(flow_queue, workload)
     end
+
     -- The previous version's spelling. Requests that it queued stay there until they are served.
     function key.older_line(band, flow_queue, workload)
       return base .. 'line:' .. band .. ':' .. flow_queue .. ':' .. workload
@@ -128,6 +131,7 @@ do -- a chunk may have 200 locals
       redis.call(command, name, unpack(values, first, math.min(first + AT_MOST - 1, n)))
     end
   end
+
   local function originals_of(name, command)
     local former = originals[name]
     if not former then
@@ -136,6 +140,7 @@ do -- a chunk may have 200 locals
     end
     return former, present[name]
   end
+
   -- Tell what a sorted set's member has (its score, or nil) before this call changes it, so that it is not read again.
   function note_original(name, member, value)
     local former, current = originals_of(name)
@@ -165,6 +170,7 @@ do -- a chunk may have 200 locals
       current[values[i]] = command == 'ZADD' and values[i - 1] or command == 'HSET' and values[i + 1]
     end
   end
+
   local function flush_one(entry)
     if entry.former then flush_one(entry.former) end
     if entry.n > 0 then
@@ -173,6 +179,7 @@ do -- a chunk may have 200 locals
       entry.n = 0
     end
   end
+
   local function flush_deferred(name)
     local entry = deferred[name]
     if entry then
@@ -180,6 +187,7 @@ do -- a chunk may have 200 locals
       deferred[name] = nil
     end
   end
+
   local function new_entry(command, name)
     used = used + 1
     local entry = commands[used] or {}
@@ -188,6 +196,7 @@ do -- a chunk may have 200 locals
     entry.command, entry.key, entry.n = command, name, 0
     return entry
   end
+
   -- Write at the end of the call: ZADD (score, member), ZREM (member), HSET (field, value) or HDEL (field). The writes
   -- of one key keep their order.
   function defer_write(command, name, a, b)
@@ -201,6 +210,7 @@ do -- a chunk may have 200 locals
     end
     entry.n = n
   end
+
   function defer_unlink(name) unlinked[#unlinked + 1] = name end
   -- Write one member or field at once. Returns whether ZREM or HDEL has removed anything.
   local pair = {} -- reused by each call
@@ -216,6 +226,7 @@ do -- a chunk may have 200 locals
     if b then redis.call(command, name, a, b) else redis.call(command, name, a) end
     return true
   end
+
   -- Restore what a failed call has written. What cannot be restored is skipped.
   function undo_writes()
     for name, former in pairs(originals) do
@@ -230,6 +241,7 @@ do -- a chunk may have 200 locals
       end
     end
   end
+
   function commit_deferred_writes()
     for i = 1, used do
       local entry = commands[i]
@@ -268,6 +280,7 @@ do -- a chunk may have 200 locals
     write_values('ZADD', name, moved_members, moved)
     write_values('ZREM', name, gone_members, gone)
   end
+
   -- Write a front's changes and forget it; whoever then defers a write to the set keeps the order of changes.
   function read_ahead.discard(name)
     local front = fronts[name]
@@ -280,12 +293,14 @@ do -- a chunk may have 200 locals
     fronts[name] = nil
     write_front(name, front)
   end
+
   function read_ahead.commit()
     for name, front in pairs(fronts) do
       write_front(name, front)
       fronts[name] = nil
     end
   end
+
   function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would read everything
 
   -- Write what is deferred for a key.
@@ -293,12 +308,14 @@ do -- a chunk may have 200 locals
     if fronts[name] then read_ahead.discard(name) end
     if deferred[name] then flush_deferred(name) end
   end
+
   -- A command that reads key `name`, with this call's writes flushed first.
   function read(command, name, ...)
     if fronts[name] then read_ahead.discard(name) end
     if deferred[name] then flush_deferred(name) end
     return redis.call(command, name, ...)
   end
+
   -- The same, of what Redis had before: for a caller that keeps count of what it has deferred.
   function read_stored(command, name, ...) return redis.call(command, name, ...) end
 
@@ -309,6 +326,7 @@ do -- a chunk may have 200 locals
     fronts[name] = front
     return front
   end
+
   -- The first member, or nil.
   function read_ahead.first_member(name)
     local front = fronts[name]
@@ -316,11 +334,13 @@ do -- a chunk may have 200 locals
     if member or (front and front.whole) then return member end
     return read_members(name, 1)[1]
   end
+
   -- Append the first `count` members to `found`.
   function read_ahead.first_members(name, count, found)
     local front, known = read_members(name, count), #found
     for i = 1, math.min(count, #front) do found[known + i] = front[i] end
   end
+
   -- Remove a member. Returns whether it was the last; nil if that is not known.
   function read_ahead.remove(name, member)
     local front = fronts[name]
@@ -340,6 +360,7 @@ do -- a chunk may have 200 locals
   local function precedes(score, member, other_score, other)
     return score < other_score or (score == other_score and member < other)
   end
+
   local function read_scored(name)
     local front = read('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
     local count = #front
@@ -349,12 +370,14 @@ do -- a chunk may have 200 locals
     fronts[name] = front
     return front
   end
+
   -- What was read: member, score, member, score ... Not to be changed.
   function read_ahead.scored_front(name)
     local front = fronts[name]
     if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
     return read_scored(name)
   end
+
   -- The first member and its score, or nil.
   function read_ahead.first_scored(name)
     local front = fronts[name]
@@ -366,6 +389,7 @@ do -- a chunk may have 200 locals
     if member and precedes(score, member, other_score, other) then return member, score end
     return other, other_score
   end
+
   -- Give a member the higher `score`, or remove it (nil).
   function read_ahead.reposition(name, member, score)
     local front = fronts[name]

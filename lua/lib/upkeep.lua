@@ -1,5 +1,6 @@
 -- include: queue
 -- What the sweep keeps in order in the queue: tags, preemption history, strays. Each step is bounded by `limit`.
+
 local upkeep = {}
 do
   local MOST_TAG = 2 ^ 62
@@ -35,6 +36,7 @@ do
     local found = read('ZRANGE', set, 0, -1, 'WITHSCORES')
     for i = 1, #found, 2 do defer_write('ZADD', set, found[i + 1] - by, found[i]) end
   end
+
   local function lower_blocked(band, by)
     local found = read('HGETALL', key.blockers)
     for i = 1, #found, 2 do
@@ -46,6 +48,7 @@ do
       end
     end
   end
+
   function upkeep.rebase_tags(band)
     local by, count = pool[V[band]] - REBASED_TO, 0
     if by < REBASED_AT - REBASED_TO or pool.has_older_version() then return end
@@ -57,6 +60,7 @@ do
     pool[V[band]], pool[NEW[band]] = pool[V[band]] - by, math.max(pool[NEW[band]] - by, 0)
     log_flow_queue('rebased', band, '', by)
   end
+
   function upkeep.rebase_band_tags()
     local by = pool.bv - REBASED_TO
     if by < REBASED_AT - REBASED_TO then return end
@@ -75,6 +79,7 @@ do
     end
     return surplus
   end
+
   -- Drop finish tags at or below v, which say nothing. While the pool is idle no flow queue has a claim, so v moves to
   -- the highest of them. Of too many, the lowest go: each owes at most one charge. Returns whether there may be more.
   function upkeep.drop_finish_tags(band, limit)
@@ -106,6 +111,7 @@ do
     end
     return more
   end
+
   -- Add the candidates that an older version, which does not keep the set, has left out.
   function upkeep.add_preemption_candidates(limit)
     for band = 1, 2 do
@@ -134,6 +140,7 @@ do
       end
     end
   end
+
   function upkeep.drop_stray_overdue(limit)
     if pool.queued > 0 then return end
     pool.overdue = 0

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+from picker_fleet.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
+
 # Policies, by the names of the configuration.
 Fairness = Literal["weighted-fair", "round-robin", "none"]
 Ordering = Literal["fcfs", "edf", "workload-aware"]
@@ -101,6 +103,7 @@ def _constants() -> Iterator[str]:
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
     yield f"local UNPICKABLE, VIEW_LIMIT = {UNPICKABLE}, {VIEW_LIMIT}"
+    yield f"local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = {LEAST_WEIGHT:g}, {MOST_WEIGHT:g}, {MOST_COST:g}"
     yield f"local COUNTERS = {_list([_quoted(name) for name in COUNTERS])}"
 
 
