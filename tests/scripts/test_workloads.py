@@ -1,12 +1,15 @@
-"""The workload registry (specs/001): what is counted of whom, and for how long."""
+"""The workload registry (specs/001): what is counted, for how long; what clients name without end is bounded."""
 
 import asyncio
+import itertools
 import math
 from dataclasses import dataclass
 
 import pytest
 from packed import doubles
 from script_fleet import Fleet, OpenFleet, addresses, until
+
+from picker_fleet.request import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +232,117 @@ async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet
         # Then the other is served first
         await a.settle("runs")
         assert a.news[-1] == ("granted", "modest")
+
+
+async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:
+    # Given room for everybody and a registry for two
+    async with fleet("a", upper_per=100, max_workloads=2) as it:
+        (a,) = it.replicas
+        # When three workloads come, two of them again
+        for request, workload in enumerate(("w1", "w2", "w3", "w1", "w3")):
+            assert (await a.admit(f"r{request}", workload=workload)).what == "placed"
+        # Then all are served, and two are known
+        assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
+        await a.settle(*(f"r{request}" for request in range(5)))
+        assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
+
+
+async def test_workloads_of_one_batch_are_counted_before_they_are_written(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=100, max_workloads=2) as it:
+        (a,) = it.replicas
+        # When ten new workloads arrive at once
+        await asyncio.gather(*(a.admit(f"r{n}", workload=f"w{n}") for n in range(10)))
+        # Then two have been registered
+        assert await it.redis.hlen(it.keys.prefix + "workloads") == 2
+
+
+async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
+    fleet: OpenFleet,
+) -> None:
+    # Given no room in the queue, and a registry for four
+    async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as it:
+        (a,) = it.replicas
+        await a.admit("runs", workload="served")
+        # When a client brings a new workload with each request, one by one and at once
+        for number in range(10):
+            assert (await a.admit(f"r{number}", workload=f"new-{number}")).what == "refused"
+        await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
+        # Then half of it is left to those that are served
+        registry = it.keys.prefix + "workloads"
+        assert sorted(await it.redis.hkeys(registry)) == ["new-0", "served"]
+        await a.settle("runs")
+        for number in range(3):
+            assert (await a.admit(f"t{number}", workload=f"late-{number}")).what == "placed"
+            await a.settle(f"t{number}")
+        assert sorted(await it.redis.hkeys(registry)) == ["late-0", "late-1", "new-0", "served"]
+
+
+async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
+    # Given a registry that is full, and one slot that is taken
+    async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs", workload="known")
+        # When requests of workloads wait that found no room, and leave in any order
+        for n in range(6):
+            await a.admit(f"r{n}", workload=f"w{n % 2}", criticality=1 + n % 5)
+        await a.store.cancel("r3", 1, "cancelled")
+        await a.settle("runs")
+        for _ in range(5):
+            ((what, request),) = a.news[-1:]
+            assert what == "granted"
+            await a.place(request)
+            await a.settle(request)
+        # Then nothing of them is left
+        for kind in ("line", "growing", "static", "queue"):
+            assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
+
+
+async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=100, max_workloads=2) as it:
+        (a,) = it.replicas
+        for n in range(5):
+            await a.admit(f"r{n}", flow=f"flow{n}")
+            await a.store.settle(f"r{n}", Outcome.COMPLETED, None, 10)
+        assert await it.redis.hlen(it.keys.prefix + "answers") == 2
+
+
+async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
+    # Given a pool that is never at rest, and more idle lanes with tags above v than are kept
+    async with fleet("a", upper_per=1) as it:
+        (a,) = it.replicas
+        await a.admit("runs")
+        await a.admit("waits")
+        tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
+        finish = it.keys.prefix + "finish:1"
+        await it.redis.zadd(finish, tags)
+        # When the sweep has come by
+        while (await a.sweep()).more:
+            pass
+        # Then those that are owed least have been forgotten
+        assert await it.redis.zcard(finish) == 10_000
+        assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
+
+
+async def test_a_client_with_a_new_flow_for_each_request_does_not_hold_off_the_others(
+    fleet: OpenFleet,
+) -> None:
+    # Given one slot, a flow with five requests, and twenty waiting requests with a flow each
+    async with fleet("a", upper_per=1, guard_share=0, log_max=0) as it:
+        (a,) = it.replicas
+        await a.admit("runs", flow="z-steady")
+        for n in range(5):
+            await a.admit(f"steady-{n}", flow="z-steady")
+        for n in range(20):
+            await a.admit(f"once-{n}", flow=f"once-{n}")
+        # When for each that is served the client brings another
+        running, served = "runs", []
+        for n in range(20, 300):
+            await a.admit(f"once-{n}", flow=f"once-{n}")
+            await a.settle(running)
+            running = a.news[-1][1]
+            served.append(running)
+            await a.place(running)
+        # Then, past the first hundred that are taken for newcomers, the flow has its turn in each round
+        turns = [at for at, request in enumerate(served) if request.startswith("steady")]
+        assert len(turns) == 5
+        assert max(later - earlier for earlier, later in itertools.pairwise(turns[1:])) <= 2 * 21

@@ -127,7 +127,7 @@ def add(calls: Calls, view: StateView, lists: Lists) -> None:
 
 def _page(page: Mapping[str, Any]) -> Response:
     """`page` as it stands: to check 200 rows against the model takes as long as making them. That they are of
-    its shape is tested where they are made (tests/scripts/test_admin_lists.py).
+    its shape is tested where they are made (tests/scripts/test_views.py).
     """
     return Response(orjson.dumps(page), media_type="application/json")
 
