@@ -52,7 +52,7 @@ do
   end
 end
 -- [/clock]
---
+
 -- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
 -- costs a tenth of a field for each. And the settings, decoded only when they have changed.
 local pool = {}

@@ -281,7 +281,7 @@ do -- a chunk may have 200 locals
     write_values('ZREM', name, gone_members, gone)
   end
 
-  -- Write a front's changes and forget it; whoever then defers a write to the set keeps the order of changes.
+  -- Write a front's changes and forget it; writes deferred to the set afterwards come after them.
   function read_ahead.discard(name)
     local front = fronts[name]
     if not front then return end
