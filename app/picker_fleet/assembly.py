@@ -18,13 +18,11 @@ from picker_fleet.config import Settings
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import shares
-from picker_fleet.scheduling.chooser import Chooser, weights_of
-from picker_fleet.scheduling.feed import RouteFeed
-from picker_fleet.scheduling.latency import LatencyBook, LatencyWeights
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import FROM_PAGES
-from picker_fleet.scheduling.session import SessionTokens
+from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
 from picker_fleet.scraping.engines import engine_of
 from picker_fleet.scraping.task import ScrapingTask
 from picker_fleet.signing import Keyring
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a replica, none of which runs yet. `gate` is what requests come to: it stands before
-    `sturdy`, which stands before `shared`. `feed` runs in `follow_routes`.
+    `sturdy`, which stands before `shared`. `routes` runs in `follow_routes`.
     """
 
     metrics: Metrics
@@ -48,9 +46,9 @@ class Parts:
     endpoints: SnapshotCell
     store: Store
     scraping: ScrapingTask
-    latencies: LatencyBook
-    feed: RouteFeed
-    chooser: Chooser
+    latencies: LatencyTracker
+    routes: RouteStream
+    chooser: ScoringChooser
     shared: SharedGate
     sturdy: SturdyGate
     gate: Gate
@@ -59,9 +57,9 @@ class Parts:
     signing: Keyring
 
     async def follow_routes(self) -> None:
-        """Tell and hear of routes, from when the chooser first asks for them, until cancelled."""
-        await self.chooser.routes_asked()
-        await self.feed.run()
+        """Share routes with the other replicas, from when the chooser first needs them, until cancelled."""
+        await self.chooser.routes_needed()
+        await self.routes.run()
 
 
 def assemble(settings: Settings, replica: str) -> Parts:
@@ -102,7 +100,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         engine=engine_of(settings.scraping.engine, settings.scraping.series),
         heartbeat_s=settings.leases.heartbeat,
         picked_by=lambda: any(
-            scorer.weight and scorer.name in FROM_PAGES
+            scorer.weight and scorer.name in SCRAPED_SCORERS
             for scorer in membership.effective.settings.scheduling.scorers
         ),
         busy=lambda: any(membership.in_flight.values()),
@@ -110,22 +108,22 @@ def assemble(settings: Settings, replica: str) -> Parts:
         endpoints=endpoints,
         meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
     )
-    index, latencies = PrefixIndex(), LatencyBook()
+    index, latencies = PrefixIndex(), LatencyTracker()
     clock = asyncio.get_running_loop().time
-    feed = RouteFeed(
+    routes = RouteStream(
         settings.redis.url, stream=store.keys.routes, replica=replica, index=index, latencies=latencies
     )
-    chooser = Chooser(
+    chooser = ScoringChooser(
         _scheduler(settings),
         endpoints,
         readings=scraping.board.snapshot,
         in_flight=lambda: membership.in_flight,
         index=index,
         latencies=latencies,
-        feed=feed,
+        routes=routes,
         clock=clock,
         adapters=settings.scheduling.adapters,
-        latency=LatencyWeights(**settings.scheduling.latency.model_dump()),
+        latency_weights=LatencyWeights(**settings.scheduling.latency.model_dump()),
         sessions=SessionTokens(signing, endpoints),
     )
     in_tokens = settings.request_queue_controller.unit == "tokens"
@@ -160,7 +158,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     about = Introduction(shared, service, clock)
 
     def take(effective: Effective) -> None:
-        chooser.weigh(_scheduler(effective.settings))
+        chooser.use_scheduler(_scheduler(effective.settings))
 
     membership: Membership = Membership(
         store,
@@ -174,7 +172,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_suspects=scraping.suspect,
     )
     return Parts(
-        metrics, traces, endpoints, store, scraping, latencies, feed, chooser, shared, sturdy,
+        metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, sturdy,
         gate_of(sturdy), about, membership, signing,
     )  # fmt: skip
 
@@ -182,7 +180,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
 def _scheduler(settings: Settings) -> Scheduler | None:
     """What ranks endpoints under `settings`; None where no scorer does."""
     weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
-    return Scheduler(weights_of(weights)) if weights else None
+    return Scheduler(with_in_flight(weights)) if weights else None
 
 
 def _tracing(settings: Settings, replica: str) -> "Traces | None":

@@ -22,9 +22,9 @@ from picker_fleet.config import Model, Objective, Settings
 from picker_fleet.errors import BadRequest
 from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
 from picker_fleet.request import Band, InferenceRequest, Workload, finite_number
-from picker_fleet.scheduling.blocks import block_hashes, prompt_bytes
-from picker_fleet.scheduling.session import HEADER as SESSION
-from picker_fleet.scheduling.session import session_of
+from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
+from picker_fleet.scheduling.chooser import session_token_of
+from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
 from picker_fleet.units import duration_s, endpoint_address, has_control
 
 METHOD, PATH = ":method", ":path"
@@ -217,7 +217,7 @@ class Intake:
                 by_client = deadline_s <= ttl_s
                 ttl_s = deadline_s if by_client else ttl_s
             context = _text(headers, WORKLOAD)
-            session = session_of(headers)
+            session = session_token_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
         model = rewrite or ask.model  # and with it what the request may use
         band, weight = self._rank(model, objective)

@@ -30,7 +30,7 @@ from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines, new_flow_li
 from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.intake import Intake
 from picker_fleet.paths import AllowedPaths
-from picker_fleet.scheduling.chooser import Chooser
+from picker_fleet.scheduling.chooser import ScoringChooser
 from picker_fleet.state.wakeups import listen
 from picker_fleet.telemetry.decisions import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
@@ -74,7 +74,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             settings,
             new_id=lambda: str(uuid.uuid4()),
             choose=random.random,
-            hashes=lambda: parts.chooser.hashes,
+            hashes=lambda: parts.chooser.needs_prefix_hashes,
         ),
         gate=parts.gate,
         drain_gate=drain_gate,
@@ -145,7 +145,7 @@ async def _announce(membership: Membership, server: Server) -> None:
     await asyncio.Event().wait()
 
 
-async def _tell_scores(chooser: Chooser, metrics: Metrics, interval_s: float) -> None:
+async def _tell_scores(chooser: ScoringChooser, metrics: Metrics, interval_s: float) -> None:
     """Show how the scorers see the endpoints; worked out here, so that no request pays for it."""
     while True:
         metrics.scores(chooser.scores())

@@ -20,8 +20,7 @@ from picker_fleet.errors import ConfigError
 from picker_fleet.header_trust import trusted_name
 from picker_fleet.paths import PathRule, path_rule
 from picker_fleet.request import Band
-from picker_fleet.scheduling.latency import SPECIFIED
-from picker_fleet.scheduling.scorers import scorer_name
+from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name
 from picker_fleet.scraping.engines import engine_of
 from picker_fleet.state.address import redis_url
 from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
@@ -293,9 +292,9 @@ class Scorer(Section):
 class Latency(Section):
     """What the scorer `latency` adds up (specs/004): alpha·mean + beta·load + gamma·std."""
 
-    alpha: Number = Field(SPECIFIED.alpha, ge=0, le=1e6)
-    beta: Number = Field(SPECIFIED.beta, ge=0, le=1e6)
-    gamma: Number = Field(SPECIFIED.gamma, ge=0, le=1e6)
+    alpha: Number = Field(DEFAULT_LATENCY_WEIGHTS.alpha, ge=0, le=1e6)
+    beta: Number = Field(DEFAULT_LATENCY_WEIGHTS.beta, ge=0, le=1e6)
+    gamma: Number = Field(DEFAULT_LATENCY_WEIGHTS.gamma, ge=0, le=1e6)
 
     @model_validator(mode="after")
     def _anything_counts(self) -> Self:

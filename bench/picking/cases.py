@@ -7,13 +7,9 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from picker_fleet.body import Body
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.blocks import block_hashes, prompt_bytes
-from picker_fleet.scheduling.latency import LatencyStats
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.endpoint_history import PrefixIndex, block_hashes, prompt_bytes
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import SCORERS
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
 
 USUAL = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0, "in-flight": 1.0}
 EVERY = dict.fromkeys(SCORERS, 1.0)
@@ -23,11 +19,11 @@ _WORDS_A_KILOBYTE = 170
 Step = Callable[[], object]
 
 
-def endpoints(count: int, seed: int) -> list[Signals]:
+def endpoints(count: int, seed: int) -> list[EndpointState]:
     """`count` endpoints as a busy pool has them: no two alike, one in 20 draining, one in 20 stale."""
     chance = random.Random(seed)
     return [
-        Signals(
+        EndpointState(
             f"10.0.{n // 256}.{n % 256}:8000",
             draining=n % 20 == 7,
             waiting=chance.randrange(40),
@@ -55,14 +51,14 @@ def picking(weights: dict[str, float], count: int, seed: int, *, anew: bool = Fa
 
     def step() -> object:
         matches, blocks = index.match(hashes), len(hashes)
-        ask = PickAsk(
+        pick = PickRequest(
             adapter="adapter-3",
             session_endpoint="10.0.0.3:8000",
-            blocks=blocks,
-            matches=matches,
-            chance=chance,
+            prefix_blocks=blocks,
+            prefix_matches=matches,
+            random=chance,
         )
-        return scheduler.rank(ask, next(pools))
+        return scheduler.rank(pick, next(pools))
 
     return step
 
@@ -87,7 +83,7 @@ def matching(count: int, seed: int) -> Step:
     return lambda: index.match(hashes)
 
 
-def _served(pool: Sequence[Signals], seed: int) -> tuple[PrefixIndex, tuple[bytes, ...]]:
+def _served(pool: Sequence[EndpointState], seed: int) -> tuple[PrefixIndex, tuple[bytes, ...]]:
     """Endpoints that each served some beginning of one chat, and the chat's hashes."""
     hashes = block_hashes("a-model", prompt_bytes(prompt(16, seed)))
     index, chance = PrefixIndex(), random.Random(seed)

@@ -10,9 +10,8 @@ from bench.lifecycle.server import Server, server
 from bench.picking.cases import Step
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.request import Band, InferenceRequest, Workload
-from picker_fleet.scheduling.chooser import Chooser, LeastLoaded, weights_of
-from picker_fleet.scheduling.latency import LatencyBook
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, with_in_flight
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scraping.board import Reading
 from picker_fleet.scraping.metrics import EndpointMetrics
@@ -36,7 +35,7 @@ def choosing(*, scored: bool, anew: bool = False, seed: int = 5) -> Step:
     cell, chance = SnapshotCell(), random.Random(seed)
     cell.publish(Snapshot("1", tuple(map(Endpoint, _ADDRESSES))))
     if not scored:
-        plain = LeastLoaded(cell)
+        plain = LeastLoadedChooser(cell)
         return lambda: plain.choose(_REQUEST)
     readings = {
         address: Reading(
@@ -53,14 +52,14 @@ def choosing(*, scored: bool, anew: bool = False, seed: int = 5) -> Step:
         now_s += 1.0 if anew else 0.0
         return now_s
 
-    chooser = Chooser(
-        Scheduler(weights_of(SCORERS)),
+    chooser = ScoringChooser(
+        Scheduler(with_in_flight(SCORERS)),
         cell,
         readings=lambda: readings,
         in_flight=dict,
         index=PrefixIndex(),
-        latencies=LatencyBook(),
-        feed=None,
+        latencies=LatencyTracker(),
+        routes=None,
         clock=clock,
     )
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -19,12 +20,13 @@ from picker_fleet import assembly, replica
 from picker_fleet.config import load
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import InferenceRequest
-from picker_fleet.scheduling.chooser import Choice, Chooser, LeastLoaded
-from picker_fleet.scheduling.feed import RouteFeed
+from picker_fleet.scheduling.chooser import Choice, ScoringChooser
+from picker_fleet.scheduling.route_stream import RouteStream
+from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.telemetry import logs
 
 
-class SnapshotOnly(Chooser):
+class SnapshotOnly(ScoringChooser):
     """Chooses by what this replica knows, and leaves the script nothing to choose: no atomic reserve."""
 
     def choose(self, request: InferenceRequest) -> Choice:
@@ -32,31 +34,32 @@ class SnapshotOnly(Chooser):
         return Choice(choice.candidates.partition(",")[0], choice.basis)
 
 
-class OwnRoutes(RouteFeed):
+class OwnRoutes(RouteStream):
     """Knows what this replica has routed and nothing of the others."""
 
     async def run(self) -> None:
         await asyncio.Event().wait()
 
 
-class RoundRobin(LeastLoaded):
+class RoundRobin(ScoringChooser):
     """Every endpoint in its turn."""
 
-    def __init__(self, endpoints: SnapshotCell, in_flight: Callable[[], Mapping[str, int]]) -> None:
-        super().__init__(endpoints, in_flight)
+    def __init__(self, scheduler: Scheduler | None, endpoints: SnapshotCell, **parts: Any) -> None:
+        super().__init__(scheduler, endpoints, **parts)
+        self._pool = endpoints
         self._turn = itertools.count()
 
     def choose(self, request: InferenceRequest) -> Choice:
-        known = self._endpoints.current.endpoints
+        known = self._pool.current.endpoints
         chosen = known[next(self._turn) % len(known)].address
         return super().choose(request)._replace(candidates=chosen)
 
 
 VARIANTS: Mapping[str, Callable[[], None]] = {
     "product": lambda: None,
-    "snapshot-only": lambda: setattr(assembly, "Chooser", SnapshotOnly),
-    "own-routes": lambda: setattr(assembly, "RouteFeed", OwnRoutes),
-    "round-robin": lambda: setattr(assembly, "LeastLoaded", RoundRobin),
+    "snapshot-only": lambda: setattr(assembly, "ScoringChooser", SnapshotOnly),
+    "own-routes": lambda: setattr(assembly, "RouteStream", OwnRoutes),
+    "round-robin": lambda: setattr(assembly, "ScoringChooser", RoundRobin),
 }
 
 

@@ -13,9 +13,8 @@ from redis_servers import LOOPBACK, Server
 from script_fleet import running, until
 
 import picker_fleet
-from picker_fleet.scheduling.feed import RouteFeed
-from picker_fleet.scheduling.latency import LatencyBook
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scraping.feed import Feed
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.wakeups import listen
@@ -75,8 +74,8 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
     through = dict.fromkeys("ab", restricted)
     async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, silence_s=5.0) as it:
         # Given replicas that listen, scrape and route as that user too
-        feed = RouteFeed(
-            restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
+        feed = RouteStream(
+            restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
         )
         readings = Feed(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
         links: list[int] = []
@@ -86,7 +85,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
             # When they serve, then nothing is denied
             async with loaded(it) as load:
                 await load.served_more(100)
-            feed.completed("e", 1.0)
+            feed.add_completion("e", 1.0)
             await feed.caught_up()
             await until(lambda: redis7.ask("EXISTS", it.keys.routes))
             await until(lambda: links)

@@ -10,9 +10,8 @@ from redis_servers import Server
 from script_fleet import Fleet, ask, ended, running, until
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.scheduling.feed import RouteFeed
-from picker_fleet.scheduling.latency import LatencyBook
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scraping.feed import Feed
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.wakeups import listen
@@ -229,8 +228,8 @@ async def test_a_subscriber_whose_server_vanished_subscribes_anew(
 async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
     # Given a replica that follows what others route and scrape
     url, clock = url_of(between), asyncio.get_running_loop().time
-    routes = RouteFeed(
-        url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyBook()
+    routes = RouteStream(
+        url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
     )
     readings = Feed(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []

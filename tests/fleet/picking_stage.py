@@ -19,7 +19,7 @@ from picking_talk import PATIENT_S, Names, Played, Talk
 from picker_fleet.config import parse
 from picker_fleet.header_trust import STEERING
 from picker_fleet.replica import Bound, new_incarnation, serve
-from picker_fleet.scheduling.chooser import FRESH_S
+from picker_fleet.scheduling.chooser import REFRESH_S
 
 _POLL_S = 0.02
 
@@ -121,7 +121,7 @@ class Stage:
         known_s = loop.time()
 
         async def taken_up() -> bool:
-            return loop.time() > known_s + 1.1 * FRESH_S
+            return loop.time() > known_s + 1.1 * REFRESH_S
 
         await self._until(taken_up, "a look at it")
 

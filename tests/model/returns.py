@@ -21,7 +21,7 @@ from picker_fleet.admission.shared import SharedGate
 from picker_fleet.admission.sturdy import SturdyGate
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.request import Alive, Completion, Outcome
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Store, Verdict
@@ -188,7 +188,7 @@ class World:
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
         shared = SharedGate(
             store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
-            chooser=LeastLoaded(cell), awake=AwakeClock(lambda: NOW_S, lambda: 0.0),
+            chooser=LeastLoadedChooser(cell), awake=AwakeClock(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
         shared._attempts = itertools.repeat(1)  # type: ignore[assignment]
         gate = gate_over(store, shared, metrics, cell, Silence(1.0, 8.0), replica=name)

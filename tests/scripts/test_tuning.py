@@ -163,13 +163,13 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
     async with replica(valkey_url, pool, "a") as (a, controls), replica(valkey_url, pool, "b") as (b, others):
         # Given a fleet without scorers: nobody asks for prompts, and the fewest in flight is chosen
         assert a.chooser.choose(prompted("r1")).candidates == "*"
-        assert not b.chooser.hashes
+        assert not b.chooser.needs_prefix_hashes
         # When one is added through one replica, then every replica ranks by it within a heartbeat
         shown = await controls.change({"scheduling": {"scorers": {"prefix-affinity": 9}}})
         assert shown["changes"] == {"scheduling": {"scorers": {"prefix-affinity": 9}}}
-        await until(lambda: a.chooser.hashes and b.chooser.hashes)
+        await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # And what one has routed, the other knows: the data is there without a restart
-        await asyncio.gather(a.feed.caught_up(), b.feed.caught_up())
+        await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())
         placement = await a.sturdy.admit(prompted("r2"), held=False)
 
         has_it = f"{placement.endpoints[0]}=0.9000,"
@@ -180,6 +180,6 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
             b.sturdy.withdraw(f"r4-{number}", same)
         # And at weight 0 it is off again, for all
         await others.change({"scheduling": {"scorers": {"prefix-affinity": 0}}})
-        await until(lambda: not (a.chooser.hashes or b.chooser.hashes))
+        await until(lambda: not (a.chooser.needs_prefix_hashes or b.chooser.needs_prefix_hashes))
         assert b.chooser.choose(prompted("r5")).candidates == "*"
         a.sturdy.withdraw("r2", placement)

@@ -12,7 +12,7 @@ from picker_fleet.admin.cursor import BadCursor
 from picker_fleet.admin.fleet_lists import FleetLists
 from picker_fleet.admin.standing import Lookout
 from picker_fleet.request import Band
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.reads import Stretch
 
 (E1,) = addresses(1)
@@ -269,7 +269,9 @@ CONFIG: dict[str, Any] = {
 def lists_of(replica: Replica) -> FleetLists:
     assert replica.membership is not None
     lookout = Lookout(replica.store, 60.0)
-    return FleetLists(replica.store, replica.membership, lookout, LeastLoaded(replica.cell), replica.name)
+    return FleetLists(
+        replica.store, replica.membership, lookout, LeastLoadedChooser(replica.cell), replica.name
+    )
 
 
 async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Pulse, Store, Verdict
@@ -88,7 +88,7 @@ def gate_over(
         replica=replica,
         metrics=metrics,
         endpoints=cell,
-        chooser=LeastLoaded(cell),
+        chooser=LeastLoadedChooser(cell),
         silence=silence,
         report_s=0.0,
         effective=lambda: effective,

@@ -8,12 +8,10 @@ from scripted_store import ScriptedStore
 from picker_fleet.admission.probes import Probes
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
-from picker_fleet.scheduling.chooser import Chooser, LeastLoaded, weights_of
-from picker_fleet.scheduling.feed import RouteFeed
-from picker_fleet.scheduling.latency import LatencyBook
-from picker_fleet.scheduling.prefix import PrefixIndex
+from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.session import SessionTokens
 from picker_fleet.scraping.board import Reading
 from picker_fleet.scraping.metrics import EndpointMetrics
 from picker_fleet.signing import Keyring
@@ -29,18 +27,18 @@ class Knowledge:
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
         self.now_s = 0.0
-        self.index, self.latencies = PrefixIndex(), LatencyBook()
-        self.feed = RouteFeed(
+        self.index, self.latencies = PrefixIndex(), LatencyTracker()
+        self.routes = RouteStream(
             "redis://127.0.0.1:1/0", stream="s", replica="r", index=self.index, latencies=self.latencies
         )
-        self.chooser = Chooser(
-            Scheduler(weights_of({name.replace("_", "-"): weight for name, weight in scorers.items()})),
+        self.chooser = ScoringChooser(
+            Scheduler(with_in_flight({name.replace("_", "-"): weight for name, weight in scorers.items()})),
             self.cell,
             readings=lambda: self.readings,
             in_flight=dict,
             index=self.index,
             latencies=self.latencies,
-            feed=self.feed,
+            routes=self.routes,
             clock=lambda: self.now_s,
             adapters=adapters,
         )
@@ -72,7 +70,7 @@ def request(**fields: object) -> InferenceRequest:
 
 
 def test_given_no_scorers_when_chosen_then_the_script_has_the_whole_choice() -> None:
-    chooser = LeastLoaded(SnapshotCell())
+    chooser = LeastLoadedChooser(SnapshotCell())
     assert chooser.choose(request()).candidates == "*"
     assert chooser.choose(request(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(request(subset=())).candidates == ""
@@ -87,7 +85,7 @@ def test_given_labels_asked_for_when_chosen_then_only_endpoints_that_have_them_a
     )
     cell = SnapshotCell()
     cell.publish(Snapshot("1", labelled))
-    plain, scored = LeastLoaded(cell), Knowledge(*labelled, queue_depth=1)
+    plain, scored = LeastLoadedChooser(cell), Knowledge(*labelled, queue_depth=1)
     # When labels are asked for, then the others are left out, and a subset narrows what is left
     assert plain.choose(request(selector={"gpu": "h100"})).candidates == f"{A},{C}"
     assert plain.choose(request(selector={"gpu": "h100", "zone": "b"})).candidates == C
@@ -174,7 +172,7 @@ async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() 
 def test_given_nobody_to_choose_when_refused_then_that_is_explained_with_scorers_and_without() -> None:
     drained = Endpoint(A, drained=True)
     known = Knowledge(drained, queue_depth=1)
-    plain = LeastLoaded(known.cell, lambda: {A: 1})
+    plain = LeastLoadedChooser(known.cell, lambda: {A: 1})
     for chooser in (known.chooser, plain):
         chooser.refused(request(), chooser.choose(request()))
         explained = chooser.explain("r")
@@ -195,13 +193,13 @@ async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fl
         (Outcome.COMPLETED, 404, A), (Outcome.COMPLETED, 0, A),
     ):  # fmt: skip
         known.chooser.ended(Completion("r", outcome, status, served, 1, 1, 0.5, 0.1))
-    assert len(known.feed._done) == 1
+    assert len(known.routes.unwritten_completions) == 1
 
 
 async def test_given_a_wait_in_the_queue_when_a_completion_is_told_then_without_it() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     known.chooser.ended(Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5))
-    assert [done.seconds for done in known.feed._done] == [0.5]
+    assert [done.seconds for done in known.routes.unwritten_completions] == [0.5]
 
 
 async def test_given_routes_to_one_that_has_left_when_they_come_late_then_they_are_forgotten() -> None:

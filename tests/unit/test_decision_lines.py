@@ -9,7 +9,7 @@ import pytest
 from local_requests import ask
 
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.scheduling.explain import Explanation
 from picker_fleet.telemetry.decisions import DecisionLines
 from picker_fleet.telemetry.logs import setup
@@ -34,7 +34,7 @@ def test_a_decision_at_debug_level_says_why(written: tuple[str, io.StringIO]) ->
     level, lines = written
     cell = SnapshotCell()
     cell.publish(Snapshot("1", (Endpoint(A), Endpoint(B), Endpoint(C, down=True))))
-    chooser = LeastLoaded(cell, lambda: {B: 2})
+    chooser = LeastLoadedChooser(cell, lambda: {B: 2})
     placed, refused = ask("r1"), ask("r2", subset=(C,))
     chooser.placed(placed, chooser.choose(placed), (A, B), "0,3")
     chooser.refused(refused, chooser.choose(refused))

@@ -22,7 +22,7 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from picker_fleet.request import Alive, Band, Completion, Outcome
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
@@ -163,7 +163,7 @@ def test_given_endpoints_with_limits_when_picked_alone_then_one_below_its_limit_
     # Given two endpoints with a place each, one of which was taken when Redis was lost
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(each, max_inflight=1) for each in (E1, E2))))
-    picker = LocalPicker(LeastLoaded(cell), cell, lambda: 0.0)
+    picker = LocalPicker(LeastLoadedChooser(cell), cell, lambda: 0.0)
     picker.begin({E1: 1})
     # Then the other is picked, without the first as a fallback
     assert picker.pick(ask("a"), most=2) == (E2,)

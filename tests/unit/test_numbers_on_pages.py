@@ -10,7 +10,7 @@ from picker_fleet import intake
 from picker_fleet.admin import events, metrics_page, reading, standing
 from picker_fleet.admin.connection import BOUNDS
 from picker_fleet.admission import crossing, inbox, local_pick, outbox, shared, tombstones
-from picker_fleet.scheduling import blocks, prefix
+from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.scraping import connection, pacing
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
@@ -69,10 +69,13 @@ TOLD = [
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {pacing.PROBE_S:g} s"),
     ("picking", f"A page has at most {connection.MAX_PAGE_BYTES // 1024} KiB"),
-    ("picking", f"blocks of {blocks.BLOCK_BYTES} bytes, the first {blocks.MOST_BYTES // 1024} KB"),
     (
         "picking",
-        f"{spaced(prefix.BLOCKS_AN_ENDPOINT)} blocks an endpoint, {spaced(prefix.BLOCKS_IN_ALL)} in all",
+        f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB",
+    ),
+    (
+        "picking",
+        f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all",
     ),
     ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
     ("guarantees", f"{len(TABLE)} cases from headers"),

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.latency import LatencyStats
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
-from picker_fleet.scheduling.scorers import SCORERS
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
 
 A, B, C, V6 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"
 DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}
@@ -25,8 +22,8 @@ def at(
     queued: str = "",
     slots: int | None = 2,
     **more: object,
-) -> Signals:
-    return Signals(
+) -> EndpointState:
+    return EndpointState(
         address,
         waiting=waiting,
         kv_utilisation=kv,
@@ -37,20 +34,20 @@ def at(
     )
 
 
-def rank(weights: Mapping[str, float], ask: PickAsk, *endpoints: Signals) -> Ranking:
-    return Scheduler(weights).rank(ask, endpoints)
+def rank(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointState) -> Ranking:
+    return Scheduler(weights).rank(pick, endpoints)
 
 
-def first(weights: Mapping[str, float], ask: PickAsk, *endpoints: Signals) -> str:
-    return rank(weights, ask, *endpoints).best[0].address
+def first(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointState) -> str:
+    return rank(weights, pick, *endpoints).best[0].address
 
 
-PLAIN = PickAsk()
-SUMMARISE = PickAsk(adapter="sum")
+PLAIN = PickRequest()
+SUMMARISE = PickRequest(adapter="sum")
 
 
 @pytest.mark.parametrize(
-    ("ask", "endpoints", "expected"),
+    ("pick", "endpoints", "expected"),
     [
         pytest.param(PLAIN, [at(A, 3, 0.2), at(B, 0, 0.1), at(C, 10, 0.2)], B, id="lower queue and KV"),
         pytest.param(PLAIN, [at(A, 5, 0.9), at(B, 5, 0.1)], B, id="equal queues: lower KV"),
@@ -96,23 +93,29 @@ SUMMARISE = PickAsk(adapter="sum")
             id="unknown slots may serve, full ones not",
         ),
         pytest.param(
-            PickAsk(subset=frozenset((A, C))), [at(A, 9), at(B, 0), at(C, 4)], C, id="the best of the subset"
+            PickRequest(subset=frozenset((A, C))),
+            [at(A, 9), at(B, 0), at(C, 4)],
+            C,
+            id="the best of the subset",
         ),
         pytest.param(
-            PickAsk(subset=frozenset((A, "10.9.9.9:1"))), [at(A, 9), at(B, 0)], A, id="a partly known subset"
+            PickRequest(subset=frozenset((A, "10.9.9.9:1"))),
+            [at(A, 9), at(B, 0)],
+            A,
+            id="a partly known subset",
         ),
         pytest.param(PLAIN, [at(A, 0, healthy=False), at(B, 9)], B, id="health over queue"),
         pytest.param(PLAIN, [at(A, 0, draining=True), at(B, 9)], B, id="drain over queue"),
         pytest.param(
-            PickAsk(selector={"zone": "b"}),
+            PickRequest(selector={"zone": "b"}),
             [at(A, 0, labels={"zone": "a"}), at(B, 9, labels={"zone": "b"}), at(C, 0)],
             B,
             id="the label selector over queue",
         ),
     ],
 )
-def test_the_first_choice(ask: PickAsk, endpoints: list[Signals], expected: str) -> None:
-    assert first(DEFAULT, ask, *endpoints) == expected
+def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], expected: str) -> None:
+    assert first(DEFAULT, pick, *endpoints) == expected
 
 
 @pytest.mark.parametrize(("lora", "expected"), [(1.0, A), (6.0, B)])
@@ -127,14 +130,17 @@ def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: s
 
 
 @pytest.mark.parametrize(
-    ("ask", "endpoints", "reasons"),
+    ("pick", "endpoints", "reasons"),
     [
         pytest.param(PLAIN, [], {}, id="no endpoint"),
         pytest.param(
-            PickAsk(subset=frozenset()), [at(A)], {A: "not in the subset hint"}, id="the empty subset"
+            PickRequest(subset=frozenset()), [at(A)], {A: "not in the subset hint"}, id="the empty subset"
         ),
         pytest.param(
-            PickAsk(subset=frozenset((B,))), [at(A)], {A: "not in the subset hint"}, id="an unknown subset"
+            PickRequest(subset=frozenset((B,))),
+            [at(A)],
+            {A: "not in the subset hint"},
+            id="an unknown subset",
         ),
         pytest.param(
             PLAIN,
@@ -143,14 +149,14 @@ def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: s
             id="all out",
         ),
         pytest.param(
-            PickAsk(selector={"zone": "b"}), [at(A)], {A: "label zone is not b"}, id="no such label"
+            PickRequest(selector={"zone": "b"}), [at(A)], {A: "label zone is not b"}, id="no such label"
         ),
     ],
 )
 def test_hard_filters_leave_nobody_and_say_why(
-    ask: PickAsk, endpoints: list[Signals], reasons: dict[str, str]
+    pick: PickRequest, endpoints: list[EndpointState], reasons: dict[str, str]
 ) -> None:
-    ranking = rank(DEFAULT, ask, *endpoints)
+    ranking = rank(DEFAULT, pick, *endpoints)
 
     assert ranking.best == ()
     assert ranking.excluded == reasons
@@ -176,19 +182,19 @@ def test_a_soft_filter_never_brings_back_what_a_hard_one_took() -> None:
 def test_all_stale_are_equal_and_pickable() -> None:
     """Given only stale figures, when many requests are ranked, then each endpoint comes first at times."""
     endpoints = [at(A, 1, 0.1, stale=True), at(B, 50, 0.9, stale=True), at(C, 0, 0.0, stale=True)]
-    ask = PickAsk(chance=random.Random(1).random)
+    pick = PickRequest(random=random.Random(1).random)
 
-    firsts = Counter(first(DEFAULT, ask, *endpoints) for _ in range(60))
+    firsts = Counter(first(DEFAULT, pick, *endpoints) for _ in range(60))
 
     assert set(firsts) == {A, B, C}
-    assert len({one.score for one in rank(DEFAULT, ask, *endpoints).best}) == 1
+    assert len({one.score for one in rank(DEFAULT, pick, *endpoints).best}) == 1
 
 
 def test_ties_are_broken_by_chance_alone() -> None:
     """Given equal endpoints, when the chances are known, then the highest chance comes first."""
     chances = iter([0.2, 0.9, 0.5])
 
-    ranking = rank(DEFAULT, PickAsk(chance=lambda: next(chances)), at(A), at(B), at(C))
+    ranking = rank(DEFAULT, PickRequest(random=lambda: next(chances)), at(A), at(B), at(C))
 
     assert [one.address for one in ranking.best] == [B, C, A]
 
@@ -197,7 +203,7 @@ def test_only_the_most_wanted_are_listed_best_first() -> None:
     """Given 200 endpoints of different queues, when three are asked for, then the three shortest come."""
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
 
-    ranking = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], most=3)
+    ranking = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
 
     assert [one.address for one in ranking.best] == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
 
@@ -209,7 +215,7 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
     figures = [None, 0.0, 1.0, 7.5, 1e12, -3.0, float("nan"), float("inf")]
     for _ in range(100):
         endpoints = [
-            Signals(
+            EndpointState(
                 f"10.0.2.{n}:80",
                 waiting=chance.choice(figures),
                 running=chance.choice(figures),
@@ -219,14 +225,14 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
             )
             for n in range(5)
         ]
-        ask = PickAsk(
+        pick = PickRequest(
             session_endpoint="10.0.2.3:80",
-            blocks=4,
-            matches={"10.0.2.1:80": 9, "10.0.2.2:80": 1},
-            chance=chance.random,
+            prefix_blocks=4,
+            prefix_matches={"10.0.2.1:80": 9, "10.0.2.2:80": 1},
+            random=chance.random,
         )
 
-        ranking = rank(weights, ask, *endpoints)
+        ranking = rank(weights, pick, *endpoints)
 
         assert all(0.0 <= one.base <= one.score <= 1.0 for one in ranking.best)
         assert all(0.0 <= part <= 1.0 for parts in ranking.parts.values() for part in parts)
@@ -264,7 +270,7 @@ def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
     assert scheduler.rank(PLAIN, [at(A, 0), at(B, 9)]).best[0].address == A
     # When queues have changed, or others are left over, then it ranks by what is so now
     assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
-    only = PickAsk(subset=frozenset((A,)))
+    only = PickRequest(subset=frozenset((A,)))
     assert [each.address for each in scheduler.rank(only, [at(A, 9), at(B, 0)]).best] == [A]
     assert scheduler.rank(PLAIN, []).best == ()
     assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B

@@ -3,33 +3,31 @@
 import orjson
 
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.explain import Unscored
-from picker_fleet.scheduling.recall import ExplanationRing
+from picker_fleet.scheduling.explain import ExplanationCache, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 
 def ranking() -> Ranking:
     return Scheduler({"queue-depth": 1.0, "kv-cache": 3.0}).rank(
-        PickAsk(),
+        PickRequest(),
         [
-            Signals("a", waiting=4, kv_utilisation=0.5, in_flight=2),
-            Signals("b", waiting=0, kv_utilisation=0.2),
-            Signals("c", draining=True),
-            Signals("d", waiting=2, kv_utilisation=1.0),
+            EndpointState("a", waiting=4, kv_utilisation=0.5, in_flight=2),
+            EndpointState("b", waiting=0, kv_utilisation=0.2),
+            EndpointState("c", draining=True),
+            EndpointState("d", waiting=2, kv_utilisation=1.0),
         ],
-        most=2,
+        limit=2,
     )
 
 
 def test_every_candidate_is_explained_even_those_not_listed() -> None:
     """Given a pick of the best two of three, when it is explained, then all scores and reasons are there."""
-    ring = ExplanationRing()
+    cache = ExplanationCache()
 
-    ring.keep("r1", ranking(), ("b", "a"), "1,")
+    cache.add("r1", ranking(), ("b", "a"), "1,")
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert orjson.loads(orjson.dumps(found.to_dict())) == {
         "request_id": "r1",
@@ -72,53 +70,55 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
 
 def test_the_ring_keeps_the_last_ones() -> None:
     """Given room for three, when five come and one comes again, then the last three are known."""
-    ring = ExplanationRing(most=3)
+    cache = ExplanationCache(max_choices=3)
 
     for request_id in ("1", "2", "3", "4", "2", "5"):
-        ring.keep(request_id, ranking(), ("b",))
+        cache.add(request_id, ranking(), ("b",))
 
-    assert len(ring) == 3
-    assert [ring.find(request_id) is not None for request_id in "12345"] == [False, True, False, True, True]
+    assert len(cache) == 3
+    assert [cache.get(request_id) is not None for request_id in "12345"] == [False, True, False, True, True]
 
 
 def test_large_rankings_leave_room_for_fewer() -> None:
     """Given room for 30 figures, when rankings of 15 come, then two are kept; and one too large alone."""
-    ring = ExplanationRing(most_figures=30)
+    cache = ExplanationCache(max_values=30)
 
     for request_id in ("1", "2", "3"):
-        ring.keep(request_id, ranking(), ("b",))
+        cache.add(request_id, ranking(), ("b",))
 
-    assert [ring.find(request_id) is not None for request_id in "123"] == [False, True, True]
+    assert [cache.get(request_id) is not None for request_id in "123"] == [False, True, True]
 
-    small = ExplanationRing(most_figures=1)
-    small.keep("1", ranking(), ("b",))
+    small = ExplanationCache(max_values=1)
+    small.add("1", ranking(), ("b",))
     assert len(small) == 1
 
 
 def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
     """Given three equal candidates, when lots put them b, c, a, then the explanation has that order."""
     chances = iter([0.1, 0.9, 0.5])
-    equal = [Signals(address, kv_utilisation=0.5) for address in "abc"]
-    ring = ExplanationRing()
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
+    cache = ExplanationCache()
 
-    drawn = Scheduler({"kv-cache": 1.0}).rank(PickAsk(chance=lambda: next(chances)), equal, most=2)
-    ring.keep("r1", drawn, ("b", "c"))
+    drawn = Scheduler({"kv-cache": 1.0}).rank(PickRequest(random=lambda: next(chances)), equal, limit=2)
+    cache.add("r1", drawn, ("b", "c"))
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert [one.address for one in found.candidates] == ["b", "c", "a"]
 
 
 def test_the_live_load_decides_among_equal_scores() -> None:
     """Given equals by all that a replica knows, when the script saw other loads, then those decide."""
-    equal = [Signals(address, kv_utilisation=0.5) for address in "abc"]
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
     order = iter([0.9, 0.5, 0.1])
-    ring = ExplanationRing()
+    cache = ExplanationCache()
 
-    drawn = Scheduler({"kv-cache": 1.0, "in-flight": 1.0}).rank(PickAsk(chance=lambda: next(order)), equal)
-    ring.keep("r1", drawn, ("b", "c"), "4,0,2")
+    drawn = Scheduler({"kv-cache": 1.0, "in-flight": 1.0}).rank(
+        PickRequest(random=lambda: next(order)), equal
+    )
+    cache.add("r1", drawn, ("b", "c"), "4,0,2")
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert {one.address: (one.live, one.final) for one in found.candidates} == {
         "a": (4.0, 0.25),
@@ -127,20 +127,20 @@ def test_the_live_load_decides_among_equal_scores() -> None:
     }
 
 
-def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> Unscored:
+def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastLoadedPick:
     fields = {"subset": None, "selector": {}, **asked}
-    return Unscored(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
+    return LeastLoadedPick(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
 
 
 def test_without_scorers_the_explanation_says_so() -> None:
     """Given the fewest in flight as the only rule, when it is explained, then with the loads that were seen,
     with what was last known of the others, and with who was out."""
-    ring = ExplanationRing()
+    cache = ExplanationCache()
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
 
-    ring.keep("r1", pool(*four), ("b", "a"), "0,2")
+    cache.add("r1", pool(*four), ("b", "a"), "0,2")
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert [(one.address, one.score, one.live, one.in_flight) for one in found.candidates] == [
         ("b", None, 0.0, 0.0),
@@ -156,19 +156,19 @@ def test_without_scorers_the_explanation_says_so() -> None:
 def test_named_candidates_have_the_loads_of_the_named() -> None:
     """Given a subset with one name twice and one that takes nothing new, when it is explained, then each load
     is that of its name."""
-    ring = ExplanationRing()
+    cache = ExplanationCache()
     seen = pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b")
 
-    ring.keep("r1", seen, ("b",), "5,,1")
+    cache.add("r1", seen, ("b",), "5,,1")
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
 
 
 def test_a_refusal_says_who_was_out_and_why() -> None:
     """Given nobody who may take a request, when it is refused, then each endpoint has its reason."""
-    ring = ExplanationRing()
+    cache = ExplanationCache()
     seen = pool(
         Endpoint("a", drained=True),
         Endpoint("b", labels={"gpu": "a10"}),
@@ -178,9 +178,9 @@ def test_a_refusal_says_who_was_out_and_why() -> None:
         candidates="",
     )
 
-    ring.keep("r1", seen, ())
+    cache.add("r1", seen, ())
 
-    found = ring.find("r1")
+    found = cache.get("r1")
     assert found is not None
     assert (found.chosen, found.candidates) == ((), ())
     assert found.excluded == {

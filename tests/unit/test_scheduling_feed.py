@@ -11,19 +11,26 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from script_backends import url_of, valkey
 
-from picker_fleet.scheduling.blocks import block_hashes
-from picker_fleet.scheduling.feed import MAX_ENTRIES, MAX_ENTRY_BYTES, RouteFeed
-from picker_fleet.scheduling.latency import LatencyBook
-from picker_fleet.scheduling.prefix import PrefixIndex
-from picker_fleet.scheduling.records import Done, Record, Routed, bodies, pack, unpack
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
+from picker_fleet.scheduling.route_stream import (
+    MAX_ENTRIES,
+    MAX_ENTRY_BYTES,
+    CompletionRecord,
+    Record,
+    RouteRecord,
+    RouteStream,
+    join_records,
+    pack,
+    unpack,
+)
 from picker_tools.local_fleet.ports import free_port
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)
 
 addresses = st.text(max_size=40)
-routes = st.builds(Routed, addresses, st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple))
-done = st.builds(Done, addresses, st.floats(min_value=0, max_value=1e6))
+routes = st.builds(RouteRecord, addresses, st.lists(st.binary(min_size=8, max_size=8), max_size=9).map(tuple))
+done = st.builds(CompletionRecord, addresses, st.floats(min_value=0, max_value=1e6))
 
 
 class Replica:
@@ -31,12 +38,14 @@ class Replica:
 
     def __init__(self, url: str, stream: str, name: str) -> None:
         self.index = PrefixIndex()
-        self.latencies = LatencyBook()
-        self.feed = RouteFeed(url, stream=stream, replica=name, index=self.index, latencies=self.latencies)
+        self.latencies = LatencyTracker()
+        self.routes = RouteStream(
+            url, stream=stream, replica=name, index=self.index, latencies=self.latencies
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Replica"]:
-        task = asyncio.create_task(self.feed.run())
+        task = asyncio.create_task(self.routes.run())
         try:
             yield self
         finally:
@@ -58,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def caught_up(*replicas: Replica) -> None:
     async with asyncio.timeout(20):
         for replica in replicas:
-            await replica.feed.caught_up()
+            await replica.routes.caught_up()
 
 
 def prompt(name: str, blocks: int = 4) -> tuple[bytes, ...]:
@@ -86,7 +95,7 @@ async def client(url: str) -> AsyncIterator[Redis]:
 def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
 
-    entries = list(bodies(packed, most_bytes))
+    entries = list(join_records(packed, most_bytes))
 
     assert [record for body in entries for record in unpack(body)] == records
     assert all(len(body) <= max(most_bytes, *map(len, packed)) for body in entries)
@@ -105,9 +114,9 @@ async def test_three_followers_agree(url: str, stream: str) -> None:
         await caught_up(*replicas)
         for n, replica in enumerate(replicas):
             for turn in range(50):
-                replica.feed.routed((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
-                replica.feed.completed(A, n + turn / 100)
-            replica.feed.completed(f"the last of {n}", 1.0)
+                replica.routes.add_route((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
+                replica.routes.add_completion(A, n + turn / 100)
+            replica.routes.add_completion(f"the last of {n}", 1.0)
 
         await until(
             lambda: all(
@@ -126,7 +135,7 @@ async def test_three_followers_agree(url: str, stream: str) -> None:
 async def test_a_replica_knows_its_own_route_at_once(url: str, stream: str) -> None:
     replica = Replica(url, stream, "r")
 
-    replica.feed.routed(A, prompt("m"))
+    replica.routes.add_route(A, prompt("m"))
 
     assert replica.index.match(prompt("m")) == {A: 4}
 
@@ -137,11 +146,11 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
     async with other.running():
         async with one.running():
             await caught_up(one, other)
-            one.feed.routed(A, prompt("by one"))
-            one.feed.completed(A, 1.5)
+            one.routes.add_route(A, prompt("by one"))
+            one.routes.add_completion(A, 1.5)
             await until(lambda: other.completions(A) == 1 and len(other.index) == 4)
-        other.feed.routed(B, prompt("by other"))
-        other.feed.completed(A, 2.5)
+        other.routes.add_route(B, prompt("by other"))
+        other.routes.add_completion(A, 2.5)
         await until(lambda: other.completions(A) == 2)
 
         again = Replica(url, stream, "one, second life")
@@ -157,7 +166,7 @@ async def test_only_a_bounded_while_back_is_read(url: str, stream: str, client: 
     """Given an entry of an hour ago and one of now, when a replica starts, then it reads the younger."""
     now_s, _ = await client.time()
     for age_s, address in ((3600, A), (0, B)):
-        entry = {"by": "r", "body": pack(Routed(address, prompt("m")))}
+        entry = {"by": "r", "body": pack(RouteRecord(address, prompt("m")))}
         await client.xadd(stream, entry, id=f"{(now_s - age_s) * 1000}-0")
 
     late = Replica(url, stream, "late")
@@ -176,10 +185,10 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     async with writer.running():
         async with slow.running():
             await caught_up(slow)
-            writer.feed.completed(A, 1.0)
+            writer.routes.add_completion(A, 1.0)
             await until(lambda: slow.completions(A) == 1)
         for count, address in enumerate((B, C), start=1):
-            writer.feed.completed(address, 1.0)
+            writer.routes.add_completion(address, 1.0)
             await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
         await client.xtrim(stream, maxlen=1, approximate=False)
 
@@ -197,8 +206,8 @@ async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: 
         await caught_up(one, other)
         for n in range(5):
             address = f"10.0.0.{n}:80"
-            one.feed.completed(address, 1.0)
-            other.feed.routed(address, prompt(address))
+            one.routes.add_completion(address, 1.0)
+            other.routes.add_route(address, prompt(address))
             await until(
                 lambda address=address: (
                     other.completions(address) > 0 and one.index.match(prompt(address)) == {address: 4}
@@ -212,11 +221,13 @@ async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, clie
     entries are read after the next connection."""
     now_s, _ = await client.time()
     replica = Replica(url, stream, "r")
-    await client.xadd(stream, {"by": "x", "body": pack(Done(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0")
+    await client.xadd(
+        stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0"
+    )
     async with replica.running():
         await until(lambda: replica.completions(A) == 1)
     await client.delete(stream)
-    await client.xadd(stream, {"by": "x", "body": pack(Done(B, 1.0))})
+    await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(B, 1.0))})
 
     async with replica.running():
         await until(lambda: replica.completions(B) == 1)
@@ -225,7 +236,7 @@ async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, clie
 async def test_an_entry_that_cannot_be_read_is_passed_over(url: str, stream: str, client: Redis) -> None:
     await client.xadd(stream, {"by": "x", "body": b"Rubbish"})
     await client.xadd(stream, {"something": "else"})
-    await client.xadd(stream, {"by": "x", "body": pack(Done(A, 1.0))})
+    await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))})
 
     replica = Replica(url, stream, "r")
     async with replica.running():
@@ -242,16 +253,16 @@ async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
     port = free_port()
     one, other = Replica(url_of(port), stream, "one"), Replica(url_of(port), stream, "other")
     async with one.running(), other.running():
-        one.feed.routed(A, prompt("m"))
-        one.feed.completed(A, 1.0)
+        one.routes.add_route(A, prompt("m"))
+        one.routes.add_completion(A, 1.0)
         await until(lambda: one.completions(A) == 1)
         assert other.completions(A) == 0
 
         with valkey(tmp_path_factory.mktemp("late"), port):
             await caught_up(one, other)
-            one.feed.completed(B, 1.0)
+            one.routes.add_completion(B, 1.0)
             await until(lambda: other.completions(B) >= 1)
-            one.feed.routed(B, prompt("n"))
+            one.routes.add_route(B, prompt("n"))
             await until(lambda: other.index.match(prompt("n")) == {B: 4})
 
 
@@ -269,8 +280,8 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
         await caught_up(replica)
         last = (await client.xrevrange(stream, count=1))[0][0]
         for n in range(100):
-            replica.feed.routed(A, prompt(str(n), 100))
-        replica.feed.completed(A, 1.0)
+            replica.routes.add_route(A, prompt(str(n), 100))
+        replica.routes.add_completion(A, 1.0)
         await until(lambda: replica.completions(A) == 1)
 
     entries = await client.xrange(stream, min=b"(" + last)
@@ -285,8 +296,8 @@ async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
     same, and the completions in their order."""
     replica = Replica(url_of(free_port()), stream, "r")
     for n in range(5000):
-        replica.feed.routed(A, prompt(str(n), 1))
-        replica.feed.completed(A, float(n))
+        replica.routes.add_route(A, prompt(str(n), 1))
+        replica.routes.add_completion(A, float(n))
 
     async with replica.running():
         await until(lambda: replica.completions(A) == 100)

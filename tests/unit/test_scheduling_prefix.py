@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker_fleet.body import Body
-from picker_fleet.scheduling.blocks import BLOCK_BYTES, MOST_BYTES, block_hashes, prompt_bytes
-from picker_fleet.scheduling.prefix import BYTES_A_BLOCK, PrefixIndex
+from picker_fleet.scheduling.endpoint_history import (
+    BLOCK_BYTES,
+    BYTES_PER_BLOCK,
+    MAX_PROMPT_BYTES,
+    PrefixIndex,
+    block_hashes,
+    prompt_bytes,
+)
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
 messages = st.lists(
@@ -119,8 +125,8 @@ def test_model_and_salt_part_the_chains() -> None:
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
     prompt = told(document)
 
-    assert len(prompt) == MOST_BYTES
-    assert len(block_hashes("m", prompt)) == MOST_BYTES // BLOCK_BYTES
+    assert len(prompt) == MAX_PROMPT_BYTES
+    assert len(block_hashes("m", prompt)) == MAX_PROMPT_BYTES // BLOCK_BYTES
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
@@ -155,7 +161,7 @@ def test_memory_is_the_latest_and_never_a_chain_without_its_head(
 ) -> None:
     """Given any routes into a small index, then no bound is passed and a match by halves is the match
     counted one by one."""
-    index = PrefixIndex(blocks=12, in_all=24)
+    index = PrefixIndex(per_endpoint=12, in_total=24)
     chains = []
     for address, path in served:
         links = tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
@@ -163,7 +169,7 @@ def test_memory_is_the_latest_and_never_a_chain_without_its_head(
         index.add(address, links)
 
         assert len(index) <= 24
-        assert index.match(links)[address] == min(len(links), index.share)
+        assert index.match(links)[address] == min(len(links), index.capacity)
     for links in chains:
         found = index.match(links)
         for address in index.addresses:
@@ -172,7 +178,7 @@ def test_memory_is_the_latest_and_never_a_chain_without_its_head(
 
 
 def test_the_least_recently_served_goes_first() -> None:
-    index = PrefixIndex(blocks=30)
+    index = PrefixIndex(per_endpoint=30)
     old, used, new = chain("old", 10), chain("used", 10), chain("new", 15)
     for links in (used, old, used, new):
         index.add("a", links)
@@ -184,7 +190,7 @@ def test_the_least_recently_served_goes_first() -> None:
 
 def test_endpoints_share_the_whole() -> None:
     """Given room for 100 in all, when a fourth endpoint comes, then nobody keeps more than 25."""
-    index = PrefixIndex(blocks=60, in_all=100)
+    index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in ("a", "b", "c", "d"):
         index.add(address, chain(address, 60))
 
@@ -196,7 +202,7 @@ def test_endpoints_that_are_gone_are_forgotten() -> None:
     for address in ("a", "b", "c"):
         index.add(address, chain("m", 3))
 
-    index.keep({"b"})
+    index.retain({"b"})
 
     assert index.match(chain("m", 3)) == {"b": 3}
 
@@ -208,7 +214,7 @@ def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        index = PrefixIndex(blocks=blocks)
+        index = PrefixIndex(per_endpoint=blocks)
         for _ in range(2 * blocks // 100):
             index.add("a", [next(numbers).to_bytes(8) for _ in range(100)])
         held, _ = tracemalloc.get_traced_memory()
@@ -216,4 +222,4 @@ def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
         tracemalloc.stop()
 
     assert len(index) == blocks
-    assert held / blocks <= BYTES_A_BLOCK
+    assert held / blocks <= BYTES_PER_BLOCK

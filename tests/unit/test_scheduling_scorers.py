@@ -2,20 +2,17 @@
 
 import pytest
 
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.latency import LatencyStats, LatencyWeights
-from picker_fleet.scheduling.scorers import SCORERS
-from picker_fleet.scheduling.session import session_of
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.chooser import session_token_of
+from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, LatencyWeights, PickRequest
 
 
-def row(name: str, *values: object) -> list[Signals]:
-    return [Signals(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
+def row(name: str, *values: object) -> list[EndpointState]:
+    return [EndpointState(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_nobody_gets_no_scores(scorer: str) -> None:
-    assert SCORERS[scorer](PickAsk(adapter="a", session_endpoint="s", blocks=1), []) == []
+    assert SCORERS[scorer](PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), []) == []
 
 
 @pytest.mark.parametrize(
@@ -31,7 +28,7 @@ def test_nobody_gets_no_scores(scorer: str) -> None:
     ],
 )
 def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], expected: list[float]) -> None:
-    assert SCORERS[scorer](PickAsk(), row(signal, *figures)) == expected
+    assert SCORERS[scorer](PickRequest(), row(signal, *figures)) == expected
 
 
 @pytest.mark.parametrize(
@@ -46,17 +43,17 @@ def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], e
 def test_an_unknown_queue_counts_as_the_fullest(
     figures: tuple[float | None, ...], expected: list[float]
 ) -> None:
-    assert SCORERS["queue-depth"](PickAsk(), row("waiting", *figures)) == expected
+    assert SCORERS["queue-depth"](PickRequest(), row("waiting", *figures)) == expected
 
 
 def test_kv_cache_scores_what_is_free() -> None:
-    scores = SCORERS["kv-cache"](PickAsk(), row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1))
+    scores = SCORERS["kv-cache"](PickRequest(), row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1))
 
     assert scores == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
-    stale = Signals(
+    stale = EndpointState(
         "10.0.0.9:80",
         waiting=0,
         running=0,
@@ -65,15 +62,15 @@ def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
         active_adapters=frozenset("a"),
         stale=True,
     )
-    fresh = Signals("10.0.0.1:80", waiting=9, running=9, kv_utilisation=0.9)
+    fresh = EndpointState("10.0.0.1:80", waiting=9, running=9, kv_utilisation=0.9)
 
     for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
-        assert SCORERS[scorer](PickAsk(adapter="a"), [stale, fresh])[0] == 0.0
+        assert SCORERS[scorer](PickRequest(adapter="a"), [stale, fresh])[0] == 0.0
 
 
 def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
-    def lora(most: int | None, active: str, waiting: str = "") -> Signals:
-        return Signals(
+    def lora(most: int | None, active: str, waiting: str = "") -> EndpointState:
+        return EndpointState(
             f"{most}{active}{waiting}",
             max_adapters=most,
             active_adapters=frozenset(active.split()),
@@ -89,52 +86,52 @@ def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
         lora(None, ""),
     ]
 
-    assert SCORERS["lora-affinity"](PickAsk(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
-    assert SCORERS["lora-affinity"](PickAsk(), endpoints) == [1.0] * 6
+    assert SCORERS["lora-affinity"](PickRequest(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
+    assert SCORERS["lora-affinity"](PickRequest(), endpoints) == [1.0] * 6
 
 
 def test_latency_weighs_mean_load_and_spread() -> None:
     """Given specs/004's cost with every weight, then the least cost scores 1, the most 0, others between."""
-    ask = PickAsk(latency=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
+    pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
     endpoints = [
-        Signals("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
-        Signals("b", latency=LatencyStats(9, 1.0, 1.0), in_flight=1),  # 6
-        Signals("c", latency=LatencyStats(9, 5.0, 0.0), in_flight=3),  # 11
+        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
+        EndpointState("b", latency=LatencyStats(9, 1.0, 1.0), in_flight=1),  # 6
+        EndpointState("c", latency=LatencyStats(9, 5.0, 0.0), in_flight=3),  # 11
     ]
 
-    assert SCORERS["latency"](ask, endpoints) == [1.0, 0.5, 0.0]
+    assert SCORERS["latency"](pick, endpoints) == [1.0, 0.5, 0.0]
 
 
 def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
     # Given an idle endpoint without statistics, then it comes first
     endpoints = [
-        Signals("a", latency=LatencyStats(9, 1.0, 0.0)),
-        Signals("b"),
-        Signals("c", latency=LatencyStats(9, 2.0, 0.0)),
+        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0)),
+        EndpointState("b"),
+        EndpointState("c", latency=LatencyStats(9, 2.0, 0.0)),
     ]
 
-    assert SCORERS["latency"](PickAsk(), endpoints) == [0.5, 1.0, 0.0]
-    assert SCORERS["latency"](PickAsk(), row("latency", None, None)) == [1.0, 1.0]
+    assert SCORERS["latency"](PickRequest(), endpoints) == [0.5, 1.0, 0.0]
+    assert SCORERS["latency"](PickRequest(), row("latency", None, None)) == [1.0, 1.0]
     # When it has its share of requests and none has ended yet, then others are as good
-    endpoints[1] = Signals("b", in_flight=4)
-    assert SCORERS["latency"](PickAsk(), endpoints) == [1.0, 0.0, 0.0]
+    endpoints[1] = EndpointState("b", in_flight=4)
+    assert SCORERS["latency"](PickRequest(), endpoints) == [1.0, 0.0, 0.0]
 
 
 def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:
-    ask = PickAsk(blocks=8, matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
+    pick = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
 
-    assert SCORERS["prefix-affinity"](ask, row("waiting", 0, 0, 0)) == [1.0, 0.25, 0.0]
-    assert SCORERS["prefix-affinity"](PickAsk(), row("waiting", 0)) == [0.0]
+    assert SCORERS["prefix-affinity"](pick, row("waiting", 0, 0, 0)) == [1.0, 0.25, 0.0]
+    assert SCORERS["prefix-affinity"](PickRequest(), row("waiting", 0)) == [0.0]
 
 
 def test_a_session_stays_where_it_was_served() -> None:
-    ask = PickAsk(session_endpoint="10.0.0.2:80")
+    pick = PickRequest(session_endpoint="10.0.0.2:80")
 
-    assert SCORERS["session-affinity"](ask, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
+    assert SCORERS["session-affinity"](pick, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
 
 
 def test_a_request_without_a_session_has_no_home() -> None:
-    assert SCORERS["session-affinity"](PickAsk(), row("waiting", 0, 0)) == [0.0, 0.0]
+    assert SCORERS["session-affinity"](PickRequest(), row("waiting", 0, 0)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -148,10 +145,10 @@ def test_a_request_without_a_session_has_no_home() -> None:
     ],
 )
 def test_a_session_token_is_read_only_where_it_can_be_one(headers: dict[str, bytes], expected: str) -> None:
-    assert session_of(headers) == expected
+    assert session_token_of(headers) == expected
 
 
 def test_random_asks_chance_for_each() -> None:
     chances = iter([0.1, 0.7])
 
-    assert SCORERS["random"](PickAsk(chance=lambda: next(chances)), row("waiting", 0, 0)) == [0.1, 0.7]
+    assert SCORERS["random"](PickRequest(random=lambda: next(chances)), row("waiting", 0, 0)) == [0.1, 0.7]

@@ -10,7 +10,7 @@ from picker_fleet.admin.standing import MOST_LANES, Lookout
 from picker_fleet.admin.whereabouts import why
 from picker_fleet.admission.membership import Membership
 from picker_fleet.request import Band
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state.reads import Stretch
 from picker_fleet.state.rows import Entry, Lane
 from picker_fleet.state.store import Store
@@ -33,7 +33,7 @@ class FleetLists:
     """`admin.view.Lists` over a replica's own parts. `chooser` tells of what this replica has placed."""
 
     def __init__(
-        self, store: Store, membership: Membership, lookout: Lookout, chooser: LeastLoaded, replica: str
+        self, store: Store, membership: Membership, lookout: Lookout, chooser: EndpointChooser, replica: str
     ) -> None:
         self._store = store
         self._membership = membership

@@ -6,7 +6,8 @@ from picker_fleet.admin import shown
 from picker_fleet.admin.standing import Lookout
 from picker_fleet.admission.membership import Membership
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.scheduling.latency import LatencyBook, LatencyStats
+from picker_fleet.scheduling.endpoint_history import LatencyTracker
+from picker_fleet.scheduling.scorers import LatencyStats
 from picker_fleet.scraping.board import MetricsBoard, Reading
 from picker_fleet.state.store import Store
 
@@ -23,7 +24,7 @@ class FleetView:
         store: Store,
         membership: Membership,
         board: MetricsBoard,
-        latencies: LatencyBook,
+        latencies: LatencyTracker,
         lookout: Lookout,
         *,
         replica: str,

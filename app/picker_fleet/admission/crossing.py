@@ -34,7 +34,7 @@ from picker_fleet.admission.tuning import Effective
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StateUnavailable, WritesRefused
 from picker_fleet.request import Completion
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Pulse, Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -76,7 +76,7 @@ class Crossing:
         replica: str,
         metrics: Metrics,
         endpoints: SnapshotCell,
-        chooser: LeastLoaded,
+        chooser: EndpointChooser,
         silence: Silence,
         report_s: float,
         effective: Callable[[], Effective],

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import NoEndpoints
 from picker_fleet.request import InferenceRequest
-from picker_fleet.scheduling.chooser import LeastLoaded
-from picker_fleet.scheduling.explain import named
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.explain import live_load_addresses
 
 _FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for so long
 
@@ -18,7 +18,7 @@ _FAILED_S = 10.0  # an endpoint that could not be connected to is left alone for
 class LocalPicker:
     """Picks, and counts what runs where as far as this replica knows; `begin` before use."""
 
-    def __init__(self, chooser: LeastLoaded, endpoints: SnapshotCell, clock: Callable[[], float]) -> None:
+    def __init__(self, chooser: EndpointChooser, endpoints: SnapshotCell, clock: Callable[[], float]) -> None:
         self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
         self._load: Counter[str] = Counter()
         self._failed: dict[str, float] = {}  # endpoint -> until when it is left alone
@@ -54,7 +54,9 @@ class LocalPicker:
         if not picked:
             self._chooser.refused(request, choice)
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
-        live = ",".join(str(self._load.get(address, 0)) for address in named(choice.basis, picked))
+        live = ",".join(
+            str(self._load.get(address, 0)) for address in live_load_addresses(choice.basis, picked)
+        )
         self._chooser.placed(request, choice, picked, live)
         return picked
 

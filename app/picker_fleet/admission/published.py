@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from picker_fleet.config import Settings
 from picker_fleet.request import Band
-from picker_fleet.scheduling.chooser import weights_of
+from picker_fleet.scheduling.chooser import with_in_flight
 from picker_fleet.scheduling.scheduler import Scheduler
 
 # How fast a flow's mean answer follows its answers; a few dozen make a mean.
@@ -49,7 +49,7 @@ def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, obj
         "weights": dict(weights),
         "paused": 0,
         "queue_enabled": int(controller.enabled),
-        "live_weight": Scheduler(weights_of(_scorers(settings))).live_weight,
+        "live_weight": Scheduler(with_in_flight(_scorers(settings))).live_weight,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }

@@ -10,7 +10,7 @@ from picker_fleet.admission import ticket
 from picker_fleet.admission.service import ServiceMeter
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
-from picker_fleet.scheduling.chooser import LeastLoaded
+from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.signing import Keyring
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.store import Store
@@ -38,7 +38,7 @@ class RunningRequests:
         metrics: Metrics,
         endpoints: SnapshotCell,
         answer_tokens: int | None,
-        chooser: LeastLoaded,
+        chooser: EndpointChooser,
         service: ServiceMeter,
         keys: Keyring,
         awake: AwakeClock,

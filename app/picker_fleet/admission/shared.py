@@ -25,7 +25,7 @@ from picker_fleet.errors import (
     WritesRefused,
 )
 from picker_fleet.request import InferenceRequest, Placement
-from picker_fleet.scheduling.chooser import Choice, LeastLoaded
+from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.signing import Keyring
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.store import Store, Verdict
@@ -58,7 +58,7 @@ class SharedGate(RunningRequests):
         fallbacks: int,
         on_unknown_pool: Callable[[], None],
         answer_tokens: int | None = None,
-        chooser: LeastLoaded | None = None,
+        chooser: EndpointChooser | None = None,
         service: ServiceMeter | None = None,
         keys: Keyring | None = None,
         awake: AwakeClock | None = None,
@@ -68,7 +68,7 @@ class SharedGate(RunningRequests):
             metrics=metrics,
             endpoints=endpoints,
             answer_tokens=answer_tokens,
-            chooser=chooser or LeastLoaded(endpoints),
+            chooser=chooser or LeastLoadedChooser(endpoints),
             service=service or ServiceMeter(),
             keys=keys or Keyring(),
             awake=awake or AwakeClock(),

@@ -52,7 +52,7 @@ from picker_fleet.intake import (
 )
 from picker_fleet.paths import NOT_LISTED
 from picker_fleet.request import InferenceRequest, Placement
-from picker_fleet.scheduling.session import HEADER as SESSION
+from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 
 CONFIRM_AFTER_S = 1.0  # a placement older than this is confirmed before it is used; shorter than any lease
 

@@ -1,58 +1,109 @@
-"""The choice of an endpoint, as far as a replica can make it: candidates for the script, which has the last
-word, and what is remembered of each choice."""
+"""The choice of an endpoint, as far as one replica can make it.
+
+A chooser gives the script the candidates; the script (`lua/place.lua`) has the last word. It also remembers
+each choice for explanations, and gives clients the session tokens that the scorer `session-affinity` goes by.
+"""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Completion, InferenceRequest, Outcome
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.explain import ALL, Basis, Explanation, Unscored
-from picker_fleet.scheduling.feed import RouteFeed
-from picker_fleet.scheduling.latency import SPECIFIED, LatencyBook, LatencyWeights
-from picker_fleet.scheduling.prefix import PrefixIndex
-from picker_fleet.scheduling.recall import ExplanationRing
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.explain import (
+    ANY_ENDPOINT,
+    Explanation,
+    ExplanationCache,
+    LeastLoadedPick,
+    PickBasis,
+)
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import IN_FLIGHT
-from picker_fleet.scheduling.session import SessionTokens
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scorers import (
+    DEFAULT_LATENCY_WEIGHTS,
+    IN_FLIGHT,
+    EndpointState,
+    LatencyWeights,
+    PickRequest,
+)
 from picker_fleet.scraping.board import Reading
-from picker_fleet.signing import Keyring
+from picker_fleet.signing import LENGTH, Keyring
 
-_MOST = 8  # candidates with scores that the script is told; more would cost it more than they gain
-_ROUTED = frozenset({"prefix-affinity", "latency"})  # scorers that need what other replicas routed
-_LIVE_WEIGHT = 1.0  # of in-flight requests where the configuration names other scorers only
-FRESH_S = 0.1  # how old what is known of the endpoints may be: they are scraped as often
+if TYPE_CHECKING:
+    from picker_fleet.scheduling.route_stream import RouteStream  # it brings Redis's client
+
+SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
+REFRESH_S: Final = 0.1  # the endpoints' states are at most this old: they are scraped as often
+
+_MAX_SCORED = 8  # candidates with scores for the script; more would cost it more than they gain
+_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
+_IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
+_SESSION_PURPOSE = "session"
+_MAX_TOKENS = 10_000
 
 
 class Choice(NamedTuple):
-    """What the script is to choose from, as lua/place.lua takes it; and what that came from.
+    """The candidates for the script, in the form `lua/place.lua` takes, and what they were chosen from.
 
-    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
+    A tuple: each request makes one, and a frozen dataclass takes three times as long to make.
     """
 
     candidates: str
-    basis: Basis
+    basis: PickBasis
 
 
-class LeastLoaded:
-    """Leaves the choice to the script: the least loaded of all, or of the subset.
+class EndpointChooser(Protocol):
+    """What admission needs of a chooser. `live_weight` is the weight of the live load, which the script adds
+    to the candidates' scores."""
 
-    Labels are not the script's business: where a request asks for some, those of `endpoints` that have them
-    are named. `in_flight` gives the fleet's requests by endpoint as last heard of, a mapping that nobody
-    changes. `live_weight` is the part of the load in flight beside the scores it gives. One event loop.
+    live_weight: float
+
+    def choose(self, request: InferenceRequest) -> Choice:
+        """The candidates for `request`."""
+        ...
+
+    def placed(
+        self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
+    ) -> None:
+        """`request` went to the first of `endpoints`; `live` are the loads it was chosen by
+        (lua/place.lua)."""
+
+    def refused(self, request: InferenceRequest, choice: Choice) -> None:
+        """There was no endpoint for `request`."""
+
+    def ended(self, completion: Completion) -> None:
+        """A request has ended."""
+
+    def session_token(self, endpoint: str) -> str:
+        """The token for the client of a request that `endpoint` serves; '' if no scorer uses sessions."""
+        ...
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why a recent request went to its endpoint, or nowhere; None if it is not known."""
+        ...
+
+
+class LeastLoadedChooser:
+    """Leaves the choice to the script, which takes the least loaded endpoint of all, or of the subset.
+
+    The script does not know labels: if a request selects by labels, the candidates are the endpoints that
+    have them. `in_flight` gives the fleet's requests by endpoint as last read, a mapping that nobody changes.
+    One event loop.
     """
 
     live_weight = 0.0
 
-    def __init__(self, endpoints: SnapshotCell, in_flight: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(
+        self,
+        endpoints: SnapshotCell,
+        in_flight: Callable[[], Mapping[str, int]] = dict,
+        explanations: ExplanationCache | None = None,
+    ) -> None:
         self._endpoints = endpoints
         self._in_flight = in_flight
-        self._ring = ExplanationRing()
+        self._explanations = ExplanationCache() if explanations is None else explanations
 
     def choose(self, request: InferenceRequest) -> Choice:
-        """The candidates for `request`."""
         known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
         if selector:
             wanted = selector.items()
@@ -62,47 +113,88 @@ class LeastLoaded:
                 if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
             )
         else:
-            candidates = ALL if subset is None else ",".join(subset)
-        return Choice(candidates, Unscored(known, self._in_flight(), subset, selector, candidates))
+            candidates = ANY_ENDPOINT if subset is None else ",".join(subset)
+        return Choice(candidates, LeastLoadedPick(known, self._in_flight(), subset, selector, candidates))
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
-        """`request` went to the first of `endpoints`; `live` are the loads by which (lua/place.lua)."""
-        self._ring.keep(request.id, choice.basis, endpoints, live)
+        self._explanations.add(request.id, choice.basis, endpoints, live)
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
-        """There was no endpoint for `request`."""
-        self._ring.keep(request.id, choice.basis, ())
+        self._explanations.add(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
-        """A request has ended."""
+        pass
 
     def session_token(self, endpoint: str) -> str:
-        """What the client of a request that `endpoint` serves is to bring back; '' where nobody asks."""
         return ""
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a request of late went where it went, or nowhere; None if nothing is known of it."""
-        return self._ring.find(request_id)
+        return self._explanations.get(request_id)
 
 
-def weights_of(scorers: Mapping[str, float]) -> dict[str, float]:
-    """`scorers` (name -> weight) with the load in flight among them: without it replicas would herd."""
-    return {IN_FLIGHT: _LIVE_WEIGHT, **scorers}
+class SessionTokens:
+    """Session tokens of the endpoints known at the moment. One event loop.
 
-
-class Chooser(LeastLoaded):
-    """Ranks by the scorers in force over what this replica knows of all endpoints. One event loop.
-
-    Without a scheduler it leaves the choice to the script, as `LeastLoaded` does. `readings` gives what was
-    scraped, `in_flight` the fleet's requests by endpoint as last heard of. `feed` hears what is routed while
-    a scorer needs what other replicas routed. `adapters` are LoRA adapters by name, besides those that
-    readings tell of. `latency` is what the scorer of that name weighs. `hashes` says whether a scorer asks
-    for the hashes of prompts.
+    A client that sends back the token of its last answer asks for the endpoint that gave the answer. A token
+    is the fleet's signature of that endpoint's address. So clients learn nothing of the pool, and can ask
+    only for an endpoint that has served them (or someone who gave them the token).
     """
 
-    hashes = False
+    def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
+        self._keys = keys
+        self._endpoints = endpoints
+        self._tokens: dict[str, str] = {}  # by address; under the key that signs now
+        self._tokens_version = -1
+        self._addresses: dict[str, str] = {}  # by token, under any key
+        self._addresses_version = ("", -1)
+
+    def token_of(self, address: str) -> str:
+        """The token for a client that `address` serves."""
+        if self._tokens_version != self._keys.version or len(self._tokens) > _MAX_TOKENS:
+            self._tokens, self._tokens_version = {}, self._keys.version
+        token = self._tokens.get(address)
+        if token is None:
+            token = self._tokens[address] = self._keys.sign(_SESSION_PURPOSE, address)
+        return token
+
+    def endpoint_of(self, token: str) -> str:
+        """The endpoint whose token it is; '' if the fleet did not sign it, or the endpoint has left."""
+        known = self._endpoints.current
+        version = (known.version, self._keys.version)
+        if version != self._addresses_version:
+            self._addresses = {
+                token: endpoint.address
+                for endpoint in known.endpoints
+                for token in self._keys.signatures(_SESSION_PURPOSE, endpoint.address)
+            }
+            self._addresses_version = version
+        return self._addresses.get(token, "")
+
+
+def session_token_of(headers: Mapping[str, bytes]) -> str:
+    """The session token in a request's headers. '' if it is malformed: affinity is a preference, so no
+    request is refused for it."""
+    raw = headers.get(SESSION_HEADER, b"").strip()
+    return raw.decode() if len(raw) == LENGTH and raw.isalnum() else ""
+
+
+def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
+    """`scorers` (name -> weight) and the load in flight among them: without it replicas would all pick the
+    same endpoint at once."""
+    return {IN_FLIGHT: _IN_FLIGHT_WEIGHT, **scorers}
+
+
+class ScoringChooser:
+    """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
+
+    Without a scheduler it leaves the choice to the script, as `LeastLoadedChooser` does. `readings` gives the
+    scraped metrics, `in_flight` the fleet's requests by endpoint as last read. `routes` is told of routes and
+    completions while a scorer needs those of all replicas. `adapters` are names of LoRA adapters besides
+    those in the readings. `latency_weights` are those of the scorer `latency`. `needs_prefix_hashes` says
+    whether a scorer needs the hashes of prompts.
+    """
 
     def __init__(
         self,
@@ -112,121 +204,132 @@ class Chooser(LeastLoaded):
         readings: Callable[[], Mapping[str, Reading]],
         in_flight: Callable[[], Mapping[str, int]],
         index: PrefixIndex,
-        latencies: LatencyBook,
-        feed: RouteFeed | None,
+        latencies: LatencyTracker,
+        routes: "RouteStream | None",
         clock: Callable[[], float],
         adapters: Collection[str] = (),
-        latency: LatencyWeights = SPECIFIED,
+        latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS,
         sessions: SessionTokens | None = None,
     ) -> None:
-        super().__init__(endpoints, in_flight)
-        self._sessions = sessions or SessionTokens(Keyring(), endpoints)
-        self._routes_asked = asyncio.Event()
-        self.weigh(scheduler)
+        self._endpoints = endpoints
         self._readings = readings
+        self._in_flight = in_flight
         self._index = index
         self._latencies = latencies
-        self._latency = latency
-        self._feed = feed
+        self._latency_weights = latency_weights
+        self._routes = routes
         self._clock = clock
-        self._known: list[Signals] = []
-        self._named = frozenset(adapters)
-        self._adapters = self._named
-        self._version = ""
+        self._configured_adapters = frozenset(adapters)
+        self._sessions = sessions or SessionTokens(Keyring(), endpoints)
+        self._explanations = ExplanationCache()
+        self._least_loaded = LeastLoadedChooser(endpoints, in_flight, self._explanations)
+        self._routes_needed = asyncio.Event()
+        # The endpoints' states, as of `_refreshed_s`, of the snapshot `_version`.
+        self._states: list[EndpointState] = []
+        self._adapters = self._configured_adapters
         self._addresses: frozenset[str] = frozenset()
-        self._known_s = -FRESH_S
+        self._version = ""
+        self._refreshed_s = -REFRESH_S
+        self.use_scheduler(scheduler)
 
-    def weigh(self, scheduler: Scheduler | None) -> None:
-        """Rank by `scheduler` from now on; without one the least loaded is chosen."""
+    def use_scheduler(self, scheduler: Scheduler | None) -> None:
+        """Rank by `scheduler` from now on; None leaves the choice to the script."""
         self._scheduler = scheduler
         weights = scheduler.weights if scheduler is not None else {}
-        self._keeps_sessions = "session-affinity" in weights
         self.live_weight = scheduler.live_weight if scheduler is not None else 0.0
-        self.hashes = "prefix-affinity" in weights
-        self._tells = not _ROUTED.isdisjoint(weights)
-        if self._tells:
-            self._routes_asked.set()
+        self.needs_prefix_hashes = "prefix-affinity" in weights
+        self._gives_tokens = "session-affinity" in weights
+        self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
+        if self._shares_routes:
+            self._routes_needed.set()
 
-    async def routes_asked(self) -> None:
-        """Wait, without end, until a scorer needs what other replicas routed."""
-        await self._routes_asked.wait()
+    async def routes_needed(self) -> None:
+        """Wait, without a deadline, until a scorer needs what other replicas routed."""
+        await self._routes_needed.wait()
 
     def choose(self, request: InferenceRequest) -> Choice:
         if self._scheduler is None:
-            return super().choose(request)
-        self._look()
-        ask = PickAsk(
+            return self._least_loaded.choose(request)
+        self._refresh()
+        pick = PickRequest(
             subset=None if request.subset is None else frozenset(request.subset),
             adapter=request.target_model if request.target_model in self._adapters else "",
             selector=request.selector,
             session_endpoint=self._sessions.endpoint_of(request.session) if request.session else "",
-            blocks=len(request.prefix),
-            matches=self._index.match(request.prefix),
-            latency=self._latency,
+            prefix_blocks=len(request.prefix),
+            prefix_matches=self._index.match(request.prefix),
+            latency_weights=self._latency_weights,
         )
-        # A limit may leave only those that are far down.
-        most = len(self._known) if request.limit else _MOST
-        ranking = self._scheduler.rank(ask, self._known, most=most)
+        # A limit per endpoint may leave only candidates that rank low.
+        limit = len(self._states) if request.limit else _MAX_SCORED
+        ranking = self._scheduler.rank(pick, self._states, limit=limit)
         return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
-        super().placed(request, choice, endpoints, live)
-        if self._feed is not None and self._tells and request.prefix:
-            self._feed.routed(endpoints[0], request.prefix)
+        self._explanations.add(request.id, choice.basis, endpoints, live)
+        if self._routes is not None and self._shares_routes and request.prefix:
+            self._routes.add_route(endpoints[0], request.prefix)
+
+    def refused(self, request: InferenceRequest, choice: Choice) -> None:
+        self._explanations.add(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
-        if self._feed is None or not self._tells or completion.outcome is not Outcome.COMPLETED:
+        if self._routes is None or not self._shares_routes or completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:
-            return  # a refusal is quick, and says nothing of how long answers take
-        # Without the wait in our own queue, which says nothing of the endpoint.
+            return  # a refusal is quick, and says nothing about how long answers take
+        # Without the wait in our own queue, which says nothing about the endpoint.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
         if completion.served and seconds is not None:
-            self._feed.completed(completion.served, seconds)
+            self._routes.add_completion(completion.served, seconds)
 
     def session_token(self, endpoint: str) -> str:
-        return self._sessions.token_of(endpoint) if self._keeps_sessions else ""
+        return self._sessions.token_of(endpoint) if self._gives_tokens else ""
+
+    def explain(self, request_id: str) -> Explanation | None:
+        return self._explanations.get(request_id)
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:
-        """What each scorer gives each endpoint that may be picked (`ip:port` -> scorer -> 0 to 1), for
-        a request that asks for nothing in particular; `total` is the weighted whole."""
+        """What each scorer gives each eligible endpoint (`ip:port` -> scorer -> 0 to 1) for a request without
+        any preference; `total` is the weighted sum."""
         if self._scheduler is None:
             return {}
-        self._look()
-        ranking = self._scheduler.rank(PickAsk(latency=self._latency), self._known, most=0)
+        self._refresh()
+        pick = PickRequest(latency_weights=self._latency_weights)
+        ranking = self._scheduler.rank(pick, self._states, limit=0)
         columns = {**ranking.parts, "total": ranking.totals}
         return {
-            signals.address: {name: scores[at] for name, scores in columns.items()}
-            for at, signals in enumerate(ranking.kept)
+            endpoint.address: {name: scores[at] for name, scores in columns.items()}
+            for at, endpoint in enumerate(ranking.eligible)
         }
 
-    def _look(self) -> None:
-        """Take up what is known of the endpoints, unless that was a moment ago."""
+    def _refresh(self) -> None:
+        """Rebuild the endpoints' states, unless that was done less than `REFRESH_S` ago."""
         snapshot, now_s = self._endpoints.current, self._clock()
-        if snapshot.version == self._version and now_s - self._known_s < FRESH_S:
+        if snapshot.version == self._version and now_s - self._refreshed_s < REFRESH_S:
             return
         if snapshot.version != self._version:
             self._addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
-            self._latencies.keep(self._addresses)
-        self._index.keep(self._addresses)  # routes to endpoints that have left come late, and from the past
-        self._version, self._known_s = snapshot.version, now_s
+            self._latencies.retain(self._addresses)
+        self._index.retain(self._addresses)  # routes to endpoints that have left may arrive late
+        self._version, self._refreshed_s = snapshot.version, now_s
         readings, in_flight = self._readings(), self._in_flight()
-        self._known = []
-        adapters = set(self._named)
-        pages = {name: reading.metrics for name, reading in readings.items() if reading.known}
-        open_to_new = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
-        # Where most are stale it is the scraping that is late. The few that were read just now would get all
-        # requests, so their loads are not compared with nothing: what is in flight decides.
-        compared = 2 * sum(address in pages for address in open_to_new) >= len(open_to_new)
+        self._states = []
+        adapters = set(self._configured_adapters)
+        fresh = {address: reading.metrics for address, reading in readings.items() if reading.known}
+        ready = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
+        # If most are stale, scraping is late. The few with fresh figures would get all requests, so loads are
+        # not compared: the requests in flight decide.
+        compare_loads = 2 * sum(address in fresh for address in ready) >= len(ready)
         for endpoint in snapshot.endpoints:
-            known = pages.get(endpoint.address)
-            loads = known if compared else None
-            if known is not None:
-                adapters |= known.active_adapters | known.waiting_adapters
-            self._known.append(
-                Signals(
+            metrics = fresh.get(endpoint.address)
+            loads = metrics if compare_loads else None
+            if metrics is not None:
+                adapters |= metrics.active_adapters | metrics.waiting_adapters
+            self._states.append(
+                EndpointState(
                     endpoint.address,
                     labels=endpoint.labels,
                     draining=endpoint.draining or endpoint.drained,
@@ -234,10 +337,10 @@ class Chooser(LeastLoaded):
                     waiting=loads.waiting if loads else None,
                     running=loads.running if loads else None,
                     kv_utilisation=loads.kv_utilisation if loads else None,
-                    max_adapters=known.max_adapters if known else None,
-                    active_adapters=known.active_adapters if known else frozenset(),
-                    waiting_adapters=known.waiting_adapters if known else frozenset(),
-                    stale=known is None,
+                    max_adapters=metrics.max_adapters if metrics else None,
+                    active_adapters=metrics.active_adapters if metrics else frozenset(),
+                    waiting_adapters=metrics.waiting_adapters if metrics else frozenset(),
+                    stale=metrics is None,
                     in_flight=float(in_flight.get(endpoint.address, 0)),
                     latency=self._latencies.stats(endpoint.address),
                 )

@@ -1,24 +1,28 @@
-"""Why a request went where it went, or nowhere: what a choice was made from, put into words and numbers."""
+"""Why a request went to its endpoint, or nowhere: what a choice was made from, as words and numbers.
 
+Choices are kept as they were made; the work of explaining one is done only when somebody asks.
+"""
+
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.filters import sift
-from picker_fleet.scheduling.scheduler import Ranking
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scheduler import Ranking, apply_filters
+from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
-ALL = "*"
+ANY_ENDPOINT: Final = "*"
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
 )
+_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
-class Unscored(NamedTuple):
-    """What was known where the script alone chose: `endpoints` of the pool and what each had in flight."""
+class LeastLoadedPick(NamedTuple):
+    """What was known where the script alone chose: the pool's `endpoints` and the requests in flight at
+    each."""
 
     endpoints: tuple[Endpoint, ...]
     in_flight: Mapping[str, int]
@@ -27,15 +31,18 @@ class Unscored(NamedTuple):
     candidates: str
 
 
-Basis = Ranking | Unscored
+PickBasis = Ranking | LeastLoadedPick
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A candidate with its total in [0, 1] and each scorer's unweighted part (None and empty without
-    scorers), its load when it was looked at (requests in flight, as the replica last knew it), and the load
-    that the choice was made from. `final` is the total with that load in it. None: not told, or the script
-    could not take it (its flow is at its limit there, or it has just been taken out)."""
+class ScoredCandidate:
+    """One candidate of an explained pick.
+
+    `score` is its total in [0, 1] and `parts` each scorer's unweighted score (None and empty without
+    scorers). `in_flight` is its load as the replica last knew it, `live` the load that the choice was made
+    from, and `final` the total with that load in it. `live` and `final` are None if the script did not report
+    them or could not take the candidate (its flow is at its limit there, or it has just been taken out).
+    """
 
     address: str
     score: float | None
@@ -47,20 +54,20 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One pick: `chosen` endpoints in the order of the answer (none: it was refused), `candidates` best
-    first, who was out and why, the soft filters that were waived, the weights (normalised) of the scorers,
-    and the `rule` that decided among the candidates."""
+    """One pick: the `chosen` endpoints in the order of the answer (none: it was refused), `candidates` best
+    first, which endpoints were excluded and why, the soft filters that were waived, the normalised weights of
+    the scorers, and the `rule` that decided among the candidates."""
 
     request_id: str
     chosen: tuple[str, ...]
-    candidates: tuple[Scored, ...]
+    candidates: tuple[ScoredCandidate, ...]
     excluded: Mapping[str, str]
     waived: tuple[str, ...]
     weights: Mapping[str, float]
     rule: str
 
     def to_dict(self) -> dict[str, object]:
-        """Fit for JSON, scores rounded to four digits."""
+        """For JSON; scores are rounded to four digits."""
         return {
             "request_id": self.request_id,
             "chosen": list(self.chosen),
@@ -82,86 +89,140 @@ class Explanation:
         }
 
     def summary(self) -> dict[str, str]:
-        """As fields of a log line: the candidates, each as `address score/live`, and who was out and why."""
+        """Fields of a log line: the candidates, each as `address score/live`, and the excluded with their
+        reasons."""
         return {
             "candidates": ", ".join(
-                f"{one.address} {_word(one.score if one.final is None else one.final)}/{_word(one.live)}"
+                f"{one.address} {_figure(one.score if one.final is None else one.final)}/{_figure(one.live)}"
                 for one in self.candidates
             ),
             "excluded": ", ".join(f"{address} {why}" for address, why in self.excluded.items()),
         }
 
 
-def explanation(request_id: str, basis: Basis, chosen: tuple[str, ...], live: str) -> Explanation:
-    """What `basis` says of a request that was given `chosen`; `live` are the loads that the choice was made
-    from, as `lua/place.lua` gives them ('' for none)."""
-    if isinstance(basis, Unscored):
-        return _by_load(request_id, basis, chosen, live)
-    return _by_score(request_id, basis, chosen, live)
+class _Choice(NamedTuple):
+    """A tuple: each request makes one, and a frozen dataclass takes three times as long to make."""
+
+    basis: PickBasis
+    chosen: tuple[str, ...]
+    live: str
+    values: int
 
 
-def named(basis: Basis, chosen: Sequence[str]) -> list[str]:
-    """The endpoints that loads are given of, in that order."""
-    if not isinstance(basis, Unscored):
+class ExplanationCache:
+    """The last choices by request id: at most `max_choices`, with at most `max_values` scores and reasons
+    (about 40 bytes each) together. Adding one costs a dictionary entry; `get` does the work."""
+
+    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
+        self._max_choices = max_choices
+        self._max_values = max_values
+        self._values = 0
+        self._choices: OrderedDict[str, _Choice] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
+        """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
+        that the choice was made from (see `explain`). A second choice of one id replaces the first."""
+        old = self._choices.pop(request_id, None)
+        if old is not None:
+            self._values -= old.values
+        if isinstance(basis, LeastLoadedPick):
+            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
+        else:
+            values = len(basis.eligible) * (len(basis.parts) + 2) + 2 * len(basis.excluded) + 1
+        self._choices[request_id] = _Choice(basis, chosen, live, values)
+        self._values += values
+        while len(self._choices) > self._max_choices or (
+            self._values > self._max_values and len(self._choices) > 1
+        ):
+            _, oldest = self._choices.popitem(last=False)
+            self._values -= oldest.values
+
+    def get(self, request_id: str) -> Explanation | None:
+        """Why `request_id` went to its endpoint; None if that is no longer known."""
+        choice = self._choices.get(request_id)
+        return explain(request_id, choice.basis, choice.chosen, choice.live) if choice else None
+
+
+def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str) -> Explanation:
+    """Why `request_id` was given `chosen`. `live` are the loads that the choice was made from, as
+    `lua/place.lua` returns them ('' for none)."""
+    if isinstance(basis, LeastLoadedPick):
+        return _explain_by_load(request_id, basis, chosen, live)
+    return _explain_by_score(request_id, basis, chosen, live)
+
+
+def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
+    """The endpoints whose loads the script returns, in its order."""
+    if not isinstance(basis, LeastLoadedPick):
         return [candidate.address for candidate in basis.best]
-    return list(chosen) if basis.candidates == ALL else list(dict.fromkeys(basis.candidates.split(",")))
+    if basis.candidates == ANY_ENDPOINT:
+        return list(chosen)
+    return list(dict.fromkeys(basis.candidates.split(",")))
 
 
-def _by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...], live: str) -> Explanation:
-    loads = _loads(named(ranking, chosen), live)
-    most = max([1.0, *loads.values()])
+def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...], live: str) -> Explanation:
+    loads = _loads(live_load_addresses(ranking, chosen), live)
+    greatest = max([1.0, *loads.values()])
     bases = {candidate.address: candidate.base for candidate in ranking.best}
     rows = []
-    for at, (endpoint, total) in enumerate(zip(ranking.kept, ranking.totals, strict=True)):
+    for at, (endpoint, total) in enumerate(zip(ranking.eligible, ranking.totals, strict=True)):
         address, load = endpoint.address, loads.get(endpoint.address)
-        # As the script reckons it (lua/lib/endpoints.lua), put so that it is a score like the others.
-        final = None if load is None else bases[address] + ranking.live_weight * (1 - load / most)
+        # As the script computes it (lua/lib/endpoints.lua), written as a score like the others.
+        final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
-        rows.append(Scored(address, min(1.0, total), parts, endpoint.in_flight, load, final))
-    # The ranking drew lots among equals: its order first, then the ones it left out.
-    place = {candidate.address: at for at, candidate in enumerate(ranking.best)}
-    rows.sort(key=lambda row: (place.get(row.address, len(place)), -(row.score or 0.0)))
+        rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))
+    # Ties were broken at random: the ranking's order first, then the candidates that it left out.
+    position = {candidate.address: at for at, candidate in enumerate(ranking.best)}
+    rows.sort(key=lambda row: (position.get(row.address, len(position)), -(row.score or 0.0)))
     return Explanation(
         request_id, chosen, tuple(rows), ranking.excluded, ranking.waived, ranking.weights, _BY_SCORE
     )
 
 
-def _by_load(request_id: str, seen: Unscored, chosen: tuple[str, ...], live: str) -> Explanation:
-    loads = _loads(named(seen, chosen), live)
-    ask = PickAsk(None if seen.subset is None else frozenset(seen.subset), selector=seen.selector)
-    sifted = sift(
-        ask,
+def _explain_by_load(
+    request_id: str, basis: LeastLoadedPick, chosen: tuple[str, ...], live: str
+) -> Explanation:
+    loads = _loads(live_load_addresses(basis, chosen), live)
+    pick = PickRequest(None if basis.subset is None else frozenset(basis.subset), selector=basis.selector)
+    filtered = apply_filters(
+        pick,
         [
-            Signals(
+            EndpointState(
                 endpoint.address,
                 labels=endpoint.labels,
                 draining=endpoint.draining or endpoint.drained,
                 healthy=not endpoint.down,
-                in_flight=float(seen.in_flight.get(endpoint.address, 0)),
+                in_flight=float(basis.in_flight.get(endpoint.address, 0)),
             )
-            for endpoint in seen.endpoints
+            for endpoint in basis.endpoints
         ],
     )
-    rows = [Scored(one.address, None, {}, one.in_flight, loads.get(one.address)) for one in sifted.kept]
-    rank = {address: at for at, address in enumerate(chosen)}
+    rows = [
+        ScoredCandidate(one.address, None, {}, one.in_flight, loads.get(one.address))
+        for one in filtered.eligible
+    ]
+    position = {address: at for at, address in enumerate(chosen)}
     rows.sort(
         key=lambda row: (
-            rank.get(row.address, len(rank)),
+            position.get(row.address, len(position)),
             row.live is None,
             row.in_flight if row.live is None else row.live,
         )
     )
-    return Explanation(request_id, chosen, tuple(rows), sifted.excluded, sifted.waived, {}, _BY_LOAD)
+    return Explanation(request_id, chosen, tuple(rows), filtered.excluded, filtered.waived, {}, _BY_LOAD)
 
 
 def _loads(addresses: Sequence[str], live: str) -> dict[str, float]:
-    told = live.split(",") if live else []
-    return {address: float(load) for address, load in zip(addresses, told, strict=False) if load}
+    values = live.split(",") if live else []
+    return {address: float(load) for address, load in zip(addresses, values, strict=False) if load}
 
 
 def _rounded(score: float | None) -> float | None:
     return None if score is None else round(score, 4)
 
 
-def _word(figure: float | None) -> str:
-    return "?" if figure is None else f"{round(figure, 4):g}"
+def _figure(value: float | None) -> str:
+    return "?" if value is None else f"{round(value, 4):g}"

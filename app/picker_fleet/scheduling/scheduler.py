@@ -1,26 +1,126 @@
-"""Ranks the endpoints for one request: filters, then weighted scorers. Pure; the script that reserves has
-the last word, since only it knows the load of this moment (DESIGN, "Endpoints")."""
+"""Ranks the endpoints for one request: filters, then weighted scorers. Pure.
+
+The script that reserves an endpoint has the last word, since only it knows the load at that moment (DESIGN,
+"Endpoints").
+
+A filter is a pure function too. It returns a reason against each endpoint or None, or None altogether if it
+does not apply to the request. Hard filters always hold. A soft filter (`SOFT_FILTERS`) is waived if it would
+leave no endpoint. Filters apply in the order of `FILTERS`; the first that rejects an endpoint gives the
+reason.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import mul
 from typing import NamedTuple
 
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.filters import sift
-from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, STANDING, scorer_name
-from picker_fleet.scheduling.signals import Signals
+from picker_fleet.scheduling.scorers import (
+    IN_FLIGHT,
+    REQUEST_INDEPENDENT_SCORERS,
+    SCORERS,
+    EndpointState,
+    PickRequest,
+    scorer_name,
+)
 
-_FEW = 100  # sorting up to here is cheaper than a heap, which stays linear
+_SORT_LIMIT = 100  # up to here sorting is cheaper than a heap, which grows linearly
+
+Reasons = list[str | None]
+Filter = Callable[[PickRequest, Sequence[EndpointState]], Reasons | None]
+
+
+def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
+    """Only endpoints that the gateway's subset hint names."""
+    wanted = pick.subset
+    if wanted is None:
+        return None
+    return [None if endpoint.address in wanted else "not in the subset hint" for endpoint in endpoints]
+
+
+def health(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
+    """Only endpoints that answer."""
+    return [None if endpoint.healthy else "unhealthy" for endpoint in endpoints]
+
+
+def drain(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
+    """Only endpoints that take new requests."""
+    return ["draining" if endpoint.draining else None for endpoint in endpoints]
+
+
+def label(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
+    """Only endpoints that have every label of the selector."""
+    if not pick.selector:
+        return None
+    wanted = pick.selector.items()
+    return [
+        next((f"label {name} is not {value}" for name, value in wanted if labels.get(name) != value), None)
+        for labels in [endpoint.labels for endpoint in endpoints]
+    ]
+
+
+def adapter(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
+    """Only endpoints that run the adapter or have a slot for it; one whose slots are unknown passes."""
+    wanted = pick.adapter
+    if not wanted:
+        return None
+    full = f"no adapter slot free for {wanted}"
+    return [
+        None
+        if endpoint.has_adapter_slot or wanted in endpoint.active_adapters or endpoint.max_adapters is None
+        else full
+        for endpoint in endpoints
+    ]
+
+
+FILTERS: Mapping[str, Filter] = {
+    "subset": subset,
+    "health": health,
+    "drain": drain,
+    "label": label,
+    "adapter": adapter,
+}
+SOFT_FILTERS = frozenset({"adapter"})
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """`eligible` endpoints in the order they came, why each other one is excluded, and the soft filters
+    waived."""
+
+    eligible: list[EndpointState]
+    excluded: dict[str, str]  # address -> reason
+    waived: tuple[str, ...]
+
+
+def apply_filters(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Filtered:
+    """Separate the endpoints that may serve `pick` from the others."""
+    eligible = list(endpoints)
+    excluded: dict[str, str] = {}
+    waived: list[str] = []
+    for name, reasons_against in FILTERS.items():
+        reasons = reasons_against(pick, eligible)
+        if reasons is None or not any(reasons):
+            continue
+        if name in SOFT_FILTERS and all(reasons):
+            waived.append(name)
+            continue
+        passed = []
+        for endpoint, reason in zip(eligible, reasons, strict=True):
+            if reason:
+                excluded[endpoint.address] = reason
+            else:
+                passed.append(endpoint)
+        eligible = passed
+    return Filtered(eligible, excluded, tuple(waived))
 
 
 class Candidate(NamedTuple):
-    """An endpoint that may be picked. `score` in [0, 1] has every part; `base` lacks that of the load in
-    flight, for whoever adds it from a fresher figure (`Scheduler.live_weight`).
+    """An endpoint that may be picked. `score` in [0, 1] is the whole score; `base` is it without the share of
+    the load in flight, for a caller that adds that share from a fresher figure (`Scheduler.live_weight`).
 
-    A tuple, since each pick makes several and a frozen dataclass takes three times as long to make.
+    A tuple: each pick makes several, and a frozen dataclass takes three times as long to make.
     """
 
     address: str
@@ -30,15 +130,16 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What came of one ask: the `best` candidates, best first, and how it came to that.
+    """The result of one pick: the `best` candidates, best first, and how they were found.
 
-    `kept` are all endpoints that passed the filters, with `totals` and, for each scorer in `parts`, its
-    unweighted scores, in the same order. `excluded` says why the others did not pass; `waived` names the
-    soft filters that would have left nobody. `live_weight` is what the bases of `best` lack.
+    `eligible` are all endpoints that passed the filters. In the same order, `totals` are their scores and
+    each scorer in `parts` has its unweighted scores. `excluded` says why the others did not pass; `waived`
+    names the soft filters that would have left none. `live_weight` is the weight that the bases of `best`
+    leave out.
     """
 
     best: tuple[Candidate, ...]
-    kept: Sequence[Signals]
+    eligible: Sequence[EndpointState]
     totals: Sequence[float]
     parts: Mapping[str, Sequence[float]]
     weights: Mapping[str, float]
@@ -50,10 +151,11 @@ class Ranking:
 class Scheduler:
     """Ranks under one set of weights (scorer name -> weight, from the configuration).
 
-    Weights are normalised: totals stay in [0, 1]. Without any, all candidates are equal.
+    Weights are normalised, so that totals stay in [0, 1]. Without any, all candidates are equal.
 
     Raises:
-        ValueError: a name is no scorer's (the message lists the valid ones), or a weight is negative or
+        ValueError: there is no scorer of that name (the message lists the valid ones), or a weight is
+        negative or
             not finite.
     """
 
@@ -62,38 +164,50 @@ class Scheduler:
             scorer_name(name)
             if not 0.0 <= weight < math.inf:
                 raise ValueError(f"the weight of scorer {name} must be a number from zero up, not {weight}")
-        whole = math.fsum(weights.values())
+        total = math.fsum(weights.values())
         self.weights: Mapping[str, float] = {
-            name: float(weight) / whole for name, weight in weights.items() if weight > 0.0
+            name: float(weight) / total for name, weight in weights.items() if weight > 0.0
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._scorers = [(name, SCORERS[name]) for name in self.weights]
-        self._seen: Sequence[Signals] = ()
-        self._standing: dict[str, list[float]] = {}
-        self._shares = tuple(self.weights.values())
+        self._normalised = tuple(self.weights.values())
+        # Scores that do not depend on the request, and the endpoints that they are of.
+        self._cached_endpoints: Sequence[EndpointState] = ()
+        self._cached_scores: dict[str, list[float]] = {}
 
-    def rank(self, ask: PickAsk, endpoints: Sequence[Signals], *, most: int = 8) -> Ranking:
-        """The `most` best endpoints for `ask`, ties in random order; none if no endpoint may be picked."""
-        sifted = sift(ask, endpoints)
-        kept = sifted.kept
-        shares, chance = self._shares, ask.chance
-        if kept != self._seen:
-            # A replica learns of its endpoints ten times a second and picks more often than that.
-            self._standing = {name: scorer(ask, kept) for name, scorer in self._scorers if name in STANDING}
-            self._seen = kept
-        standing = self._standing
-        parts = {name: standing.get(name) or scorer(ask, kept) for name, scorer in self._scorers}
-        totals = [0.0] * len(kept)
+    def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
+        """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked."""
+        filtered = apply_filters(pick, endpoints)
+        eligible = filtered.eligible
+        weights, draw = self._normalised, pick.random
+        if eligible != self._cached_endpoints:
+            # The endpoints' states change ten times a second; a replica picks more often than that.
+            self._cached_scores = {
+                name: scorer(pick, eligible)
+                for name, scorer in self._scorers
+                if name in REQUEST_INDEPENDENT_SCORERS
+            }
+            self._cached_endpoints = eligible
+        cached = self._cached_scores
+        parts = {name: cached.get(name) or scorer(pick, eligible) for name, scorer in self._scorers}
+        totals = [0.0] * len(eligible)
         if parts:
-            totals = [sum(map(mul, shares, scores)) for scores in zip(*parts.values(), strict=True)]
-        drawn = [(total, chance(), at) for at, total in enumerate(totals)]
-        first = nlargest(most, drawn) if len(drawn) > _FEW else sorted(drawn, reverse=True)[:most]
+            totals = [sum(map(mul, weights, scores)) for scores in zip(*parts.values(), strict=True)]
+        drawn = [(total, draw(), at) for at, total in enumerate(totals)]
+        first = nlargest(limit, drawn) if len(drawn) > _SORT_LIMIT else sorted(drawn, reverse=True)[:limit]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)
         best: list[Candidate] = []
         for total, _, at in first:
-            score = total if total < 1.0 else 1.0  # rounding may carry a sum of parts just past it
+            score = total if total < 1.0 else 1.0  # rounding may bring a sum slightly above 1
             base = score if live_scores is None else total - live * live_scores[at]
-            best.append(Candidate(kept[at].address, score, base if base > 0.0 else 0.0))
+            best.append(Candidate(eligible[at].address, score, base if base > 0.0 else 0.0))
         return Ranking(
-            tuple(best), kept, totals, parts, self.weights, sifted.excluded, sifted.waived, self.live_weight
+            tuple(best),
+            eligible,
+            totals,
+            parts,
+            self.weights,
+            filtered.excluded,
+            filtered.waived,
+            self.live_weight,
         )

@@ -1,49 +1,140 @@
-"""How good each candidate is. A scorer is a pure function: the ask and the candidates in, a score in [0, 1]
-for each candidate out, in the same order, 1 the best.
+"""How good each candidate endpoint is for one request, and the two inputs of that: the request and the
+endpoints.
 
-A new scorer is one function and one line in `SCORERS`. What is unknown of an endpoint counts against it
-and never keeps it from being picked; the one exception is `latency`, where the unexplored comes first.
+A scorer is a pure function. It takes the pick request and the candidates and returns one score in [0, 1] for
+each candidate, in the same order; 1 is the best. `Scheduler` adds them up by weight.
+
+A new scorer is one function and one line in `SCORERS`. An unknown figure counts against its endpoint and
+never excludes it. The one exception is `latency`, where endpoints without statistics come first.
 """
 
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-from picker_fleet.scheduling.ask import PickAsk
-from picker_fleet.scheduling.signals import Signals
 
-Scorer = Callable[[PickAsk, Sequence[Signals]], list[float]]
+@dataclass(frozen=True, slots=True)
+class LatencyStats:
+    """Mean and population standard deviation, in seconds, of the last `count` (at least 1) completions."""
 
-# Of the Gateway API's picker (PROTOCOL, "Model-server metrics"): loaded, a slot free, waiting; else 0.
+    count: int
+    mean_s: float
+    std_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyWeights:
+    """Of specs/004: cost = `alpha`·mean + `beta`·load + `gamma`·std, in seconds and requests in flight."""
+
+    alpha: float = 1.0
+    beta: float = 0.5
+    gamma: float = 0.5
+
+
+DEFAULT_LATENCY_WEIGHTS: Final = LatencyWeights()
+
+
+@dataclass(frozen=True, slots=True)
+class PickRequest:
+    """One request as filters and scorers see it.
+
+    Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
+    adapter, '' for a base model. An endpoint must have the labels in `selector`. `session_endpoint` is the
+    address that served the session before, '' for none. The prompt has `prefix_blocks` blocks;
+    `prefix_matches` says how many of them, from the first on, each address has served. `random` returns
+    numbers in [0, 1): it breaks ties and is the scorer `random`.
+    """
+
+    subset: frozenset[str] | None = None
+    adapter: str = ""
+    selector: Mapping[str, str] = field(default_factory=dict)
+    session_endpoint: str = ""
+    prefix_blocks: int = 0
+    prefix_matches: Mapping[str, int] = field(default_factory=dict)
+    latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS
+    random: Callable[[], float] = random.random
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    """What is known of one endpoint (`address`: `ip:port`) at the moment of a pick.
+
+    Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
+    (LoRA adapters that fit at once, running and waiting ones together). The scraped figures of a `stale`
+    endpoint are dropped here, and so is a figure that is not finite. Known to the fleet: `in_flight` requests
+    as last read (the script that reserves has the live figure), and `latency` of the last completions, None
+    without any. `has_adapter_slot` is derived: another adapter fits beside the running and the waiting ones;
+    False if unknown.
+    """
+
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    draining: bool = False
+    healthy: bool = True
+    waiting: float | None = None
+    running: float | None = None
+    kv_utilisation: float | None = None
+    max_adapters: int | None = None
+    active_adapters: frozenset[str] = frozenset()
+    waiting_adapters: frozenset[str] = frozenset()
+    stale: bool = False
+    in_flight: float = 0.0
+    latency: LatencyStats | None = None
+    has_adapter_slot: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        if self.stale:
+            for name in ("waiting", "running", "kv_utilisation", "max_adapters"):
+                object.__setattr__(self, name, None)
+            for name in ("active_adapters", "waiting_adapters"):
+                object.__setattr__(self, name, frozenset())
+        for name in ("waiting", "running", "kv_utilisation"):
+            figure = getattr(self, name)
+            if figure is not None and not math.isfinite(figure):
+                object.__setattr__(self, name, None)
+        if self.max_adapters is not None:
+            adapters = len(self.active_adapters) + len(self.waiting_adapters)
+            object.__setattr__(self, "has_adapter_slot", adapters < self.max_adapters)
+
+
+Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
+
+# Of the Gateway API's endpoint picker (PROTOCOL, "Model-server metrics"): loaded, a free slot, waiting; else
+# 0.
 _ADAPTER_ACTIVE = 1.0
 _ADAPTER_SLOT = 0.8
 _ADAPTER_WAITING = 0.6
 
 
-def queue_depth(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Fewest waiting requests 1, most 0; unknown as the most."""
-    return _fewest([candidate.waiting for candidate in candidates])
+def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Fewest waiting requests 1, most 0; unknown counts as most."""
+    return _fewest_first([candidate.waiting for candidate in candidates])
 
 
-def running_requests(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Fewest running requests 1, most 0; unknown as the most."""
-    return _fewest([candidate.running for candidate in candidates])
+def running_requests(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Fewest running requests 1, most 0; unknown counts as most."""
+    return _fewest_first([candidate.running for candidate in candidates])
 
 
-def in_flight(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Fewest of the fleet's requests in flight, as last known, 1, most 0."""
-    return _fewest([candidate.in_flight for candidate in candidates])
+def in_flight(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Fewest requests of the fleet in flight, as last known, 1, most 0."""
+    return _fewest_first([candidate.in_flight for candidate in candidates])
 
 
-def kv_cache(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """The free part of the KV cache; unknown 0."""
+def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """The free share of the KV cache; unknown 0."""
     return [
         0.0 if used is None else 1.0 - used if 0.0 <= used <= 1.0 else float(used < 0.0)
         for used in [candidate.kv_utilisation for candidate in candidates]
     ]
 
 
-def lora_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Adapter running 1, a slot free for it 0.8, waiting 0.6, else 0; a base model is at home anywhere."""
-    name = ask.adapter
+def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """Adapter running 1, a free slot for it 0.8, waiting 0.6, else 0. For a base model every endpoint scores
+    1."""
+    name = pick.adapter
     if not name:
         return [1.0] * len(candidates)
     return [
@@ -58,13 +149,13 @@ def lora_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
     ]
 
 
-def latency(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
+def latency(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     """Least alpha·mean + beta·load + gamma·std 1, most 0 (specs/004).
 
-    Without statistics only the load costs: the unexplored comes first while it is idle, but does not get
-    everything until its first request ends.
+    Without statistics only the load counts. An unexplored endpoint is preferred while it is idle, but does
+    not get every request until its first one ends.
     """
-    weights = ask.latency
+    weights = pick.latency_weights
     alpha, beta, gamma = weights.alpha, weights.beta, weights.gamma
     costs = [
         beta * candidate.in_flight
@@ -72,30 +163,30 @@ def latency(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
         else alpha * stats.mean_s + beta * candidate.in_flight + gamma * stats.std_s
         for candidate in candidates
     ]
-    return _fewest(costs)
+    return _fewest_first(costs)
 
 
-def prefix_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """The part of the prompt's blocks, from the first on, that the endpoint has served before."""
-    blocks, matches = ask.blocks, ask.matches
+def prefix_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """The share of the prompt's blocks, from the first on, that the endpoint has served before."""
+    blocks, matches = pick.prefix_blocks, pick.prefix_matches
     if not blocks or not matches:
         return [0.0] * len(candidates)
     served = [matches.get(candidate.address, 0) / blocks for candidate in candidates]
-    return [min(1.0, part) for part in served] if max(served, default=0.0) > 1.0 else served
+    return [min(1.0, share) for share in served] if max(served, default=0.0) > 1.0 else served
 
 
-def session_affinity(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
+def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
     """1 for the endpoint that served the session, 0 for the others."""
-    return [1.0 if candidate.address == ask.session_endpoint else 0.0 for candidate in candidates]
+    return [1.0 if candidate.address == pick.session_endpoint else 0.0 for candidate in candidates]
 
 
-def by_chance(ask: PickAsk, candidates: Sequence[Signals]) -> list[float]:
-    """Any number for anyone."""
-    chance = ask.chance
-    return [chance() for _ in candidates]
+def random_score(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
+    """A random number for each endpoint."""
+    draw = pick.random
+    return [draw() for _ in candidates]
 
 
-IN_FLIGHT = "in-flight"
+IN_FLIGHT: Final = "in-flight"
 
 SCORERS: Mapping[str, Scorer] = {
     "queue-depth": queue_depth,
@@ -106,35 +197,35 @@ SCORERS: Mapping[str, Scorer] = {
     "latency": latency,
     "prefix-affinity": prefix_affinity,
     "session-affinity": session_affinity,
-    "random": by_chance,
+    "random": random_score,
 }
 
-# Those that look at the candidates alone and not at the ask: for the same candidates they say the same.
-# Those that go by what model servers' metrics pages tell.
-FROM_PAGES = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
-STANDING = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
+# Scorers that read figures scraped from model servers.
+SCRAPED_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
+# Scorers that ignore the request: equal candidates get equal scores, so `Scheduler` keeps their results.
+REQUEST_INDEPENDENT_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
 
 
 def scorer_name(value: str) -> str:
     """`value` if a scorer has that name.
 
     Raises:
-        ValueError: none has; the message lists the valid names.
+        ValueError: there is no such scorer; the message lists the valid names.
     """
     if value not in SCORERS:
         raise ValueError(f"no scorer is named {value[:40]!r}; valid: {', '.join(SCORERS)}")
     return value
 
 
-def _fewest(figures: Sequence[float | None]) -> list[float]:
-    """Least 1, greatest 0, the others in between by their distance; all 1 if all are equal, None 0."""
+def _fewest_first(figures: Sequence[float | None]) -> list[float]:
+    """Least 1, greatest 0, the others linear in between. All 1 if all are equal; None 0."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return [0.0] * len(figures)
-    least, most = min(known), max(known)
-    spread = most - least
+    least, greatest = min(known), max(known)
+    spread = greatest - least
     if spread <= 0.0:
         return [0.0 if figure is None else 1.0 for figure in figures]
     if len(known) == len(figures):
-        return [(most - figure) / spread for figure in known]
-    return [0.0 if figure is None else (most - figure) / spread for figure in figures]
+        return [(greatest - figure) / spread for figure in known]
+    return [0.0 if figure is None else (greatest - figure) / spread for figure in figures]

@@ -6,7 +6,7 @@ from picker_fleet.config import Settings
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
 from picker_fleet.header_trust import untrusted
 from picker_fleet.paths import NOT_LISTED, PathRule, rules
-from picker_fleet.scheduling.session import HEADER as SESSION_HEADER
+from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.clusters import DESTINATION_HEADER, POOL, picker_grpc
 from picker_tools.local_fleet.envoy_types import (
     OTHER_HOST_DRAWS,
@@ -93,7 +93,7 @@ def listener(
     )
 
 
-# The token of a session, where the picker gives one (picker_fleet/scheduling/session.py), and how full the
+# The token of a session, where the picker gives one (picker_fleet/scheduling/chooser.py), and how full the
 # queue was. In `standard` the picker tells both itself.
 _TOLD = {
     SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%",

@@ -1,0 +1,282 @@
+"""The stream of routes and completions: what one replica routed and saw completed, every replica learns.
+
+It is a capped Redis stream that each replica appends to and follows, each on a connection of its own. It is a
+cache, not a ledger: an entry that was trimmed before it was read, or could not be written, is missed, which
+costs a cache hit or a sample. So nothing here waits for Redis, and no request waits for anything here.
+
+A replica applies its own routes at once, and those of others from the stream. All replicas apply completions
+from the stream, so that every replica has them in the same order. Completions that could not be written at
+the second try are applied by their own replica alone, which goes on learning without Redis (G8).
+
+The body of an entry is a sequence of records. Numbers are big-endian. A route: `R`, length of the address (2
+bytes), number of hashes (2), address, hashes (8 each). A completion: `C`, length of the address (2), seconds
+(double, 8), address.
+"""
+
+import asyncio
+import logging
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
+from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
+from picker_fleet.state import cancelling, primary
+
+FLUSH_S: Final = 0.02  # between two writes, at least
+MAX_ENTRIES: Final = 4096
+MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES: the stream takes at most about 128 MB
+MAX_ROUTES: Final = 2000  # unwritten; the oldest are dropped. With the default prompt cap they take 7 MB
+MAX_COMPLETIONS: Final = 10_000
+LOOK_BACK_S: Final = 600.0  # how far back a replica reads when it starts
+
+_CALL_S = 1.0
+_BLOCK_MS = 1000
+_READ_S = 3.0  # longer than _BLOCK_MS: only a dead connection takes it
+_READ_ENTRIES = 16
+_PAUSE_S = 0.2
+_REDIS_ERRORS = (redis_errors.RedisError, OSError, TimeoutError)
+
+_ROUTE = struct.Struct(">cHH")
+_COMPLETION = struct.Struct(">cHd")
+_MAX_HASHES = 0xFFFF
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRecord:
+    """`address` (`ip:port`) was given a prompt of these block hashes, first block first."""
+
+    address: str
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """`address` completed a request after `seconds`."""
+
+    address: str
+    seconds: float
+
+
+Record = RouteRecord | CompletionRecord
+
+
+class RouteStream:
+    """Keeps `index` and `latencies` at what the whole fleet routed and completed. One event loop.
+
+    `stream` is the key (`epp:{POOL}:routes`), `replica` the id of this process: what the same host wrote
+    before a restart is read back like any other replica's. Call `run` in a task of its own.
+    """
+
+    def __init__(
+        self, url: str, *, stream: str, replica: str, index: PrefixIndex, latencies: LatencyTracker
+    ) -> None:
+        self._url = url
+        self._stream = stream
+        self._replica = replica.encode()
+        self._index = index
+        self._latencies = latencies
+        self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed
+        self._completions: deque[CompletionRecord] = deque(maxlen=MAX_COMPLETIONS)
+        self._is_retry = False  # what waits was tried once already
+        self._pending = asyncio.Event()
+        self._last_id = ""  # of the last entry read
+        self._caught_up = asyncio.Event()
+
+    @property
+    def unwritten_completions(self) -> tuple[CompletionRecord, ...]:
+        """Completions that wait for the next write, oldest first."""
+        return tuple(self._completions)
+
+    def add_route(self, address: str, hashes: tuple[bytes, ...]) -> None:
+        """Tell the fleet that `address` was given a prompt of `hashes`. Returns at once."""
+        if hashes:
+            self._index.add(address, hashes)
+            self._routes.append(pack(RouteRecord(address, hashes)))
+            self._pending.set()
+
+    def add_completion(self, address: str, seconds: float) -> None:
+        """Tell the fleet that `address` completed a request after `seconds`. Returns at once."""
+        self._completions.append(CompletionRecord(address, seconds))
+        self._pending.set()
+
+    async def caught_up(self) -> None:
+        """Wait until everything that was in the stream at the start has been read."""
+        await self._caught_up.wait()
+
+    async def run(self) -> None:
+        """Write and follow until cancelled, through any outage of Redis."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write(), name="routes-write")
+            group.create_task(self._follow(), name="routes-follow")
+
+    async def _write(self) -> None:
+        while True:
+            client = self._client()
+            try:
+                async with client:
+                    while True:
+                        await self._pending.wait()
+                        await self._flush(client)
+                        await asyncio.sleep(FLUSH_S)
+            except _REDIS_ERRORS as error:
+                cancelling.heed()
+                _log.warning("routes not written: %s", error)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _flush(self, client: Redis) -> None:
+        self._pending.clear()
+        routes, completions = list(self._routes), list(self._completions)
+        self._routes.clear()
+        self._completions.clear()
+        try:
+            async with asyncio.timeout(_CALL_S), client.pipeline(transaction=False) as pipeline:
+                for body in join_records(chain(routes, map(pack, completions)), MAX_ENTRY_BYTES):
+                    entry: dict[Any, Any] = {"by": self._replica, "body": body}
+                    pipeline.xadd(self._stream, entry, maxlen=MAX_ENTRIES, approximate=True)
+                await pipeline.execute()
+        except _REDIS_ERRORS:
+            # Redis may have written it all the same. A completion that counts twice is better than none.
+            if self._is_retry:
+                self._apply(completions)
+            else:
+                self._routes = deque([*routes, *self._routes], maxlen=MAX_ROUTES)
+                self._completions = deque([*completions, *self._completions], maxlen=MAX_COMPLETIONS)
+                self._pending.set()
+            self._is_retry = not self._is_retry
+            raise
+        self._is_retry = False
+        cancelling.heed()
+
+    async def _follow(self) -> None:
+        while True:
+            client = self._client()
+            try:
+                async with client:
+                    await self._resume(client)
+                    while True:
+                        await self._read(client)
+            except _REDIS_ERRORS as error:
+                cancelling.heed()
+                _log.warning("routes not followed: %s", error)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _resume(self, client: Redis) -> None:
+        """Find where to read on: after the last entry read, or `LOOK_BACK_S` ago.
+
+        A stream whose newest entry is before the last entry read is another stream (Redis was emptied or
+        replaced, and its clock is behind): it is read from `LOOK_BACK_S` ago.
+        """
+        async with asyncio.timeout(_CALL_S):
+            seconds, _ = await client.time()
+            newest: Any = await client.xrevrange(self._stream, count=1)
+        cancelling.heed()
+        if not self._last_id or (newest and _id_parts(newest[0][0].decode()) < _id_parts(self._last_id)):
+            self._last_id = f"{max(0, int((seconds - LOOK_BACK_S) * 1000))}-0"
+
+    async def _read(self, client: Redis) -> None:
+        # While old entries are read, do not block for new ones: an empty answer ends the catch-up.
+        block = _BLOCK_MS if self._caught_up.is_set() else None
+        async with asyncio.timeout(_READ_S):
+            found: Any = await client.xread({self._stream: self._last_id}, count=_READ_ENTRIES, block=block)
+        cancelling.heed()
+        if not found:
+            self._caught_up.set()
+            return
+        for entry_id, fields in (entry for _, entries in found for entry in entries):
+            self._last_id = entry_id.decode()
+            own = fields.get(b"by") == self._replica
+            try:
+                records = unpack(fields.get(b"body", b""))
+            except ValueError as error:
+                _log.warning("entry %s of the routes cannot be read: %s", self._last_id, error)
+                continue
+            self._apply(record for record in records if not own or isinstance(record, CompletionRecord))
+            await asyncio.sleep(0)  # an entry may hold thousands of hashes: let other tasks run
+
+    def _apply(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if isinstance(record, CompletionRecord):
+                self._latencies.add(record.address, record.seconds)
+            else:
+                self._index.add(record.address, record.hashes)
+
+    def _client(self) -> Redis:
+        # The calls here set deadlines themselves: the client's own can swallow a cancellation on Python 3.11.
+        return primary.client(self._url, self._stream)
+
+
+def pack(record: Record) -> bytes:
+    """`record` for the stream; hashes beyond 65 535 are left out."""
+    address = record.address.encode()
+    if isinstance(record, CompletionRecord):
+        return _COMPLETION.pack(b"C", len(address), record.seconds) + address
+    hashes = record.hashes[:_MAX_HASHES]
+    return _ROUTE.pack(b"R", len(address), len(hashes)) + address + b"".join(hashes)
+
+
+def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Join packed records, in order, into bodies of at most `max_bytes`; a longer record has a body of its
+    own."""
+    body: list[bytes] = []
+    length = 0
+    for record in packed:
+        if body and length + len(record) > max_bytes:
+            yield b"".join(body)
+            body, length = [], 0
+        body.append(record)
+        length += len(record)
+    if body:
+        yield b"".join(body)
+
+
+def unpack(body: bytes) -> list[Record]:
+    """The records of one entry.
+
+    Raises:
+        ValueError: `body` is cut off or malformed.
+    """
+    found: list[Record] = []
+    at = 0
+    try:
+        while at < len(body):
+            kind = body[at : at + 1]
+            if kind == b"R":
+                _, length, count = _ROUTE.unpack_from(body, at)
+                start = at + _ROUTE.size + length
+                at = start + count * HASH_BYTES
+                _check_length(body, at)
+                address = body[start - length : start].decode()
+                hashes = tuple(body[i : i + HASH_BYTES] for i in range(start, at, HASH_BYTES))
+                found.append(RouteRecord(address, hashes))
+            elif kind == b"C":
+                _, length, seconds = _COMPLETION.unpack_from(body, at)
+                start = at + _COMPLETION.size
+                at = start + length
+                _check_length(body, at)
+                if not 0.0 <= seconds < math.inf:
+                    raise ValueError(f"{seconds} s is not a duration")
+                found.append(CompletionRecord(body[start:at].decode(), seconds))
+            else:
+                raise ValueError(f"no record begins with {kind!r}")
+    except struct.error as error:
+        raise ValueError(f"cut off: {error}") from None
+    return found
+
+
+def _check_length(body: bytes, end: int) -> None:
+    if end > len(body):
+        raise ValueError(f"cut off: {end - len(body)} bytes are missing")
+
+
+def _id_parts(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
