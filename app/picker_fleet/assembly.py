@@ -15,6 +15,8 @@ from picker_fleet.admission.shared import SharedGate
 from picker_fleet.admission.sturdy import SturdyGate
 from picker_fleet.admission.tuning import Effective
 from picker_fleet.config import Settings
+from picker_fleet.endpoints.metrics_page import engine_of
+from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import shares
@@ -23,8 +25,6 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
-from picker_fleet.scraping.engines import engine_of
-from picker_fleet.scraping.task import ScrapingTask
 from picker_fleet.signing import Keyring
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.silence import Silence
@@ -106,7 +106,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         busy=lambda: any(membership.in_flight.values()),
         live=lambda: membership.live,
         endpoints=endpoints,
-        meter=Probes(store, endpoints, metrics, lambda: scraping.board.snapshot()),
+        meter=Probes(store, endpoints, metrics, lambda: scraping.readings.snapshot()),
     )
     index, latencies = PrefixIndex(), LatencyTracker()
     clock = asyncio.get_running_loop().time
@@ -116,7 +116,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     chooser = ScoringChooser(
         _scheduler(settings),
         endpoints,
-        readings=scraping.board.snapshot,
+        readings=scraping.readings.snapshot,
         in_flight=lambda: membership.in_flight,
         index=index,
         latencies=latencies,

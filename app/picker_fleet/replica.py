@@ -96,7 +96,13 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     )
     lookout = Lookout(store, settings.leases.replica_silence)
     view = FleetView(
-        store, membership, parts.scraping.board, parts.latencies, lookout, replica=replica, pool=settings.pool
+        store,
+        membership,
+        parts.scraping.readings,
+        parts.latencies,
+        lookout,
+        replica=replica,
+        pool=settings.pool,
     )
     lists = FleetLists(store, membership, lookout, parts.chooser, replica)
     controls = FleetControls(store, membership, settings)

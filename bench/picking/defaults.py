@@ -8,13 +8,12 @@ from typing import Any
 from bench.lifecycle.life import SETTINGS
 from bench.lifecycle.server import Server, server
 from bench.picking.cases import Step
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.request import Band, InferenceRequest, Workload
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scraping.board import Reading
-from picker_fleet.scraping.metrics import EndpointMetrics
 from picker_fleet.state.arrival import pack
 
 SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}

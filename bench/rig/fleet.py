@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from picker_fleet.scraping.page import samples
+from picker_fleet.endpoints.metrics_page import samples
 from picker_tools.local_fleet.options import SimOptions
 from picker_tools.local_fleet.probe import get
 from picker_tools.local_fleet.replica import Replica

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.scraping.pages import Pages
 from bench.scraping.replica import HEARTBEAT_S
-from picker_fleet.scraping import page
-from picker_fleet.scraping.connection import Connection
-from picker_fleet.scraping.engines import VLLM
+from picker_fleet.endpoints import metrics_page
+from picker_fleet.endpoints.metrics_client import Connection
+from picker_fleet.endpoints.metrics_page import VLLM
 from picker_tools.local_fleet.child import Child
 from picker_tools.local_fleet.valkey import Valkey
 
@@ -137,9 +137,9 @@ async def costs(pages: Pages, times: int) -> list[Cost]:
 
         text = await connection.fetch()
         here = Cost(
-            "picker_fleet.scraping",
+            "picker_fleet.endpoints",
             await _fetching_us(connection.fetch, times),
-            _reading_us(lambda: page.read(text, VLLM, 0), times),
+            _reading_us(lambda: metrics_page.read(text, VLLM, 0), times),
         )
         there = Cost(
             "httpx, prometheus-client",

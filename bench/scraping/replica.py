@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import uvloop
 
+from picker_fleet.endpoints.metrics_page import VLLM
+from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from picker_fleet.scraping.engines import VLLM
-from picker_fleet.scraping.task import ScrapingTask
 from picker_fleet.sections import Scraping
 
 HEARTBEAT_S = 1.0

@@ -13,9 +13,9 @@ from redis_servers import LOOPBACK, Server
 from script_fleet import running, until
 
 import picker_fleet
+from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scraping.feed import Feed
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.wakeups import listen
 from picker_tools.audit.stream import LogStream
@@ -77,7 +77,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
         feed = RouteStream(
             restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
         )
-        readings = Feed(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
+        readings = MetricsChannel(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
         links: list[int] = []
         background = [listen(restricted, it.keys.wake(each.name), each.hear) for each in it.replicas]
         following = readings.follow(lambda *_: None, on_link=lambda: links.append(1))

@@ -9,10 +9,10 @@ from proxy import LOOPBACK, Proxy, proxy
 from redis_servers import Server
 from script_fleet import Fleet, ask, ended, running, until
 
+from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
-from picker_fleet.scraping.feed import Feed
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.wakeups import listen
 
@@ -231,7 +231,7 @@ async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool:
     routes = RouteStream(
         url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
     )
-    readings = Feed(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
+    readings = MetricsChannel(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []
     async with asyncio.TaskGroup() as tasks:
         following = [

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from script_fleet import Fleet, OpenFleet, addresses
 
-from picker_fleet.scraping.metrics import EndpointMetrics, encode
+from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 
 UNSEEN_S = 1.0
 (E1,) = addresses(1)
@@ -36,7 +36,7 @@ async def report(
         running=float(running),
         before=None if before is None else (now_ms - int(before[0] * 1000), float(before[1])),
     )
-    await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode(page, 0))
+    await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
 async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_the_oldest_first(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from picker_fleet.endpoints.metrics_channel import MetricsChannel
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.scraping.feed import Feed
-from picker_fleet.scraping.metrics import EndpointMetrics
 from picker_fleet.state.keys import Keys
 
 
@@ -54,8 +54,8 @@ class Heard:
 
 
 @asynccontextmanager
-async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterator[Feed]:
-    feed = Feed(url, pool, replica, now_ms=clock, deadline_s=5)
+async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterator[MetricsChannel]:
+    feed = MetricsChannel(url, pool, replica, now_ms=clock, deadline_s=5)
     try:
         yield feed
     finally:
@@ -63,7 +63,7 @@ async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterat
 
 
 @asynccontextmanager
-async def following(feed: Feed) -> AsyncIterator[Heard]:
+async def following(feed: MetricsChannel) -> AsyncIterator[Heard]:
     """A follower that has caught up."""
     heard = Heard()
     task = asyncio.create_task(feed.follow(heard.take, on_link=heard.link, check_s=10))
@@ -77,7 +77,7 @@ async def following(feed: Feed) -> AsyncIterator[Heard]:
 
 
 @pytest.fixture
-async def pair(redis_url: str, pool: str) -> AsyncIterator[tuple[Feed, Feed]]:
+async def pair(redis_url: str, pool: str) -> AsyncIterator[tuple[MetricsChannel, MetricsChannel]]:
     """Two replicas whose clocks are far apart."""
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(opened(redis_url, pool, "one", Clock(1_000_000)))
@@ -97,7 +97,9 @@ def reading(scraped_ms: int) -> EndpointMetrics:
     )
 
 
-async def test_a_follower_hears_what_is_published_on_its_own_clock(pair: tuple[Feed, Feed]) -> None:
+async def test_a_follower_hears_what_is_published_on_its_own_clock(
+    pair: tuple[MetricsChannel, MetricsChannel],
+) -> None:
     # Given a follower whose clock is at 50 s
     one, two = pair
     async with following(two) as heard:
@@ -111,7 +113,9 @@ async def test_a_follower_hears_what_is_published_on_its_own_clock(pair: tuple[F
     assert heard.suspects == ["b:1"]
 
 
-async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[Feed, Feed]) -> None:
+async def test_who_comes_later_catches_up_with_ages_of_redis_clock(
+    pair: tuple[MetricsChannel, MetricsChannel],
+) -> None:
     # Given two batches that nobody heard
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
@@ -128,7 +132,9 @@ async def test_who_comes_later_catches_up_with_ages_of_redis_clock(pair: tuple[F
     assert replace(heard.readings["a:1"], scraped_ms=0, before=None) == replace(reading(0), before=None)
 
 
-async def test_of_its_own_messages_it_hears_that_they_came(pair: tuple[Feed, Feed]) -> None:
+async def test_of_its_own_messages_it_hears_that_they_came(
+    pair: tuple[MetricsChannel, MetricsChannel],
+) -> None:
     one, _ = pair
     async with following(one) as heard:
         await one.publish({"a:1": reading(999_000)})
@@ -136,14 +142,14 @@ async def test_of_its_own_messages_it_hears_that_they_came(pair: tuple[Feed, Fee
     assert not heard.readings
 
 
-async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[Feed, Feed]) -> None:
+async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
     one, two = pair
     async with following(two) as heard:
         await one.publish({})
         await heard.until(lambda: ("one", {}) in heard.told)
 
 
-async def test_what_left_is_removed(pair: tuple[Feed, Feed]) -> None:
+async def test_what_left_is_removed(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
     # Given two stored readings / When one is removed
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
@@ -153,7 +159,9 @@ async def test_what_left_is_removed(pair: tuple[Feed, Feed]) -> None:
     assert (await one.stored()).keys() == {"b:1"}
 
 
-async def test_pools_do_not_hear_each_other(redis_url: str, pair: tuple[Feed, Feed]) -> None:
+async def test_pools_do_not_hear_each_other(
+    redis_url: str, pair: tuple[MetricsChannel, MetricsChannel]
+) -> None:
     one, two = pair
     async with opened(redis_url, "another", "three", Clock(0)) as three, following(two) as heard:
         await three.publish({"z:1": reading(0)})
@@ -162,7 +170,9 @@ async def test_pools_do_not_hear_each_other(redis_url: str, pair: tuple[Feed, Fe
     assert heard.readings.keys() == {"a:1"}
 
 
-async def test_what_cannot_be_read_is_left_out(redis_url: str, pool: str, pair: tuple[Feed, Feed]) -> None:
+async def test_what_cannot_be_read_is_left_out(
+    redis_url: str, pool: str, pair: tuple[MetricsChannel, MetricsChannel]
+) -> None:
     # Given a hash and a channel on which others write nonsense
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
@@ -199,7 +209,7 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     valkey_url: str, pool: str
 ) -> None:
     # Given a Redis that stops answering
-    feed = Feed(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
+    feed = MetricsChannel(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
         await told(feed)  # a busy machine may need a second try
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
@@ -216,7 +226,7 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     await feed.close()
 
 
-async def told(feed: Feed) -> None:
+async def told(feed: MetricsChannel) -> None:
     async with asyncio.timeout(20):
         while True:
             try:
@@ -225,7 +235,7 @@ async def told(feed: Feed) -> None:
                 continue
 
 
-async def stored(feed: Feed) -> dict[str, EndpointMetrics]:
+async def stored(feed: MetricsChannel) -> dict[str, EndpointMetrics]:
     async with asyncio.timeout(20):
         while True:
             try:
@@ -235,7 +245,7 @@ async def stored(feed: Feed) -> dict[str, EndpointMetrics]:
 
 
 async def test_no_redis_at_all_is_unavailable(pool: str) -> None:
-    feed = Feed("redis://127.0.0.1:1/0", pool, "one", now_ms=Clock(0))
+    feed = MetricsChannel("redis://127.0.0.1:1/0", pool, "one", now_ms=Clock(0))
     for call in (feed.publish({}), feed.remove(["a:1"]), feed.stored()):
         with pytest.raises(StateUnavailable, match="Redis took no metrics"):
             await call

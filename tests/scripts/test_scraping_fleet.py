@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
+from picker_fleet.endpoints.metrics_page import VLLM
+from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from picker_fleet.scraping.engines import VLLM
-from picker_fleet.scraping.task import ScrapingTask
 from picker_fleet.sections import Scraping
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.child import Child
@@ -31,7 +31,7 @@ class Meter:
     def __init__(self) -> None:
         self.scrapes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.owned = 0
+        self.targets = 0
         self.ages_s: Mapping[str, float] = {}
 
     def scraped(self, address: str, seconds: float) -> None:
@@ -50,7 +50,7 @@ class Meter:
         pass
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
-        self.owned, self.ages_s = owned, ages_s
+        self.targets, self.ages_s = owned, ages_s
 
 
 class Replica:
@@ -76,7 +76,7 @@ class Replica:
 
     def knows(self, addresses: Sequence[str]) -> bool:
         """Whether it has a fresh reading of exactly these."""
-        snapshot = self.task.board.snapshot()
+        snapshot = self.task.readings.snapshot()
         return snapshot.keys() == set(addresses) and all(one.known for one in snapshot.values())
 
     async def stop(self) -> None:
@@ -102,7 +102,7 @@ class ScrapingFleet:
         """Wait until everyone knows of these (default: all) and nothing is scraped twice."""
         wanted = self.addresses if addresses is None else addresses
         await until(lambda: all(one.knows(wanted) for one in self.replicas.values()))
-        await until(lambda: sum(one.meter.owned for one in self.replicas.values()) == len(wanted))
+        await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(wanted))
 
     async def scrapers(self, times: int) -> dict[str, set[str]]:
         """By endpoint, who scrapes it, over the next `times` scrapes of each."""
@@ -192,7 +192,7 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
         assert all(one.meter.faults.keys() <= {"timeout"} for one in fleet.replicas.values())
         # And every replica knows what the simulators tell
         for replica in fleet.replicas.values():
-            for reading in replica.task.board.snapshot().values():
+            for reading in replica.task.readings.snapshot().values():
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
@@ -223,14 +223,14 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
 
         # When it is scraped / Then every replica sees one running there, with its adapter, and none elsewhere
         def seen(replica: Replica) -> bool:
-            snapshot = replica.task.board.snapshot()
+            snapshot = replica.task.readings.snapshot()
             return snapshot[busy].metrics.running == 1.0 and all(
                 snapshot[other].metrics.running == 0.0 for other in simulators[1:]
             )
 
         await until(lambda: all(seen(one) for one in fleet.replicas.values()))
         for replica in fleet.replicas.values():
-            assert replica.task.board.snapshot()[busy].metrics.active_adapters == {"sql"}
+            assert replica.task.readings.snapshot()[busy].metrics.active_adapters == {"sql"}
         asked.cancel()
 
 
@@ -246,7 +246,7 @@ async def test_what_a_silent_replica_scraped_is_scraped_by_the_others(
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
         # Then the others take over what was its own, and keep theirs
-        await until(lambda: sum(one.meter.owned for one in fleet.replicas.values()) == len(simulators))
+        await until(lambda: sum(one.meter.targets for one in fleet.replicas.values()) == len(simulators))
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():
             assert len(after[address]) == 1
@@ -279,7 +279,7 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
     async with scraping("redis://127.0.0.1:1/0", pool, simulators) as fleet:
         # Then each endpoint is known to the one replica that scrapes it
         def known() -> list[str]:
-            boards = [one.task.board.snapshot() for one in fleet.replicas.values()]
+            boards = [one.task.readings.snapshot() for one in fleet.replicas.values()]
             return sorted(address for board in boards for address, one in board.items() if one.known)
 
         await until(lambda: known() == sorted(simulators))

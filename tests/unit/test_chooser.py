@@ -6,14 +6,13 @@ import pytest
 from scripted_store import ScriptedStore
 
 from picker_fleet.admission.probes import Probes
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scraping.board import Reading
-from picker_fleet.scraping.metrics import EndpointMetrics
 from picker_fleet.signing import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))

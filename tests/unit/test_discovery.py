@@ -18,11 +18,9 @@ import dns.rrset
 import pytest
 
 from picker_fleet.config import parse
-from picker_fleet.endpoints.discovery import Source, source_of
+from picker_fleet.endpoints.discovery import FileFault, FileSource, Source, endpoints_of, listed, source_of
 from picker_fleet.endpoints.dns_source import DnsSource
-from picker_fleet.endpoints.file_source import FileFault, FileSource, listed
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.endpoints.source import endpoints_of
 from picker_fleet.errors import StartupError
 
 

@@ -10,8 +10,8 @@ from picker_fleet import intake
 from picker_fleet.admin import events, metrics_page, reading, standing
 from picker_fleet.admin.connection import BOUNDS
 from picker_fleet.admission import crossing, inbox, local_pick, outbox, shared, tombstones
+from picker_fleet.endpoints import metrics_client, scraper
 from picker_fleet.scheduling import endpoint_history as history
-from picker_fleet.scraping import connection, pacing
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
 from picker_tools.local_fleet import bootstrap, listener
@@ -67,8 +67,8 @@ TOLD = [
     ("operations", f"news comes by looking, {inbox._LONGEST_S:g} s later"),
     ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
-    ("picking", f"each endpoint is probed every {pacing.PROBE_S:g} s"),
-    ("picking", f"A page has at most {connection.MAX_PAGE_BYTES // 1024} KiB"),
+    ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
+    ("picking", f"A page has at most {metrics_client.MAX_PAGE_BYTES // 1024} KiB"),
     (
         "picking",
         f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB",

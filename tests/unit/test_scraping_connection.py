@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
-from picker_fleet.scraping.connection import Connection, FetchFault
+from picker_fleet.endpoints.metrics_client import Connection, FetchError
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def test_a_wrong_answer_is_a_fault_and_ends_its_connection(
 ) -> None:
     # Given a server that answers wrongly / When its page is fetched
     server.answer = answer
-    with pytest.raises(FetchFault, match=said) as raised:
+    with pytest.raises(FetchError, match=said) as raised:
         await fetch(connection)
     # Then the fault has its kind, and the next page comes over a new connection
     assert raised.value.kind == kind
@@ -121,14 +121,14 @@ async def test_an_answer_cut_short_is_a_fault(
         writer.close()
 
     server.act = act
-    with pytest.raises(FetchFault, match="closed before the page was complete") as raised:
+    with pytest.raises(FetchError, match="closed before the page was complete") as raised:
         await fetch(connection)
     assert raised.value.kind == "connection"
 
 
 async def test_nobody_there_is_a_fault(server: PageServer, connection: Connection) -> None:
     server.stop()
-    with pytest.raises(FetchFault, match="no connection") as raised:
+    with pytest.raises(FetchError, match="no connection") as raised:
         await fetch(connection)
     assert raised.value.kind == "connection"
 

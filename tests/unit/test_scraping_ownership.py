@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.scraping.ownership import owned, owner
-from picker_fleet.scraping.presence import Presence
+from picker_fleet.endpoints.scraping import ReplicaLiveness, assigned_endpoints, assigned_replica
 
 ADDRESSES = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(2000)]
 REPLICAS = [f"host-{number:08x}" for number in range(8)]
@@ -17,12 +16,12 @@ REPLICAS = [f"host-{number:08x}" for number in range(8)]
 def test_the_order_of_the_replicas_does_not_matter(replicas: list[str], random: object, address: str) -> None:
     shuffled = list(replicas)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert owner(address, shuffled) == owner(address, replicas)
+    assert assigned_replica(address, shuffled) == assigned_replica(address, replicas)
 
 
 def test_every_endpoint_has_exactly_one_owner() -> None:
     # Given eight replicas / When each is asked for its own
-    shares = [owned(ADDRESSES, replica, REPLICAS) for replica in REPLICAS]
+    shares = [assigned_endpoints(ADDRESSES, replica, REPLICAS) for replica in REPLICAS]
     # Then together they have every endpoint once
     assert sorted(address for share in shares for address in share) == sorted(ADDRESSES)
 
@@ -30,7 +29,7 @@ def test_every_endpoint_has_exactly_one_owner() -> None:
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_shares_are_even(replicas: int) -> None:
     # Given 2000 endpoints / When they are shared out
-    counts = Counter(owner(address, REPLICAS[:replicas]) for address in ADDRESSES)
+    counts = Counter(assigned_replica(address, REPLICAS[:replicas]) for address in ADDRESSES)
     # Then nobody has a fifth more than its share, and nobody a fifth less
     fair = len(ADDRESSES) / replicas
     assert max(counts.values()) <= 1.2 * fair
@@ -39,8 +38,8 @@ def test_shares_are_even(replicas: int) -> None:
 
 def test_a_replica_that_leaves_gives_up_only_its_own() -> None:
     # Given owners among eight / When one leaves
-    before = {address: owner(address, REPLICAS) for address in ADDRESSES}
-    after = {address: owner(address, REPLICAS[1:]) for address in ADDRESSES}
+    before = {address: assigned_replica(address, REPLICAS) for address in ADDRESSES}
+    after = {address: assigned_replica(address, REPLICAS[1:]) for address in ADDRESSES}
     # Then only its own move, and to all of the others
     moved = {address for address in ADDRESSES if before[address] != after[address]}
     assert moved == {address for address in ADDRESSES if before[address] == REPLICAS[0]}
@@ -48,14 +47,14 @@ def test_a_replica_that_leaves_gives_up_only_its_own() -> None:
 
 
 def test_a_replica_that_joins_takes_only_what_becomes_its_own() -> None:
-    before = {address: owner(address, REPLICAS[:-1]) for address in ADDRESSES}
-    after = {address: owner(address, REPLICAS) for address in ADDRESSES}
+    before = {address: assigned_replica(address, REPLICAS[:-1]) for address in ADDRESSES}
+    after = {address: assigned_replica(address, REPLICAS) for address in ADDRESSES}
     assert {after[address] for address in ADDRESSES if before[address] != after[address]} == {REPLICAS[-1]}
 
 
 def test_owners_are_the_same_in_every_process() -> None:
     # A change of the hash would have two versions disagree in one fleet.
-    assert [owner(address, REPLICAS) for address in ADDRESSES[:4]] == [
+    assert [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]] == [
         "host-00000002",
         "host-00000002",
         "host-00000004",
@@ -64,52 +63,52 @@ def test_owners_are_the_same_in_every_process() -> None:
 
 
 def test_who_is_no_replica_owns_nothing_and_nobody_is_an_error() -> None:
-    assert owned(ADDRESSES, "stranger", REPLICAS) == frozenset()
+    assert assigned_endpoints(ADDRESSES, "stranger", REPLICAS) == frozenset()
     with pytest.raises(ValueError, match="there are no replicas"):
-        owner("a:1", [])
+        assigned_replica("a:1", [])
 
 
-def present(silence_s: float = 1.0) -> Presence:
-    return Presence("b", silence_s)
+def present(silence_s: float = 1.0) -> ReplicaLiveness:
+    return ReplicaLiveness("b", silence_s)
 
 
 def test_everyone_who_is_live_is_there_until_silent() -> None:
     # Given two replicas besides this one, of which one speaks on
     presence = present()
-    assert presence.among(["c", "b", "a"], 0.0) == ("a", "b", "c")
+    assert presence.alive(["c", "b", "a"], 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
-        presence.heard("a", moment_s)
+        presence.seen("a", moment_s)
     # When the other has been silent for longer than the bound / Then it is left out until it speaks
-    assert presence.among(["a", "b", "c"], 1.5) == ("a", "b")
-    presence.heard("c", 1.6)
-    assert presence.among(["a", "b", "c"], 1.6) == ("a", "b", "c")
+    assert presence.alive(["a", "b", "c"], 1.5) == ("a", "b")
+    presence.seen("c", 1.6)
+    assert presence.alive(["a", "b", "c"], 1.6) == ("a", "b", "c")
 
 
 def test_who_joins_has_its_time_to_speak() -> None:
     presence = present()
-    presence.heard("b", 10.0)
-    assert presence.among(["b", "c"], 10.0) == ("b", "c")
-    presence.heard("b", 10.9)
-    assert presence.among(["b", "c"], 10.9) == ("b", "c")
-    presence.heard("b", 11.1)
-    assert presence.among(["b", "c"], 11.1) == ("b",)
+    presence.seen("b", 10.0)
+    assert presence.alive(["b", "c"], 10.0) == ("b", "c")
+    presence.seen("b", 10.9)
+    assert presence.alive(["b", "c"], 10.9) == ("b", "c")
+    presence.seen("b", 11.1)
+    assert presence.alive(["b", "c"], 11.1) == ("b",)
 
 
 def test_nobody_is_judged_while_nothing_is_heard() -> None:
     # Given a Redis that says nothing any more
     presence = present()
-    presence.among(["a", "b"], 0.0)
-    presence.heard("b", 0.5)
+    presence.alive(["a", "b"], 0.0)
+    presence.seen("b", 0.5)
     # When much time passes / Then both are there, and have their time when it speaks again
-    assert presence.among(["a", "b"], 60.0) == ("a", "b")
+    assert presence.alive(["a", "b"], 60.0) == ("a", "b")
     presence.link(60.0)
-    presence.heard("b", 60.1)
-    assert presence.among(["a", "b"], 60.1) == ("a", "b")
+    presence.seen("b", 60.1)
+    assert presence.alive(["a", "b"], 60.1) == ("a", "b")
 
 
 def test_this_replica_is_there_if_it_is_live_and_alone_if_nobody_is() -> None:
     presence = present()
-    presence.heard("a", 100.0)
-    assert presence.among(["a", "b"], 100.0) == ("a", "b")
-    assert presence.among(["a"], 100.0) == ("a",)
-    assert presence.among([], 100.0) == ("b",)
+    presence.seen("a", 100.0)
+    assert presence.alive(["a", "b"], 100.0) == ("a", "b")
+    assert presence.alive(["a"], 100.0) == ("a",)
+    assert presence.alive([], 100.0) == ("b",)

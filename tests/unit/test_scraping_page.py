@@ -8,18 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from picker_fleet.endpoints import metrics_page
+from picker_fleet.endpoints.metrics_page import (
+    ENGINES,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
+    BadPage,
+    Engine,
+    engine_of,
+)
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import ConfigError
-from picker_fleet.scraping import page
-from picker_fleet.scraping.engines import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
-from picker_fleet.scraping.metrics import EndpointMetrics
-from picker_fleet.scraping.page import BadPage
 
 DATA = Path(__file__).parents[1] / "data"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))
 
 
 def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
-    return page.read(text.encode(), engine, scraped_ms=5)
+    return metrics_page.read(text.encode(), engine, scraped_ms=5)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_the_page_of_an_engine_says_what_it_means(
     file: str, engine: Engine, expected: EndpointMetrics
 ) -> None:
     # Given the page of an engine / When it is read / Then the figures are those of the page
-    assert page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
+    assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in DATA.glob("*.prom")))
@@ -212,7 +219,7 @@ def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str
     found = [
         (name, sample.labels(), repr(sample.value))
         for name in ("queue", "run", "kv")
-        for sample in page.samples(text.encode(), name.encode())
+        for sample in metrics_page.samples(text.encode(), name.encode())
     ]
     # Then both have the same samples
 
@@ -230,8 +237,8 @@ def test_a_page_cut_anywhere_says_no_more_than_its_whole_lines(page_lines: list[
     whole = part[: part.rfind(b"\n") + 1]
     # When it is read / Then it says what its whole lines say
     for name in (b"queue", b"run"):
-        said = [repr(sample) for sample in page.samples(part, name)]
-        assert said == [repr(sample) for sample in page.samples(whole, name)]
+        said = [repr(sample) for sample in metrics_page.samples(part, name)]
+        assert said == [repr(sample) for sample in metrics_page.samples(whole, name)]
 
 
 def test_known_engines_are_chosen_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Readings on the wire and on the board: nothing is lost, nothing bad gets in, and ages are the reader's."""
+"""Readings on the wire and on the cache: nothing is lost, nothing bad gets in, and ages are the reader's."""
 
 import dataclasses
 
@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.scraping import message, metrics
-from picker_fleet.scraping.board import MetricsBoard
-from picker_fleet.scraping.metrics import BadReading, EndpointMetrics
+from picker_fleet.endpoints.metrics_channel import decode_message, encode_message
+from picker_fleet.endpoints.readings import (
+    BadReading,
+    EndpointMetrics,
+    MetricsCache,
+    decode_reading,
+    encode_reading,
+)
 
 AMOUNTS = st.none() | st.floats(0, 1e12)
 NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_size=4)
@@ -33,11 +38,11 @@ def readings(draw: st.DrawFn) -> EndpointMetrics:
 @given(readings(), st.integers(0, 2**41))
 def test_a_reading_survives_the_wire(reading: EndpointMetrics, shift_ms: int) -> None:
     # Given any reading / When it goes over by another clock and back / Then it is the same
-    assert metrics.decode(metrics.encode(reading, shift_ms), -shift_ms) == reading
+    assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 
 def test_what_is_unknown_takes_no_room() -> None:
-    assert metrics.encode(EndpointMetrics(scraped_ms=7, waiting=2.0), 3) == b'{"at":10,"waiting":2.0}'
+    assert encode_reading(EndpointMetrics(scraped_ms=7, waiting=2.0), 3) == b'{"at":10,"waiting":2.0}'
 
 
 @pytest.mark.parametrize(
@@ -60,18 +65,18 @@ def test_what_is_unknown_takes_no_room() -> None:
 )
 def test_a_text_that_is_no_reading_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadReading, match=said):
-        metrics.decode(text, 0)
+        decode_reading(text, 0)
 
 
 def test_a_newer_versions_keys_are_passed_over() -> None:
-    assert metrics.decode('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
+    assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
 
 def test_a_message_tells_how_old_its_readings_were() -> None:
     # Given a reading that was 40 ms old when it was sent, by a clock far from the reader's
-    sent = message.encode("one", 1_700_000_000_040, {"a:1": metrics.encode(reading_at(1_700_000_000_000), 0)})
+    sent = encode_message("one", 1_700_000_000_040, {"a:1": encode_reading(reading_at(1_700_000_000_000), 0)})
     # When it is received at 5000 ms of the reader's clock
-    heard = message.decode(sent, 5000)
+    heard = decode_message(sent, 5000)
     # Then it is of 4960 ms there
     assert heard.sender == "one"
     assert heard.readings == {"a:1": reading_at(4960)}
@@ -79,7 +84,7 @@ def test_a_message_tells_how_old_its_readings_were() -> None:
 
 
 def test_one_bad_reading_leaves_the_others() -> None:
-    heard = message.decode('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
+    heard = decode_message('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
     assert heard.readings.keys() == {"a:1"}
     assert heard.faults == ("b:1: at of a reading is a whole number, not 'x'",)
 
@@ -87,7 +92,7 @@ def test_one_bad_reading_leaves_the_others() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"from":1,"sent":1,"readings":{}}', '{"from":"a"}'])
 def test_a_text_that_is_no_message_is_refused(text: str) -> None:
     with pytest.raises(BadReading, match="a message"):
-        message.decode(text, 0)
+        decode_message(text, 0)
 
 
 class Clock:
@@ -110,77 +115,77 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def board(clock: Clock) -> MetricsBoard:
-    return MetricsBoard(stale_after_s=1.0, clock=clock)
+def cache(clock: Clock) -> MetricsCache:
+    return MetricsCache(stale_after_s=1.0, clock=clock)
 
 
-def test_a_fresh_reading_is_known_and_has_its_age(board: MetricsBoard, clock: Clock) -> None:
+def test_a_fresh_reading_is_known_and_has_its_age(cache: MetricsCache, clock: Clock) -> None:
     # Given a reading of 100 s / When it is looked at 0.75 s later
-    board.take({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
+    cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
     clock.now_s = 100.75
-    reading = board.snapshot()["a:1"]
+    reading = cache.snapshot()["a:1"]
     # Then it is known as it came
     assert (reading.age_s, reading.known) == (0.75, True)
     assert reading.metrics == reading_at(100_000, active_adapters=frozenset({"x"}))
 
 
-def test_a_stale_reading_counts_as_unknown(board: MetricsBoard, clock: Clock) -> None:
+def test_a_stale_reading_counts_as_unknown(cache: MetricsCache, clock: Clock) -> None:
     # Given a reading / When it is looked at after more than the bound
-    board.take({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
+    cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
     clock.now_s = 101.25
-    reading = board.snapshot()["a:1"]
+    reading = cache.snapshot()["a:1"]
     # Then nothing of it can be picked by
     assert (reading.age_s, reading.known) == (1.25, False)
     assert reading.metrics == EndpointMetrics(100_000)
 
 
-def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(board: MetricsBoard, clock: Clock) -> None:
-    board.take({"a:1": reading_at(100_000)})
-    board.take({"a:1": EndpointMetrics(100_000, fault="no page", failures=1)})
-    assert not board.snapshot()["a:1"].known
+def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(cache: MetricsCache, clock: Clock) -> None:
+    cache.update({"a:1": reading_at(100_000)})
+    cache.update({"a:1": EndpointMetrics(100_000, fault="no page", failures=1)})
+    assert not cache.snapshot()["a:1"].known
     clock.now_s = 105.0
-    assert board.snapshot()["a:1"].metrics.fault == "no page"
+    assert cache.snapshot()["a:1"].metrics.fault == "no page"
 
 
-def test_an_older_reading_does_not_take_the_place_of_a_newer(board: MetricsBoard) -> None:
+def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache) -> None:
     # Given a reading, and an older one that comes later, as what is stored does
-    board.take({"a:1": reading_at(99_500, waiting=9.0)})
-    board.take({"a:1": reading_at(99_400, waiting=1.0)})
+    cache.update({"a:1": reading_at(99_500, waiting=9.0)})
+    cache.update({"a:1": reading_at(99_400, waiting=1.0)})
     # When it is looked at / Then the newer one is there; one as new takes its place
-    assert board.snapshot()["a:1"].metrics.waiting == 9.0
-    board.take({"a:1": reading_at(99_500, waiting=3.0)})
-    assert board.snapshot()["a:1"].metrics.waiting == 3.0
+    assert cache.snapshot()["a:1"].metrics.waiting == 9.0
+    cache.update({"a:1": reading_at(99_500, waiting=3.0)})
+    assert cache.snapshot()["a:1"].metrics.waiting == 3.0
 
 
-def test_a_reading_of_the_future_does_not_hide_those_to_come(board: MetricsBoard, clock: Clock) -> None:
+def test_a_reading_of_the_future_does_not_hide_those_to_come(cache: MetricsCache, clock: Clock) -> None:
     # Given a reading an hour ahead: Redis's clock was set back since it was stored
-    board.take({"a:1": reading_at(3_700_000, waiting=9.0)})
-    assert board.snapshot()["a:1"].age_s == 0.0
+    cache.update({"a:1": reading_at(3_700_000, waiting=9.0)})
+    assert cache.snapshot()["a:1"].age_s == 0.0
     # When the next one comes / Then it counts
     clock.now_s = 100.5
-    board.take({"a:1": reading_at(100_400, waiting=1.0)})
-    assert board.snapshot()["a:1"].metrics.waiting == 1.0
+    cache.update({"a:1": reading_at(100_400, waiting=1.0)})
+    assert cache.snapshot()["a:1"].metrics.waiting == 1.0
 
 
-def test_endpoints_that_left_are_forgotten(board: MetricsBoard) -> None:
-    board.take({"a:1": reading_at(100_000), "b:1": reading_at(100_000)})
-    assert board.snapshot().keys() == {"a:1", "b:1"}
-    board.keep(["b:1", "c:1"])
-    assert board.snapshot().keys() == board.addresses == {"b:1"}
+def test_endpoints_that_left_are_forgotten(cache: MetricsCache) -> None:
+    cache.update({"a:1": reading_at(100_000), "b:1": reading_at(100_000)})
+    assert cache.snapshot().keys() == {"a:1", "b:1"}
+    cache.retain(["b:1", "c:1"])
+    assert cache.snapshot().keys() == cache.addresses == {"b:1"}
 
 
 def test_a_snapshot_is_shared_for_a_moment_and_taken_anew_after_news(
-    board: MetricsBoard, clock: Clock
+    cache: MetricsCache, clock: Clock
 ) -> None:
     # Given a snapshot
-    board.take({"a:1": reading_at(100_000)})
-    first = board.snapshot()
+    cache.update({"a:1": reading_at(100_000)})
+    first = cache.snapshot()
     # When it is asked for within 10 ms / Then it is the same one
     clock.now_s = 100.005
-    assert board.snapshot() is first
+    assert cache.snapshot() is first
     # When there is news, or 10 ms are over / Then it is not
-    board.take({"a:1": reading_at(100_004, waiting=7.0)})
-    second = board.snapshot()
+    cache.update({"a:1": reading_at(100_004, waiting=7.0)})
+    second = cache.snapshot()
     assert second["a:1"].metrics.waiting == 7.0
     clock.now_s = 100.016
-    assert board.snapshot() is not second
+    assert cache.snapshot() is not second

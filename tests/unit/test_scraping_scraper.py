@@ -11,12 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
+from picker_fleet.endpoints import scraper as scraper_module
+from picker_fleet.endpoints.metrics_page import VLLM
+from picker_fleet.endpoints.readings import EndpointMetrics
+from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.scraping import scraper as scraper_module
-from picker_fleet.scraping.engines import VLLM
-from picker_fleet.scraping.metrics import EndpointMetrics
-from picker_fleet.scraping.pacing import Pacing
-from picker_fleet.scraping.scraper import Scraper, pause_s
 
 INTERVAL_S = 0.02
 
@@ -74,12 +73,12 @@ async def scraping(
     deadline_s: float = 20,
     publish_s: float = INTERVAL_S,
     speak_s: float = 60,
-    pacing: Pacing | None = None,
+    pacing: IntervalPolicy | None = None,
     vary: Callable[[], float] = random.random,
 ) -> AsyncIterator[Scraper]:
     scraper = Scraper(
         VLLM,
-        pacing=pacing or Pacing(INTERVAL_S, lambda: True),
+        pacing=pacing or IntervalPolicy(INTERVAL_S, lambda: True),
         vary=vary,
         publish=outcome.publish,
         publish_s=lambda: publish_s,
@@ -87,7 +86,7 @@ async def scraping(
         meter=outcome,
         deadline_s=deadline_s,
     )
-    scraper.set_owned(addresses)
+    scraper.set_targets(addresses)
     task = asyncio.create_task(scraper.run())
     try:
         yield scraper
@@ -297,8 +296,8 @@ async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome:
     async with scraping(outcome, first.address) as scraper:
         await first.until(lambda: len(first.requests) == 1)
         # When another one is owned instead
-        scraper.set_owned([second.address])
-        assert scraper.owned == {second.address}
+        scraper.set_targets([second.address])
+        assert scraper.targets == {second.address}
         # Then that one is read, and the wait for the first is over
         await outcome.until(lambda: outcome.worked[second.address] >= 2)
         first.release()
@@ -306,7 +305,7 @@ async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome:
         assert len(first.requests) == 1
         assert outcome.newest.keys() == {second.address}
         # When it is owned again / Then it is read again
-        scraper.set_owned([first.address, second.address])
+        scraper.set_targets([first.address, second.address])
         await outcome.until(lambda: outcome.worked[first.address] >= 1)
 
 
@@ -323,7 +322,7 @@ async def test_what_redis_does_not_take_is_handed_over_later(
         await outcome.until(lambda: all(outcome.worked[one] for one in everyone - {failing.address}))
         await outcome.until(lambda: outcome.refused >= 6)
         # When one endpoint leaves and the fleet can be told again
-        scraper.set_owned(everyone - {dropped.address})
+        scraper.set_targets(everyone - {dropped.address})
         outcome.refusing = False
         await outcome.until(lambda: bool(outcome.batches))
         # Then the first batch has the newest of what is still owned
@@ -336,7 +335,7 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(
 ) -> None:
     # Pages that nobody picks by are read every 5 s.
     server = servers[0]
-    unused = Pacing(None, lambda: False)
+    unused = IntervalPolicy(None, lambda: False)
     async with scraping(outcome, server.address, deadline_s=0.05, pacing=unused) as scraper:
         await outcome.until(lambda: server.address in outcome.newest)
         first = outcome.newest[server.address]
@@ -354,10 +353,10 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(
         await outcome.until(lambda: outcome.newest[server.address].failures == 0)
 
 
-class Seldom(Pacing):
+class Seldom(IntervalPolicy):
     """Without probes between two pages."""
 
-    def tick_s(self, interval_s: float, owned: int) -> float:
+    def tick_s(self, interval_s: float, targets: int) -> float:
         return interval_s
 
 

@@ -5,10 +5,10 @@ from typing import Any
 from picker_fleet.admin import shown
 from picker_fleet.admin.standing import Lookout
 from picker_fleet.admission.membership import Membership
+from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.scheduling.scorers import LatencyStats
-from picker_fleet.scraping.board import MetricsBoard, Reading
 from picker_fleet.state.store import Store
 
 
@@ -23,7 +23,7 @@ class FleetView:
         self,
         store: Store,
         membership: Membership,
-        board: MetricsBoard,
+        board: MetricsCache,
         latencies: LatencyTracker,
         lookout: Lookout,
         *,

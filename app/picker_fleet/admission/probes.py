@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+from picker_fleet.endpoints.readings import Reading
+from picker_fleet.endpoints.scraper import SILENCE, Meter
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.scraping.board import Reading
-from picker_fleet.scraping.scraper import SILENCE, Meter
 from picker_fleet.state.store import Store
 
 _WELL_AGAIN = 3  # answers in a row

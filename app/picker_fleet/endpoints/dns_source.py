@@ -14,8 +14,8 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
+from picker_fleet.endpoints.discovery import Report
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.endpoints.source import Report
 from picker_fleet.units import endpoint_address
 
 _log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from picker_fleet.endpoints.readings import Reading
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
@@ -26,7 +27,6 @@ from picker_fleet.scheduling.scorers import (
     LatencyWeights,
     PickRequest,
 )
-from picker_fleet.scraping.board import Reading
 from picker_fleet.signing import LENGTH, Keyring
 
 if TYPE_CHECKING:

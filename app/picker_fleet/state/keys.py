@@ -50,7 +50,7 @@ class Keys:
 
     @property
     def metrics(self) -> str:
-        """A hash, and the channel of the same name (scraping/feed.py)."""
+        """A hash, and the channel of the same name (endpoints/metrics_channel.py)."""
         return self.prefix + "metrics"
 
     def inbox(self, replica: str) -> str:

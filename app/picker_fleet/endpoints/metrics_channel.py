@@ -1,29 +1,97 @@
-"""Redis's part in scraping: readings go into a hash for who comes later and over a channel to who is there.
+"""Shares readings between replicas through Redis: a hash for later readers and a channel for present ones.
 
-    epp:{POOL}:metrics   hash      endpoint -> its newest reading (scraping/metrics.py)   `remove`
-    epp:{POOL}:metrics   channel   batches of readings (scraping/message.py)              (never stored)
+    epp:{POOL}:metrics   hash      endpoint -> its newest reading (endpoints/readings.py)   `remove`
+    epp:{POOL}:metrics   channel   batches of readings, never stored:
 
-Moments in both are Redis's own, so that the age of a stored reading can be told without comparing replicas'
-clocks: each round trip asks for TIME, and the difference to this replica's monotonic clock is kept.
+    {"from": "replica-1", "sent": 1700000000123, "readings": {"10.0.0.1:8000": {"at": 1700000000100, ...}},
+     "suspects": ["10.0.0.1:8000"]}
+
+`suspects`, if there are any, are endpoints where requests in flight have shown no sign of life. Times in both
+are Redis's own, so that the age of a stored reading is known without comparing replicas' clocks: each round
+trip asks for TIME, and the difference to this replica's monotonic clock is kept. Of `sent` and `at` only the
+difference is used: how old a reading was when it was sent.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
+from picker_fleet.endpoints.readings import (
+    BadReading,
+    EndpointMetrics,
+    decode_reading,
+    encode_reading,
+    reading_of_json,
+)
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.scraping import message, metrics
-from picker_fleet.scraping.metrics import BadReading, EndpointMetrics
 from picker_fleet.state import channel
 from picker_fleet.state.asker import Asker, Command
 from picker_fleet.state.channel import CHECK_S
 from picker_fleet.state.keys import Keys
 
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`readings` are on the clock of the replica that reads it; those it could not read are in `faults`."""
+
+    sender: str
+    readings: Mapping[str, EndpointMetrics]
+    suspects: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+def message_head(sender: str) -> bytes:
+    """What each message of `sender` begins with, and nobody else's."""
+    return orjson.dumps({"from": sender})[:-1] + b","
+
+
+def encode_message(
+    sender: str, sent_ms: int, readings: Mapping[str, bytes], suspects: Sequence[str] = ()
+) -> bytes:
+    """The message; `readings` are encoded ones, by address."""
+    parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}
+    told: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
+    if suspects:
+        told["suspects"] = list(suspects)
+    return orjson.dumps(told)
+
+
+def decode_message(text: bytes | str, received_ms: int) -> Message:
+    """What `text` says, as if its readings had travelled in no time.
+
+    Raises:
+        BadReading: the message as a whole is not one.
+    """
+    try:
+        told = orjson.loads(text)
+    except orjson.JSONDecodeError as fault:
+        raise BadReading(f"a message is no JSON: {fault}") from None
+    match told:
+        case {"from": str(sender), "sent": int(sent_ms), "readings": dict(readings)}:
+            pass
+        case _:
+            raise BadReading("a message has no sender, time or readings")
+    read: dict[str, EndpointMetrics] = {}
+    faults: list[str] = []
+    for address, reading in readings.items():
+        try:
+            read[address] = reading_of_json(reading, received_ms - sent_ms)
+        except BadReading as fault:
+            faults.append(f"{address}: {fault}")
+    suspects = told.get("suspects", [])
+    if not (isinstance(suspects, list) and all(isinstance(each, str) for each in suspects)):
+        suspects, faults = [], [*faults, "suspects are no list of addresses"]
+    return Message(sender, read, tuple(suspects), tuple(faults))
+
+
 _log = logging.getLogger(__name__)
 _DEADLINE_S = 0.5
 
 
-class Feed:
+class MetricsChannel:
     """One replica's reading and writing of its pool's readings, on connections of its own.
 
     `scraped_ms` of what goes in and comes out is of this replica's clock `now_ms` (monotonic, milliseconds).
@@ -35,7 +103,7 @@ class Feed:
         self._url = url
         self._name = Keys.of(pool).prefix + "metrics"
         self._replica = replica
-        self._own = message.head(replica)
+        self._own = message_head(replica)
         self._now_ms = now_ms
         self._asker = Asker(url, self._name, deadline_s=deadline_s)
         self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
@@ -52,8 +120,8 @@ class Feed:
         if self._ahead_ms is None:
             self._note_clock((await self._ask([("TIME",)]))[0])
         assert self._ahead_ms is not None
-        encoded = {address: metrics.encode(one, self._ahead_ms) for address, one in batch.items()}
-        text = message.encode(self._replica, self._now_ms() + self._ahead_ms, encoded, suspects)
+        encoded = {address: encode_reading(one, self._ahead_ms) for address, one in batch.items()}
+        text = encode_message(self._replica, self._now_ms() + self._ahead_ms, encoded, suspects)
         commands: list[Command] = [("TIME",), ("PUBLISH", self._name, text)]
         if encoded:
             commands.append(("HSET", self._name, *(part for pair in encoded.items() for part in pair)))
@@ -79,7 +147,7 @@ class Feed:
         found: dict[str, EndpointMetrics] = {}
         for address, text in zip(flat[::2], flat[1::2], strict=True):
             try:
-                found[address.decode()] = metrics.decode(text, shift_ms)
+                found[address.decode()] = decode_reading(text, shift_ms)
             except (BadReading, UnicodeDecodeError) as fault:
                 _log.warning("a stored reading of %r is left out: %s", address[:60], fault)
         return found
@@ -109,7 +177,7 @@ class Feed:
                 on_readings(self._replica, {}, ())
                 return
             try:
-                heard = message.decode(text, self._now_ms())
+                heard = decode_message(text, self._now_ms())
             except BadReading as fault:
                 self._warn((str(fault),))
             else:

@@ -1,11 +1,14 @@
-"""What one scrape learns of an endpoint, and the short JSON in which replicas tell it each other.
+"""What scrapes learn of endpoints: one reading, its short JSON form, and the newest reading of every
+endpoint.
 
-Readings carry a moment as milliseconds of some clock. In memory it is the holder's own monotonic clock; on
-the wire it is Redis's. `shift_ms` is what to add to come from the one to the other; two replicas' clocks are
-never compared.
+A reading carries its time as milliseconds of some clock: in memory the holder's own monotonic clock, on the
+wire Redis's. `shift_ms` is what to add to convert from one to the other; two replicas' clocks are never
+compared.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +53,7 @@ class EndpointMetrics:
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
 
-def encode(metrics: EndpointMetrics, shift_ms: int) -> bytes:
+def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
     """A JSON object without what is unknown or empty; `at` is `scraped_ms` + `shift_ms`."""
     told: dict[str, Any] = {"at": metrics.scraped_ms + shift_ms}
     if metrics.waiting is not None:
@@ -74,7 +77,7 @@ def encode(metrics: EndpointMetrics, shift_ms: int) -> bytes:
     return orjson.dumps(told)
 
 
-def decode(text: bytes | str, shift_ms: int) -> EndpointMetrics:
+def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
     """The reading in `text`, its moment shifted. Keys it does not know are a newer version's and ignored.
 
     Raises:
@@ -84,11 +87,11 @@ def decode(text: bytes | str, shift_ms: int) -> EndpointMetrics:
         told = orjson.loads(text)
     except orjson.JSONDecodeError as fault:
         raise BadReading(f"a reading is no JSON: {fault}") from None
-    return of_object(told, shift_ms)
+    return reading_of_json(told, shift_ms)
 
 
-def of_object(told: object, shift_ms: int) -> EndpointMetrics:
-    """`decode` of what is JSON no more.
+def reading_of_json(told: object, shift_ms: int) -> EndpointMetrics:
+    """`decode_reading` of parsed JSON.
 
     Raises:
         BadReading: not an object, or a value of the wrong kind.
@@ -149,3 +152,104 @@ def _fault(told: dict[str, Any]) -> str | None:
 
 def _short(value: object) -> str:
     return repr(value)[:60]
+
+
+_GRAIN_S = 0.01
+# Without a configured age, a reading is stale once so many of its endpoint's pages are missing, and not
+# before a second: a busy machine may stand still for half of one.
+_INTERVALS = 3
+_SOONEST_STALE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """`metrics` as last heard of, `age_s` seconds old.
+
+    One that is not `known` is stale or tells of a failed scrape: its amounts are None and its adapters empty,
+    so that nothing can be picked by them, while `fault` and `failures` stay as they were.
+    """
+
+    metrics: EndpointMetrics
+    age_s: float
+    known: bool
+
+
+class MetricsCache:
+    """The newest reading of each endpoint. One event loop.
+
+    Ages are of this replica's own monotonic `clock` (seconds): what others send says how old it was when sent
+    (endpoints/metrics_channel.py), and the time since it came is added here. Readings are stale after
+    `stale_after_s`; None: after three of their endpoint's intervals.
+    """
+
+    def __init__(self, stale_after_s: float | None, clock: Callable[[], float]) -> None:
+        self._stale_after_s = stale_after_s
+        self._clock = clock
+        self._newest: dict[str, EndpointMetrics] = {}
+        self._snapshot: Mapping[str, Reading] = {}
+        self._snapshot_s = -1.0
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The endpoints it has a reading of."""
+        return frozenset(self._newest)
+
+    def now_ms(self) -> int:
+        """The moment a reading taken now has."""
+        return int(self._clock() * 1000)
+
+    def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
+        """Note `readings`, whose `scraped_ms` is of this replica's clock, unless a newer one is newest."""
+        now_ms = self.now_ms()
+        for address, metrics in readings.items():
+            if metrics.scraped_ms > now_ms:
+                # Redis's clock was set back, or another server took over: it would hide all later readings.
+                metrics = dataclasses.replace(metrics, scraped_ms=now_ms)
+            newest = self._newest.get(address)
+            if newest is None or metrics.scraped_ms >= newest.scraped_ms:
+                self._newest[address] = metrics
+        self._snapshot_s = -1.0
+
+    def retain(self, addresses: Iterable[str]) -> None:
+        """Forget every endpoint that is not one of `addresses`."""
+        for address in self._newest.keys() - frozenset(addresses):
+            del self._newest[address]
+        self._snapshot_s = -1.0
+
+    def snapshot(self, now_s: float | None = None) -> Mapping[str, Reading]:
+        """Address -> its reading at `now_s` of the clock (default: now). Not to be changed.
+
+        Many picks share one snapshot: it is made anew after news, else every 10 ms, and ages are that exact.
+        """
+        now_s = self._clock() if now_s is None else now_s
+        if self._snapshot_s < 0 or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
+            self._snapshot = {
+                address: self._reading(newest, now_s) for address, newest in self._newest.items()
+            }
+            self._snapshot_s = now_s
+        return self._snapshot
+
+    def _reading(self, newest: EndpointMetrics, now_s: float) -> Reading:
+        age_s = max(0.0, now_s - newest.scraped_ms / 1000)
+        if age_s <= self._stale_s(newest):
+            return Reading(newest, age_s, known=newest.fault is None)
+        return Reading(_without_amounts(newest), age_s, known=False)
+
+    def _stale_s(self, newest: EndpointMetrics) -> float:
+        if self._stale_after_s is not None:
+            return self._stale_after_s
+        return max(_INTERVALS * (newest.interval_ms or 0) / 1000, _SOONEST_STALE_S)
+
+
+def _without_amounts(newest: EndpointMetrics) -> EndpointMetrics:
+    if newest.fault is not None:
+        return newest
+    return dataclasses.replace(
+        newest,
+        waiting=None,
+        running=None,
+        kv_utilisation=None,
+        max_adapters=None,
+        active_adapters=NONE,
+        waiting_adapters=NONE,
+    )

@@ -1,4 +1,10 @@
-"""Fetches the pages of the endpoints that are this replica's to scrape, each at its own pace."""
+"""Fetches the metrics pages of this replica's endpoints, each at its own interval.
+
+A page is read no more often than its figures are used, and at a cost of at most 1 % of either side. It costs
+its server (a real vLLM spends 8 ms of the process that streams its answers) and this replica, so
+`scraping.interval: auto` follows both. Whether a server has stopped answering is found by probes: requests
+for a path that costs it next to nothing.
+"""
 
 import asyncio
 import contextlib
@@ -7,15 +13,80 @@ import logging
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from picker_fleet.endpoints import metrics_page
+from picker_fleet.endpoints.metrics_client import Connection, FetchError
+from picker_fleet.endpoints.metrics_page import BadPage, Engine
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.scraping import page
-from picker_fleet.scraping.connection import Connection, FetchFault
-from picker_fleet.scraping.engines import Engine
-from picker_fleet.scraping.metrics import EndpointMetrics
-from picker_fleet.scraping.pacing import Pacing, PageCost
+
+PROBE_S = 0.2  # between two signs of life of a server
+_USED_S = 0.1  # while requests are placed by figures of the page
+_SHOWN_S = 5.0  # while only views and health use them
+_SUSPECT_S = 0.25  # while requests in flight at the endpoint have given no sign of life
+_LONGEST_S = 30.0
+_SHARE = 0.01  # of either side's time, at most
+_FETCH_CPU_S = 0.0002  # of this replica for a page, beside reading it
+_PROBE_CPU_S = 0.0001
+_KEPT = 8
+
+
+class ScrapeCost:
+    """What the last pages of one endpoint cost, in seconds. The least of a few counts: the others waited."""
+
+    def __init__(self) -> None:
+        self._pages: deque[float] = deque(maxlen=_KEPT)
+        self._probes: deque[float] = deque(maxlen=_KEPT)
+        self._read_s: deque[float] = deque(maxlen=_KEPT)
+
+    def add_page(self, answered_s: float, read_s: float) -> None:
+        """A page came `answered_s` after it was asked for, and took `read_s` of this replica's CPU to
+        read."""
+        self._pages.append(answered_s)
+        self._read_s.append(read_s)
+
+    def add_probe(self, answered_s: float) -> None:
+        self._probes.append(answered_s)
+
+    @property
+    def server_s(self) -> float:
+        """What a page costs its server: how much later it comes than the answer to a probe; 0 if unknown."""
+        if not self._pages:
+            return 0.0
+        return max(0.0, min(self._pages) - min(self._probes, default=0.0))
+
+    @property
+    def own_s(self) -> float:
+        """CPU of this replica for one page."""
+        return _FETCH_CPU_S + min(self._read_s, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalPolicy:
+    """`fixed_s` is the configured interval, None for `auto`. `used` says whether requests are being placed by
+    what pages tell."""
+
+    fixed_s: float | None
+    used: Callable[[], bool]
+
+    def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
+        """Between two pages of an endpoint, one of `targets` that this replica scrapes; `suspect` if requests
+        in flight there have given no sign of life."""
+        if self.fixed_s is not None:
+            return self.fixed_s
+        wanted_s = _USED_S if self.used() else _SHOWN_S
+        if suspect:
+            wanted_s = min(wanted_s, _SUSPECT_S)
+        return min(max(wanted_s, cost.server_s / _SHARE, cost.own_s * targets / _SHARE), _LONGEST_S)
+
+    def tick_s(self, interval_s: float, targets: int) -> float:
+        """Between two signs of life of an endpoint whose page is read every `interval_s`."""
+        return min(interval_s, max(PROBE_S, _PROBE_CPU_S * targets / _SHARE))
+
 
 T = TypeVar("T")
 Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
@@ -70,7 +141,7 @@ def pause_s(failures: int, interval_s: float, variation: float) -> float:
 
 
 class Scraper:
-    """Scrapes a set of endpoints, which `set_owned` changes, as often as `pacing` says. One event loop.
+    """Scrapes a set of endpoints, which `set_targets` changes, as often as `pacing` says. One event loop.
 
     Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
     so that they do not all go at once. Between two pages it is probed, so that a server that stands still is
@@ -85,7 +156,7 @@ class Scraper:
         self,
         engine: Engine,
         *,
-        pacing: Pacing,
+        pacing: IntervalPolicy,
         publish: Publish,
         publish_s: Callable[[], float],
         speak_s: float,
@@ -101,38 +172,38 @@ class Scraper:
         self._publish_s, self._speak_s = publish_s, speak_s
         self._meter = meter
         self._vary = vary
-        self._owned: frozenset[str] = frozenset()
+        self._targets: frozenset[str] = frozenset()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._pending: dict[str, EndpointMetrics] = {}
         self._any_pending = asyncio.Event()
 
     @property
-    def owned(self) -> frozenset[str]:
+    def targets(self) -> frozenset[str]:
         """The addresses it scrapes."""
-        return self._owned
+        return self._targets
 
-    def set_owned(self, addresses: Iterable[str]) -> None:
+    def set_targets(self, addresses: Iterable[str]) -> None:
         """Scrape exactly `addresses` from now on; what is being fetched from others is dropped."""
-        self._owned = frozenset(addresses)
-        for address in self._tasks.keys() - self._owned:
+        self._targets = frozenset(addresses)
+        for address in self._tasks.keys() - self._targets:
             self._tasks.pop(address).cancel()
             self._pending.pop(address, None)
         if self._group is not None:
-            for address in self._owned - self._tasks.keys():
+            for address in self._targets - self._tasks.keys():
                 task = self._group.create_task(self._scrape_forever(address), name=f"scrape-{address}")
                 self._tasks[address] = task
 
     def suspect(self, addresses: Iterable[str]) -> None:
         """Read the pages of `addresses` more often for a while: requests there may be gone."""
         until_s = asyncio.get_running_loop().time() + _SUSPECTED_S
-        self._suspects = {address: until_s for address in addresses if address in self._owned}
+        self._suspects = {address: until_s for address in addresses if address in self._targets}
 
     async def run(self) -> None:
         """Scrape and publish until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                self.set_owned(self._owned)
+                self.set_targets(self._targets)
                 await self._publish_forever()
         finally:
             self._group = None
@@ -164,8 +235,8 @@ class Scraper:
     def _pace(self, target: "_Target") -> tuple[float, float]:
         """Between two pages of an endpoint, and between two signs of its life, in seconds."""
         suspect = self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
-        interval_s = self._pacing.interval_s(target.cost, len(self._owned), suspect=suspect)
-        return interval_s, self._pacing.tick_s(interval_s, len(self._owned))
+        interval_s = self._pacing.interval_s(target.cost, len(self._targets), suspect=suspect)
+        return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
 
     async def _look(self, target: "_Target", interval_s: float, tick_s: float) -> None:
         """Ask for the page if its time has come, else for a sign of life; hand in what there is to tell."""
@@ -192,7 +263,7 @@ class Scraper:
         async def read_page() -> EndpointMetrics:
             text = await target.connection.fetch()
             answered_s, began_s = clock() - started_s, time.thread_time()
-            metrics = page.read(text, self._engine, started_ms)
+            metrics = metrics_page.read(text, self._engine, started_ms)
             target.cost.add_page(answered_s, time.thread_time() - began_s)
             return metrics
 
@@ -230,9 +301,9 @@ class Scraper:
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind
             said = f"{SILENCE} {self._deadline_s:g} s"
-        except FetchFault as fault:
+        except FetchError as fault:
             kind, said = fault.kind, str(fault)
-        except page.BadPage as fault:
+        except BadPage as fault:
             kind, said = "page", str(fault)
         self._meter.scrape_failed(target.address, kind, clock() - started_s)
         return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=said, failures=target.failures + 1)
@@ -256,7 +327,7 @@ class Scraper:
             await self._publish(batch)
         except StateUnavailable:
             self._meter.scrape_unpublished(len(batch))
-            kept = {address: metrics for address, metrics in batch.items() if address in self._owned}
+            kept = {address: metrics for address, metrics in batch.items() if address in self._targets}
             self._pending = {**kept, **self._pending}
             if kept:
                 self._any_pending.set()
@@ -270,7 +341,7 @@ class _Target:
     def __init__(self, address: str, engine: Engine) -> None:
         self.address = address
         self.connection = Connection(address, engine.path, probe_path=engine.probe_path)
-        self.cost = PageCost()
+        self.cost = ScrapeCost()
         self.last: EndpointMetrics | None = None  # what was last told of it
         self.paged_s = -math.inf  # when its page was last asked for
 

@@ -17,7 +17,7 @@ from picker_fleet.units import split_host_port
 MAX_PAGE_BYTES = 512 * 1024  # a vLLM page has 53 KB
 
 
-class FetchFault(PickerError):
+class FetchError(PickerError):
     """There is no page; `kind` is `connection`, `status` or `page`, and the message says more."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -25,7 +25,7 @@ class FetchFault(PickerError):
         self.kind = kind
 
 
-class _ClosedUnused(FetchFault):
+class _ClosedUnused(FetchError):
     """A connection that was kept alive ended before a byte of the answer came: its idle time was over."""
 
 
@@ -55,19 +55,19 @@ class Connection:
         """The page. Waits without end for it: the deadline is the caller's.
 
         Raises:
-            FetchFault: no connection, an answer other than 200, or a page too large or cut short.
+            FetchError: no connection, an answer other than 200, or a page too large or cut short.
         """
         status, page = await self._question(self._page)
         if status != 200:
             self.close()
-            raise FetchFault("status", f"answered {status}")
+            raise FetchError("status", f"answered {status}")
         return page
 
     async def probe(self) -> None:
         """Wait, without end, for any answer: it shows that the server takes its turns.
 
         Raises:
-            FetchFault: no connection, or an answer too large or cut short.
+            FetchError: no connection, or an answer too large or cut short.
         """
         await self._question(self._probe)
 
@@ -83,7 +83,7 @@ class Connection:
                     pass  # the server may close an idle connection at any time: that is no fault of its own
             return await self._ask(await self._connect(), request)
         except BaseException as fault:
-            if isinstance(fault, FetchFault) or (self._exchange is not None and self._exchange.some_came):
+            if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
             # What is still to come on this connection belongs to nobody.
             self.close()
@@ -111,7 +111,7 @@ class Connection:
             await loop.create_connection(lambda: made, self._host, self._port)
         except OSError as fault:
             cancelling.heed()
-            raise FetchFault("connection", f"no connection: {fault.strerror or fault}") from None
+            raise FetchError("connection", f"no connection: {fault.strerror or fault}") from None
         cancelling.heed()
         self.unreached = 0
         return made
@@ -141,7 +141,7 @@ class _Exchange(asyncio.Protocol):
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         transport = self._transport
         if transport is None:
-            raise FetchFault("connection", "the connection closed at once")
+            raise FetchError("connection", "the connection closed at once")
         self._answer = self._loop.create_future()
         transport.write(request)
         return await self._answer
@@ -163,7 +163,7 @@ class _Exchange(asyncio.Protocol):
                 raise httptools.HttpParserError("bytes that nobody asked for")
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as fault:
-            self._fail(FetchFault("page", f"no HTTP answer: {fault}"))
+            self._fail(FetchError("page", f"no HTTP answer: {fault}"))
 
     def connection_lost(self, fault: Exception | None) -> None:
         self._transport = None
@@ -175,7 +175,7 @@ class _Exchange(asyncio.Protocol):
         elif not self.some_came and self._used:
             self._fail(_ClosedUnused("connection", "closed while idle"))
         else:
-            self._fail(FetchFault("connection", "the connection closed before the page was complete"))
+            self._fail(FetchError("connection", "the connection closed before the page was complete"))
 
     # The parser's calls.
 
@@ -189,7 +189,7 @@ class _Exchange(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
         if self._size > self._max_page_bytes:
-            self._fail(FetchFault("page", f"the page has more than {self._max_page_bytes} bytes"))
+            self._fail(FetchError("page", f"the page has more than {self._max_page_bytes} bytes"))
         else:
             self._parts.append(body)
 
@@ -215,7 +215,7 @@ class _Exchange(asyncio.Protocol):
         self._in_body = False
         self._until_close = True
 
-    def _fail(self, fault: FetchFault) -> None:
+    def _fail(self, fault: FetchError) -> None:
         answer, self._answer = self._answer, None
         if answer is not None and not answer.done():
             answer.set_exception(fault)

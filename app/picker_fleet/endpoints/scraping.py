@@ -1,0 +1,213 @@
+"""Scraping once for the fleet: each endpoint is read by one replica, and every replica knows what it read.
+
+Endpoints are assigned by rendezvous hashing (Thaler and Ravishankar, 1998): every replica hashes each pair of
+endpoint and replica, and the replica with the greatest hash scrapes the endpoint. No table is shared:
+replicas that agree on the live replicas agree on the assignment. A replica that leaves gives up only its own
+endpoints, evenly to the others; one that joins takes only those that become its own.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from picker_fleet.endpoints.metrics_channel import MetricsChannel
+from picker_fleet.endpoints.metrics_page import Engine
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
+from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, Meter, Scraper
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.sections import Scraping
+
+
+def assigned_replica(address: str, replicas: Sequence[str]) -> str:
+    """The replica that scrapes `address`, whatever the order of `replicas`.
+
+    Raises:
+        ValueError: `replicas` is empty.
+    """
+    if not replicas:
+        raise ValueError("nobody to own an endpoint: there are no replicas")
+    return max(replicas, key=lambda replica: (_weight(address, replica), replica))
+
+
+def assigned_endpoints(addresses: Iterable[str], replica: str, replicas: Sequence[str]) -> frozenset[str]:
+    """Those of `addresses` that `replica` owns among `replicas`; none if it is not one of them."""
+    if replica not in replicas:
+        return frozenset()
+    return frozenset(address for address in addresses if assigned_replica(address, replicas) == replica)
+
+
+def _weight(address: str, replica: str) -> bytes:
+    # Python's own hash differs from process to process. The length keeps pairs apart that join alike.
+    text = f"{len(address)}:{address}{replica}"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+class ReplicaLiveness:
+    """Leaves out who has fallen silent, long before its membership lapses.
+
+    A killed replica counts as live until `replica_silence` is over, which is too long for an endpoint to go
+    unread. Every replica speaks on the metrics channel several times a heartbeat; one that has been silent
+    for `silence_s`, while others were heard, is left out until it speaks. When nothing is heard at all it is
+    Redis that is silent, and nobody is judged. Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, replica: str, silence_s: float) -> None:
+        self._replica = replica
+        self._silence_s = silence_s
+        self._seen_s: dict[str, float] = {}
+        self._newest_s = -math.inf
+
+    def link(self, now_s: float) -> None:
+        """The channel is heard anew: what was said before may have been missed."""
+        for replica in self._seen_s:
+            self._seen_s[replica] = now_s
+
+    def seen(self, replica: str, now_s: float) -> None:
+        """`replica` spoke."""
+        self._seen_s[replica] = self._newest_s = now_s
+
+    def alive(self, live: Sequence[str], now_s: float) -> tuple[str, ...]:
+        """Those of `live`, in order of their names, that are there. This replica is, if it is live.
+
+        With nobody live the pool is not known yet, and this replica is on its own.
+        """
+        if not live:
+            return (self._replica,)
+        for gone in self._seen_s.keys() - frozenset(live):
+            del self._seen_s[gone]
+        for replica in live:
+            self._seen_s.setdefault(replica, now_s)  # it just joined and has its time to speak
+        return tuple(replica for replica in sorted(live) if self._is_there(replica))
+
+    def _is_there(self, replica: str) -> bool:
+        return replica == self._replica or self._newest_s - self._seen_s[replica] <= self._silence_s
+
+
+_log = logging.getLogger(__name__)
+_LOOKS_A_HEARTBEAT = 5
+_SILENT_LOOKS = 3  # replicas speak once a look, or hardly less
+
+
+class ScrapingTask:
+    """One replica's part in scraping; `readings` is what it knows of all endpoints. One event loop.
+
+    `live` names the live replicas, this one among them, and `endpoints` the pool's endpoints. Who scrapes
+    what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
+    within one. While Redis is away everyone goes on with what is its own, in its own cache.
+
+    `picked_by` says whether requests are placed by what pages tell, `busy` whether any are in flight. Unless
+    they are placed by it, the fleet is told no more often than it takes to look at it: each telling wakes
+    every replica.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        pool: str,
+        replica: str,
+        *,
+        scraping: Scraping,
+        engine: Engine,
+        heartbeat_s: float,
+        picked_by: Callable[[], bool],
+        busy: Callable[[], bool],
+        live: Callable[[], Sequence[str]],
+        endpoints: SnapshotCell,
+        meter: Meter,
+    ) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self.readings = MetricsCache(scraping.stale_after, self._clock)
+        self._channel = MetricsChannel(url, pool, replica, now_ms=self.readings.now_ms)
+        self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
+        self._suspects: Sequence[str] = ()  # of which the others are to be told
+        soonest_s = scraping.interval or PROBE_S / 2
+        shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
+        self._scraper = Scraper(
+            engine,
+            pacing=IntervalPolicy(scraping.interval, lambda: picked_by() and busy()),
+            publish=self._publish,
+            publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
+            speak_s=self._look_s,
+            meter=meter,
+        )
+        self._replica = replica
+        # The next word of others and the next look find the silence, still within a heartbeat.
+        self._liveness = ReplicaLiveness(replica, self._look_s * _SILENT_LOOKS)
+        self._live = live
+        self._endpoints = endpoints
+        self._meter = meter
+        self._shared: tuple[str, tuple[str, ...]] = ("", ())
+
+    def suspect(self, addresses: Sequence[str]) -> None:
+        """Have the pages of `addresses` read soon, by whoever reads them: requests there may be gone."""
+        self._scraper.suspect(addresses)
+        self._suspects = tuple(addresses)
+
+    async def run(self) -> None:
+        """Scrape, tell and listen until cancelled. Faults of Redis are waited out, never raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._scraper.run(), name="scraper")
+                tasks.create_task(self._follow(), name="metrics-feed")
+                tasks.create_task(self._look_forever(), name="scraping-shares")
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._channel.close())
+
+    async def _follow(self) -> None:
+        await self._channel.follow(self._on_readings, on_link=lambda: self._liveness.link(self._clock()))
+
+    def _on_readings(
+        self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
+    ) -> None:
+        if sender is not None:
+            self._liveness.seen(sender, self._clock())
+        if readings:
+            self.readings.update(readings)
+        if suspects:
+            self._scraper.suspect(suspects)
+
+    async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
+        self.readings.update(batch)
+        suspects, self._suspects = self._suspects, ()
+        await self._channel.publish(batch, suspects)
+
+    async def _look_forever(self) -> None:
+        while True:
+            version = self._endpoints.current.version
+            self._share()
+            await self._forget_gone()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._endpoints.after(version)
+
+    def _share(self) -> None:
+        """Take up what is this replica's to scrape by what it knows now."""
+        now_s = self._clock()
+        snapshot = self._endpoints.current
+        present = self._liveness.alive(self._live(), now_s)
+        if (snapshot.version, present) != self._shared:
+            self._shared = snapshot.version, present
+            addresses = (endpoint.address for endpoint in snapshot.endpoints)
+            mine = assigned_endpoints(addresses, self._replica, present)
+            _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
+            self._scraper.set_targets(mine)
+        ages_s = {address: reading.age_s for address, reading in self.readings.snapshot(now_s).items()}
+        self._meter.scrape_ages(len(self._scraper.targets), ages_s)
+
+    async def _forget_gone(self) -> None:
+        """Forget endpoints that left; whoever would scrape one takes its reading out of Redis too."""
+        snapshot, (_, present) = self._endpoints.current, self._shared
+        addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
+        gone = self.readings.addresses - addresses
+        if not snapshot.version or not gone:
+            return
+        # Kept on the board until Redis has taken it, so that a fault is tried again.
+        mine = assigned_endpoints(gone, self._replica, present)
+        with contextlib.suppress(StateUnavailable):
+            await self._channel.remove(mine)
+            self.readings.retain(addresses)
