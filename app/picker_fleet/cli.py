@@ -1,14 +1,20 @@
-"""The command `picker`. Each subcommand's module is imported only when it is asked for."""
+"""The command `picker`. Each subcommand's module is imported only when it is asked for; `check` is here."""
 
 import argparse
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from picker_fleet import version
 from picker_fleet.errors import ConfigError, PickerError
+
+if TYPE_CHECKING:
+    from picker_fleet.config import Discovery, Settings
 
 _COMMANDS = {
     "up": ("picker_tools.local_fleet.up_command", "a whole fleet on this machine until Ctrl-C"),
@@ -24,8 +30,8 @@ _COMMANDS = {
         "run a load scenario, judge it by the fleet's promises, write a report",
     ),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
-    "check": ("picker_fleet.check_command", "validate a configuration"),
 }
+_CHECK_SUMMARY = "validate a configuration"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +64,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = _imported(module_name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    check = commands.add_parser("check", help=_CHECK_SUMMARY, description=_CHECK_SUMMARY)
+    check.add_argument("file", type=Path, metavar="FILE", help="the configuration to validate")
+    check.set_defaults(run=_check)
     return parser
 
 
@@ -73,13 +82,48 @@ def _imported(name: str) -> ModuleType:
         gc.enable()
 
 
+def _check(args: argparse.Namespace) -> int:
+    """Exit code 0 and a summary on stdout, or 2 and one fault a line on stderr.
+
+    `PICKER_…` variables overlay the file here as they would for a replica.
+    """
+    from picker_fleet.config import load  # it takes most of a start; other commands may not need it
+
+    try:
+        settings = load(args.file, os.environ)
+    except ConfigError as fault:
+        print(fault, file=sys.stderr)
+        return 2
+    print(f"{args.file}: valid")
+    print("\n".join(_summary(settings)))
+    return 0
+
+
+def _summary(settings: "Settings") -> list[str]:
+    bounds = settings.request_queue_controller
+    queue = settings.fair_request_queue
+    return [
+        f"  pool: {settings.pool}",
+        f"  endpoints: {_endpoints_of(settings.discovery)}",
+        f"  bounds per backend: lower {bounds.lower_per_backend:g}, watermark "
+        f"{bounds.watermark_per_backend:g}, upper {bounds.upper_per_backend:g} {bounds.unit}",
+        f"  queue: {queue.total_capacity} requests, {queue.flow_capacity} a flow, {queue.queue_ttl:g} s each",
+    ]
+
+
+def _endpoints_of(discovery: "Discovery") -> str:
+    if discovery.file is not None:
+        return f"file {discovery.file}"
+    if discovery.dns is not None:
+        return f"dns {discovery.dns.name}, port {discovery.dns.port}"
+    return f"static, {len(discovery.static)} listed" if discovery.static else "none"
+
+
 class _Version(argparse.Action):
     """Tells the version, for which alone it reads the package's metadata."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"picker {version('picker-fleet')}")
+        print(f"picker {version()}")
         parser.exit()
 
 

@@ -2,11 +2,12 @@
 
 Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
 starts. The sections are in `sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
-seconds) and held as float seconds.
+seconds) and held as float seconds. YAML is read in its safe subset, and no key may be there twice in one
+mapping.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,8 +15,6 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from picker_fleet.errors import ConfigError
-from picker_fleet.observing import Logging as Logging
-from picker_fleet.observing import Tracing as Tracing
 from picker_fleet.request import Band
 from picker_fleet.sections import Admin as Admin
 from picker_fleet.sections import DecisionLog as DecisionLog
@@ -24,6 +23,7 @@ from picker_fleet.sections import Dns as Dns
 from picker_fleet.sections import ExtProc as ExtProc
 from picker_fleet.sections import FairRequestQueue as FairRequestQueue
 from picker_fleet.sections import Leases as Leases
+from picker_fleet.sections import Logging as Logging
 from picker_fleet.sections import Model as Model
 from picker_fleet.sections import Objective as Objective
 from picker_fleet.sections import Redis as Redis
@@ -33,13 +33,13 @@ from picker_fleet.sections import Scraping as Scraping
 from picker_fleet.sections import Section as Section
 from picker_fleet.sections import StaticEndpoint as StaticEndpoint
 from picker_fleet.sections import TargetModel as TargetModel
+from picker_fleet.sections import Tracing as Tracing
 from picker_fleet.sections import Workloads as Workloads
 from picker_fleet.units import Duration as Duration
 from picker_fleet.units import duration_s as duration_s
 from picker_fleet.units import endpoint_address as endpoint_address
 from picker_fleet.units import host_port as host_port
 from picker_fleet.units import split_host_port as split_host_port
-from picker_fleet.yaml_source import YamlFault, read_yaml
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -240,3 +240,38 @@ def _section(loc: Loc) -> type[Section] | None:
                 parent = annotation
             pending.extend(getattr(annotation, "__args__", ()))
     return parent
+
+
+class YamlFault(ValueError):
+    """A text that is not usable YAML; the message is one line and says where."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader keeps the last of two equal keys silently; half a configuration would disappear unseen."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen and key.value != "<<":
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> object:
+    """The one document in `text`; None if it is empty.
+
+    Raises:
+        YamlFault: it cannot be parsed, has a key twice, or nests without reason.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError as fault:
+        raise YamlFault(f"is not YAML: {' '.join(str(fault).split())[:300]}") from fault
+    except RecursionError as fault:
+        raise YamlFault("is not YAML: it is nested too deeply") from fault
+    except ValueError as fault:  # a timestamp such as 2026-99-99
+        raise YamlFault(f"is not YAML: {fault}") from fault

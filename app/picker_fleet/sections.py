@@ -40,6 +40,7 @@ from picker_fleet.units import (
     Name,
     Number,
     Token,
+    starting_with,
 )
 
 # Namespaces that mean something else already: the picker's notes to itself, and the subset hint.
@@ -365,3 +366,16 @@ class Leases(Section):
 class DecisionLog(Section):
     enabled: Flag = False
     max_entries: Count = Field(100_000, ge=100)
+
+
+class Logging(Section):
+    format: Literal["text", "json"] = "text"
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG has a line for each decision
+
+
+class Tracing(Section):
+    """OpenTelemetry spans of requests; needs `picker-fleet[tracing]`."""
+
+    enabled: Flag = False
+    endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
+    sample: Number = Field(0.1, ge=0, le=1)  # of requests without a traceparent; others bring its word

@@ -1,13 +1,12 @@
 """Configuration: the documented example, clear faults, the environment's overlay, and `picker check`."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet import check_command
+from picker_fleet import cli
 from picker_fleet.config import Settings, load, parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Band
@@ -382,9 +381,7 @@ def test_given_any_tree_when_parsed_then_it_is_settings_or_a_named_fault(tree: d
 
 
 def checked(path: Path) -> int:
-    parser = argparse.ArgumentParser()
-    check_command.add_arguments(parser)
-    return check_command.run(parser.parse_args([str(path)]))
+    return cli.main(["check", str(path)])
 
 
 def test_given_a_valid_file_when_checked_then_a_summary_and_notes_are_printed(

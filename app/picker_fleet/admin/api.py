@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 
+from picker_fleet import version
 from picker_fleet.admin import changes, described, docs_page, event_stream, page_routes, problems, reading
 from picker_fleet.admin.calls import ANY_FAULT, Calls
 from picker_fleet.admin.events import Events
@@ -15,7 +16,6 @@ from picker_fleet.admin.rate import Rate
 from picker_fleet.admin.view import Controls, Lists, StateView
 from picker_fleet.config import Settings
 from picker_fleet.telemetry.metrics import PAGE_TYPE, Metrics
-from picker_fleet.version import version
 
 _HEALTH_RATE = 100.0  # calls a second from one address, whatever else it asks
 _UNREADY: dict[str, Any] = {

@@ -4,10 +4,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from picker_fleet import version
 from picker_fleet.admission.service import ServiceMeter
 from picker_fleet.admission.shared import SharedGate
 from picker_fleet.units import is_loopback
-from picker_fleet.version import version
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"

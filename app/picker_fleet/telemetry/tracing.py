@@ -26,8 +26,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from picker_fleet.observing import Tracing
 from picker_fleet.request import Completion, InferenceRequest, Placement
+from picker_fleet.sections import Tracing
 
 _HEADER = "traceparent"
 _EXPORT_S = 2  # what a collector may take; nobody waits for it, and what it does not take is lost
