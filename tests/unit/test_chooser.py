@@ -68,14 +68,14 @@ def request(**fields: object) -> InferenceRequest:
     return base._replace(**fields)  # type: ignore[arg-type]
 
 
-def test_given_no_scorers_when_chosen_then_the_script_has_the_whole_choice() -> None:
+def test_without_scorers_the_script_has_the_whole_choice() -> None:
     chooser = LeastLoadedChooser(SnapshotCell())
     assert chooser.choose(request()).candidates == "*"
     assert chooser.choose(request(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(request(subset=())).candidates == ""
 
 
-def test_given_labels_asked_for_when_chosen_then_only_endpoints_that_have_them_are_candidates() -> None:
+def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     # Given endpoints with labels, with scorers and without
     labelled = (
         Endpoint(A, labels={"gpu": "h100", "zone": "a"}),
@@ -94,7 +94,7 @@ def test_given_labels_asked_for_when_chosen_then_only_endpoints_that_have_them_a
     assert scored.choose(selector={"gpu": "l4"}) == {}
 
 
-def test_given_most_are_stale_when_chosen_then_nobody_is_preferred_for_having_been_read() -> None:
+def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.scraped(A, waiting=0.0)
     known.scraped(B, known=False)
@@ -106,7 +106,7 @@ def test_given_most_are_stale_when_chosen_then_nobody_is_preferred_for_having_be
     assert list(known.choose()) == [A, B]
 
 
-def test_given_scraped_queues_when_chosen_then_the_shortest_comes_first_and_the_unknown_as_the_most() -> None:
+def test_the_shortest_queue_comes_first_and_an_unknown_one_last() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.scraped(A, waiting=5.0)
     known.scraped(B, waiting=1.0)
@@ -117,13 +117,13 @@ def test_given_scraped_queues_when_chosen_then_the_shortest_comes_first_and_the_
     assert found[B] == pytest.approx(0.75)
 
 
-def test_given_endpoints_that_take_nothing_new_when_chosen_then_they_are_no_candidates() -> None:
+def test_endpoints_that_take_nothing_new_are_not_candidates() -> None:
     known = Knowledge(Endpoint(A, drained=True), Endpoint(B, down=True), Endpoint(C), queue_depth=1)
     assert list(known.choose()) == [C]
     assert known.choose(subset=(A, B)) == {}
 
 
-def test_given_news_when_a_moment_has_passed_then_it_is_taken_up() -> None:
+def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), queue_depth=1)
     known.scraped(A, waiting=0.0)
     known.scraped(B, waiting=9.0)
@@ -136,7 +136,7 @@ def test_given_news_when_a_moment_has_passed_then_it_is_taken_up() -> None:
     assert list(known.choose()) == [A]
 
 
-def test_given_an_adapter_when_its_name_is_the_model_then_who_runs_it_comes_first() -> None:
+def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1)
     known.scraped(A, max_adapters=2)
     known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
@@ -144,7 +144,7 @@ def test_given_an_adapter_when_its_name_is_the_model_then_who_runs_it_comes_firs
     assert len(set(known.choose(target_model="llama").values())) == 1
 
 
-def test_given_an_adapter_named_beforehand_when_chosen_then_a_free_slot_counts_for_it() -> None:
+def test_a_free_slot_counts_for_a_configured_adapter() -> None:
     # Given an endpoint whose slots are taken, and one with a free one
     known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("poet",))
     known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
@@ -154,7 +154,7 @@ def test_given_an_adapter_named_beforehand_when_chosen_then_a_free_slot_counts_f
     assert set(known.choose(target_model="prose")) == {A, B}
 
 
-async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() -> None:
+async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
     asked = request(prefix=(b"block-01", b"block-02"))
     choice = known.chooser.choose(asked)
@@ -168,7 +168,7 @@ async def test_given_a_prompt_when_placed_then_what_follows_it_goes_there_too() 
     assert known.chooser.explain("other") is None
 
 
-def test_given_nobody_to_choose_when_refused_then_that_is_explained_with_scorers_and_without() -> None:
+def test_a_refusal_is_explained_with_scorers_and_without() -> None:
     drained = Endpoint(A, drained=True)
     known = Knowledge(drained, queue_depth=1)
     plain = LeastLoadedChooser(known.cell, lambda: {A: 1})
@@ -179,13 +179,13 @@ def test_given_nobody_to_choose_when_refused_then_that_is_explained_with_scorers
         assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
 
 
-async def test_given_a_limit_when_chosen_then_every_endpoint_is_a_candidate() -> None:
+async def test_with_a_limit_per_endpoint_every_endpoint_is_a_candidate() -> None:
     known = Knowledge(*(Endpoint(f"10.0.1.{i}:8000") for i in range(20)), queue_depth=1)
     assert len(known.choose()) == 8
     assert len(known.choose(limit=1)) == 20
 
 
-async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fleet() -> None:
+async def test_only_successful_completions_are_shared_with_the_fleet() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     for outcome, status, served in (
         (Outcome.COMPLETED, 200, A), (Outcome.UPSTREAM_FAILED, 200, A), (Outcome.COMPLETED, 200, None),
@@ -195,13 +195,13 @@ async def test_given_completions_when_they_end_well_then_they_are_told_to_the_fl
     assert len(known.routes.unwritten_completions) == 1
 
 
-async def test_given_a_wait_in_the_queue_when_a_completion_is_told_then_without_it() -> None:
+async def test_a_shared_completion_time_leaves_out_the_wait_in_the_queue() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     known.chooser.ended(Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5))
     assert [done.seconds for done in known.routes.unwritten_completions] == [0.5]
 
 
-async def test_given_routes_to_one_that_has_left_when_they_come_late_then_they_are_forgotten() -> None:
+async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
     known = Knowledge(Endpoint(A), prefix_affinity=1)
     known.choose()
     known.index.add(B, [b"12345678"])
@@ -235,7 +235,7 @@ class Meter:
         self.told.append("ages")
 
 
-async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three_have_worked() -> None:
+async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
     store, cell, meter = ScriptedStore(), SnapshotCell(), Meter()
     probes = Probes(store, cell, meter, dict)  # type: ignore[arg-type]
     cell.publish(Snapshot("1", (Endpoint(A),)))
@@ -264,7 +264,7 @@ async def test_given_probes_when_they_fail_then_the_endpoint_is_down_until_three
     assert meter.told[-3:] == ["published", "unpublished", "ages"]
 
 
-async def test_given_one_that_is_silent_when_it_is_probed_then_it_is_down_unless_most_are() -> None:
+async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> None:
     store, cell = ScriptedStore(), SnapshotCell()
     readings: dict[str, Reading] = {}
     probes = Probes(store, cell, Meter(), lambda: readings)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ async def test_given_one_that_is_silent_when_it_is_probed_then_it_is_down_unless
     assert store.marks == [(A, "down", True)] * 2
 
 
-def test_given_scorers_when_their_scores_are_asked_for_then_each_endpoint_has_parts_and_a_whole() -> None:
+def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B, down=True), Endpoint(C), queue_depth=3)
     known.scraped(A, waiting=5.0)
     known.scraped(C, waiting=1.0)
