@@ -97,13 +97,6 @@ local function bypass(r, turn, picks)
   return reply
 end
 
--- Most requests have the same time left, and formatting a number costs half a command.
-local last_left_ms, last_reply
-local function queued_for(left_ms)
-  if last_left_ms ~= left_ms then last_left_ms, last_reply = left_ms, 'queued ' .. left_ms end
-  return last_reply
-end
-
 -- Decide about a request that is not known.
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
@@ -134,7 +127,7 @@ local function arrive(r, turn, picks)
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end
-  return queued_for(left_ms)
+  return 'queued ' .. left_ms
 end
 
 local asked, ids, workload_ids = {}, {}, {} -- reused by each call

@@ -10,7 +10,6 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 
-local settled -- model -> reply
 local function correct_charge(r, actual)
   -- A bypass has no tag (-1) and was charged nothing. A tag may be below 0: more may be refunded under one policy than
   -- was charged under another.
@@ -25,7 +24,6 @@ local function correct_charge(r, actual)
 end
 local hosts, workload_ids = {}, {} -- reused by each call
 local function settle(args)
-  settled = settled or names_with_prefix('settled ')
   local ids, count = column(args, SETTLE_ITEM, 1)
   record.prefetch(ids, count)
   local placed, known = 0, 0
@@ -52,6 +50,6 @@ local function settle(args)
     if actual ~= '' then correct_charge(r, tonumber(actual)) end
     if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
     finish_request(r, outcome)
-    return settled[r.model]
+    return 'settled ' .. r.model
   end)
 end

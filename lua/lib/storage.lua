@@ -58,28 +58,16 @@ end
 -- wake:R        channel the same notifications as a hint to replica R             (never stored)
 local BANDS = {0, 1, 2}
 local key -- the keys of the pool that this call serves
-local use_keys, joined, names_with_prefix
+local use_keys, joined
 local call_number = 0
 local read, read_stored, flush, defer_write, defer_unlink, write_now, write_values, note_original, undo_writes
 local commit_deferred_writes, reset_storage
 local read_ahead = {}
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  local NAMES_KEPT = 1000 -- there may be a million flows
-  -- Names that begin with `prefix`, by their ending. Concatenating one costs a quarter of a command, so they are kept
-  -- until there are NAMES_KEPT.
-  function names_with_prefix(prefix)
-    local kept = 0
-    local function make(names, ending)
-      if kept == NAMES_KEPT then
-        for each in pairs(names) do names[each] = nil end
-        kept = 0
-      end
-      local name = prefix .. ending
-      names[ending], kept = name, kept + 1
-      return name
-    end
-    return setmetatable({}, {__index = make})
+  -- Names that begin with `prefix`, by their ending.
+  local function names_with_prefix(prefix)
+    return setmetatable({}, {__index = function(_, ending) return prefix .. ending end})
   end
 
   function joined(name, other) return name .. '\31' .. other end
