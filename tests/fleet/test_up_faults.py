@@ -33,7 +33,7 @@ def taken_port() -> Iterator[int]:
 
 
 def test_port_in_use_is_named(taken_port: int) -> None:
-    said = up(*SMALL, "--port", str(taken_port))
+    said = up(*SMALL, "--port", str(taken_port), "--admin-port", str(up_port()))
     assert said.returncode == 1
     assert said.stderr == f"port {taken_port} is in use; it is wanted for Envoy (--port)\n"
 
