@@ -7,19 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from picker_fleet.admission.gate import Gate
-from picker_fleet.admission.introduction import Introduction
-from picker_fleet.admission.membership import Membership
-from picker_fleet.admission.probes import Probes
-from picker_fleet.admission.service import ServiceMeter
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.sturdy import SturdyGate
-from picker_fleet.admission.tuning import Effective
+from picker_fleet.admission.placed_requests import ServiceMeter
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.metrics_page import engine_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import shares
+from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.live_config import Effective
+from picker_fleet.replica.endpoint_health import Probes
+from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.replica.info import Introduction
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream

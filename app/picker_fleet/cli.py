@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "up": ("picker_tools.local_fleet.up_command", "a whole fleet on this machine until Ctrl-C"),
     "serve": (
-        "picker_fleet.replica_command",
+        "picker_fleet.serve",
         "one replica: picker, access log and discovery for Envoy, admin API",
     ),
     "sim": ("picker_tools.simulator.command", "one simulated model server"),

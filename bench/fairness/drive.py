@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from bench.fairness.job import Source
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.errors import RequestError, StateUnavailable
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
 

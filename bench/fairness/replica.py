@@ -13,7 +13,7 @@ import uvloop
 
 from bench.fairness.drive import Clients
 from bench.fairness.job import Job
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.assembly import assemble
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from picker_fleet import assembly, replica
+from picker_fleet import assembly, serve
 from picker_fleet.config import load
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import InferenceRequest
@@ -63,7 +63,7 @@ VARIANTS: Mapping[str, Callable[[], None]] = {
 }
 
 
-def _report(bound: replica.Bound) -> None:
+def _report(bound: serve.Bound) -> None:
     print(json.dumps({"ready": True, **asdict(bound)}), flush=True)
 
 
@@ -71,6 +71,6 @@ if __name__ == "__main__":
     variant, config = sys.argv[1:]
     VARIANTS[variant]()
     settings = load(Path(config), os.environ)
-    name = replica.new_incarnation()
+    name = serve.new_incarnation()
     logs.setup("WARNING", replica=name, pool=settings.pool)
-    uvloop.run(replica.serve(settings, name, _report))
+    uvloop.run(serve.serve(settings, name, _report))

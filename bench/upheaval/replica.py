@@ -13,7 +13,7 @@ import uvloop
 from bench.fairness.job import Job
 from bench.fairness.replica import Led, joined
 from bench.upheaval.asking import ask_of
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Completion, Outcome
 

@@ -79,7 +79,7 @@ def _nursery() -> socket.socket:
 def _serve(asked: socket.socket) -> None:
     import begun_part
 
-    from picker_fleet import replica_command  # noqa: F401 - what each part is to find imported
+    from picker_fleet import serve  # noqa: F401 - what each part is to find imported
     from picker_fleet.config import Settings
     from picker_tools.local_fleet import bootstrap, child, up_command  # noqa: F401 - and each fleet
     from picker_tools.simulator import command  # noqa: F401

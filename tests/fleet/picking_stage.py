@@ -18,8 +18,8 @@ from picking_talk import PATIENT_S, Names, Played, Talk
 
 from picker_fleet.config import parse
 from picker_fleet.header_trust import STEERING
-from picker_fleet.replica import Bound, new_incarnation, serve
 from picker_fleet.scheduling.chooser import REFRESH_S
+from picker_fleet.serve import Bound, new_incarnation, serve
 
 _POLL_S = 0.02
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 from local_requests import ask
 from sturdy_bench import PULSE, gate_over
 
-from picker_fleet.admission.crossing import Mode
-from picker_fleet.admission.homecoming import bring
-from picker_fleet.admission.purse import Purse
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.sturdy import SturdyGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.failover.budget import Purse
+from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.journal import bring
+from picker_fleet.failover.outage import Mode
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock

@@ -10,10 +10,10 @@ from decision_ledger import Entry, Ledger
 from packed import counters
 from redis.asyncio import Redis
 
-from picker_fleet.admission.membership import Membership
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
 from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.keys import Keys

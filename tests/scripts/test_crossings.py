@@ -9,11 +9,11 @@ import pytest
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 from sturdy_bench import gate_over
 
-from picker_fleet.admission.crossing import Mode
-from picker_fleet.admission.membership import Membership
-from picker_fleet.admission.sturdy import SturdyGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.outage import Mode
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Alive, Placement
 from picker_fleet.state.silence import Silence
 

@@ -18,9 +18,9 @@ from script_backends import LOOPBACK, Wire, url_of, valkey, wire
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 from sturdy_bench import gate_over
 
-from picker_fleet.admission.crossing import Mode
-from picker_fleet.admission.sturdy import SturdyGate
 from picker_fleet.errors import ScriptFailed, WritesRefused
+from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.outage import Mode
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.state.silence import Silence
 

@@ -9,8 +9,8 @@ from script_backends import url_of, valkey
 from script_fleet import Fleet, Replica, ask, ended, running, until
 from sturdy_bench import gate_over
 
-from picker_fleet.admission.crossing import Mode
 from picker_fleet.errors import ExpiredTtl, WritesRefused
+from picker_fleet.failover.outage import Mode
 from picker_fleet.state.silence import Silence
 
 ROOM = 400_000  # bytes for what is to wait

@@ -8,7 +8,7 @@ from metrics_page import page_of
 from packed import doubles
 from script_fleet import Fleet, OpenFleet, until
 
-from picker_fleet.admission import tuning
+from picker_fleet import live_config
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Outcome
@@ -121,7 +121,7 @@ def test_weights_out_of_bounds_are_refused_in_the_configuration_and_live(weight:
     with pytest.raises(ConfigError, match="weight"):
         parse({"fair_request_queue": {"band_weights": {"Default": weight}}})
     with pytest.raises(ConfigError, match="gold: must be a number from"):
-        tuning.applied(parse({}), {"weights.gold": weight})
+        live_config.applied(parse({}), {"weights.gold": weight})
 
 
 def test_bounds_beyond_what_the_stock_can_count_are_refused() -> None:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from script_fleet import SETTINGS
 
-from picker_fleet.admission.published import published
 from picker_fleet.config import Settings
+from picker_fleet.live_config import published
 from picker_fleet.state import schema
 from picker_fleet.state.arrival import pack
 from picker_fleet.state.scripts import Library, load_library

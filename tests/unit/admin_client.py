@@ -15,8 +15,8 @@ from picker_fleet.admin.fleet_controls import FleetControls
 from picker_fleet.admin.models import State
 from picker_fleet.admin.server import serving
 from picker_fleet.admin.view import Lists
-from picker_fleet.admission.membership import Membership
 from picker_fleet.config import Settings
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from picker_fleet.admission.local_rules import Rules, rules_of
-from picker_fleet.admission.tuning import Effective
 from picker_fleet.config import parse
+from picker_fleet.failover.local_queue import Rules, rules_of
+from picker_fleet.live_config import Effective
 from picker_fleet.request import Band, InferenceRequest, Workload
 
 

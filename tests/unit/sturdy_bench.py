@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from scripted_store import ScriptedStore
 
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.sturdy import SturdyGate
-from picker_fleet.admission.tuning import Effective
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.live_config import Effective
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock

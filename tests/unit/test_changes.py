@@ -10,9 +10,9 @@ from admin_client import STATE, View, api, asking, problem
 from scripted_store import ScriptedStore
 
 from picker_fleet.admin.server import serving
-from picker_fleet.admission.tuning import LIVE
 from picker_fleet.config import parse
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.live_config import LIVE
 
 TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
 CHANGES = [

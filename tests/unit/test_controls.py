@@ -7,9 +7,9 @@ from scripted_store import ScriptedStore
 
 from picker_fleet.admin.fleet_controls import FleetControls
 from picker_fleet.admin.models import Config
-from picker_fleet.admission.membership import Membership
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 
 CONFIGURED = parse(

@@ -4,9 +4,9 @@ import pytest
 from local_requests import ask
 from sturdy_bench import PULSE, Bench, eventually, watched
 
-from picker_fleet.admission import crossing
-from picker_fleet.admission.crossing import Mode
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.failover import outage
+from picker_fleet.failover.outage import Mode
 from picker_fleet.request import Placement
 
 LEASE_S = 15.0  # as configured by default
@@ -61,7 +61,7 @@ async def test_given_no_bound_known_when_redis_is_away_then_nobody_can_tell() ->
 async def test_given_the_way_back_when_asked_then_the_shared_state_is_told_of_own_places_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crossing, "_LONGEST_RETURN_S", 60.0)  # however long the machine stands still
+    monkeypatch.setattr(outage, "_LONGEST_RETURN_S", 60.0)  # however long the machine stands still
     # Given a replica on its way back, which has let one go by itself
     bench = Bench()
     bench.store.away = True

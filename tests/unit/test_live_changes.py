@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.admission import tuning
-from picker_fleet.admission.published import published
+from picker_fleet import live_config
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError
+from picker_fleet.live_config import published
 
 CONFIGURED = parse(
     {
@@ -42,7 +42,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 
 def overridden(patch: dict[str, Any], settings: Settings = CONFIGURED) -> dict[str, object]:
-    return tuning.overrides(settings, tuning.merged({}, tuning.flattened(patch)))
+    return live_config.overrides(settings, live_config.merged({}, live_config.flattened(patch)))
 
 
 def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
@@ -75,11 +75,11 @@ def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset
 
 def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:
     # Given a change of every key that may change
-    flat = tuning.flattened(EVERYTHING)
+    flat = live_config.flattened(EVERYTHING)
     named = (".Critical", ".prefix-affinity")
     keys = {key.removesuffix(named[0]).removesuffix(named[1]) for key in flat}
     keys -= {key for key in keys if key.startswith("weights.")}
-    assert keys == tuning.AFFECTS.keys()
+    assert keys == live_config.AFFECTS.keys()
 
     # Then each becomes the setting that a configuration with it would publish
     assert overridden(EVERYTHING) == {
@@ -93,73 +93,87 @@ def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other
 
 
 def test_given_a_note_when_nested_and_flattened_again_then_it_is_the_same() -> None:
-    note = tuning.flattened(EVERYTHING)
-    assert tuning.nested(note) == EVERYTHING
-    assert tuning.flattened(tuning.nested(note)) == note
+    note = live_config.flattened(EVERYTHING)
+    assert live_config.nested(note) == EVERYTHING
+    assert live_config.flattened(live_config.nested(note)) == note
 
 
 def test_given_a_change_of_the_watermark_when_applied_then_both_bounds_follow() -> None:
     patch = {"request_queue_controller": {"watermark_per_backend": 10}}
     assert overridden(patch) == {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
-    effective = tuning.applied(CONFIGURED, tuning.flattened(patch))
+    effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
     assert effective.settings.request_queue_controller.watermark_per_backend == 10
     assert effective.settings.fair_request_queue.total_capacity == 500
 
 
 def test_given_a_change_when_taken_back_then_the_configured_value_is_in_force_again() -> None:
     # Given two changes
-    note = tuning.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
-    old = {**tuning.overrides(CONFIGURED, note), "paused": 1}
+    note = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
+    old = {**live_config.overrides(CONFIGURED, note), "paused": 1}
 
     # When one is taken back
-    note = tuning.merged(note, {"fair_request_queue.total_capacity": None})
-    wanted = tuning.overrides(CONFIGURED, note)
+    note = live_config.merged(note, {"fair_request_queue.total_capacity": None})
+    wanted = live_config.overrides(CONFIGURED, note)
 
     # Then its override goes, the other's stays, and what no key stands for is left alone
-    assert tuning.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
-    assert tuning.applied(CONFIGURED, note).settings == CONFIGURED
+    assert live_config.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
+    assert live_config.applied(CONFIGURED, note).settings == CONFIGURED
 
 
 def test_given_weights_of_flows_when_one_changes_then_the_others_stay() -> None:
-    note = tuning.merged({}, tuning.flattened({"weights": {"a": 1, "b": 2}}))
-    note = tuning.merged(note, tuning.flattened({"weights": {"b": None, "c": 3}}))
-    assert tuning.overrides(CONFIGURED, note) == {"weights": {"a": 1, "c": 3}}
+    note = live_config.merged({}, live_config.flattened({"weights": {"a": 1, "b": 2}}))
+    note = live_config.merged(note, live_config.flattened({"weights": {"b": None, "c": 3}}))
+    assert live_config.overrides(CONFIGURED, note) == {"weights": {"a": 1, "c": 3}}
 
 
 def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
     # Given bands that the configuration weighs, and one that was changed
     weights = {"Critical": 50, "Default": 40, "Sheddable": 10}
     configured = parse({"fair_request_queue": {"band_weights": weights}})
-    note = tuning.merged({}, tuning.flattened({"fair_request_queue": {"band_weights": {"critical": 60}}}))
-    assert tuning.overrides(configured, note) == {"band_weights": [60, 40, 10]}
+    note = live_config.merged(
+        {}, live_config.flattened({"fair_request_queue": {"band_weights": {"critical": 60}}})
+    )
+    assert live_config.overrides(configured, note) == {"band_weights": [60, 40, 10]}
     # When another one changes, then both are in force
-    note = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}}))
-    assert tuning.overrides(configured, note) == {"band_weights": [60, 30, 10]}
-    assert tuning.nested(note) == {"fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}}
+    note = live_config.merged(
+        note, live_config.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}})
+    )
+    assert live_config.overrides(configured, note) == {"band_weights": [60, 30, 10]}
+    assert live_config.nested(note) == {
+        "fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}
+    }
     # And so they are beside a whole mapping, as earlier versions kept it, in whatever order
     whole = {"fair_request_queue.band_weights": {"critical": 80, "Default": 5}}
     for mixed in ({**whole, **note}, {**note, **whole}):
-        assert tuning.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
+        assert live_config.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
     # And each is taken back by itself, or all
-    one = tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}}))
-    assert tuning.overrides(configured, one) == {"band_weights": [50, 30, 10]}
-    assert tuning.merged(note, tuning.flattened({"fair_request_queue": {"band_weights": None}})) == {}
+    one = live_config.merged(
+        note, live_config.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}})
+    )
+    assert live_config.overrides(configured, one) == {"band_weights": [50, 30, 10]}
+    assert (
+        live_config.merged(note, live_config.flattened({"fair_request_queue": {"band_weights": None}})) == {}
+    )
 
 
 def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
     def scorers(note: dict[str, Any]) -> dict[str, float]:
-        return {one.name: one.weight for one in tuning.applied(configured, note).settings.scheduling.scorers}
+        return {
+            one.name: one.weight for one in live_config.applied(configured, note).settings.scheduling.scorers
+        }
 
     named = [{"name": "prefix-affinity", "weight": 2}, {"name": "kv-cache", "weight": 1}]
     configured = parse({"scheduling": {"scorers": named, "fallbacks": 1}})
-    note = tuning.merged({}, tuning.flattened({"scheduling": {"scorers": {"kv-cache": 0, "latency": 3}}}))
+    note = live_config.merged(
+        {}, live_config.flattened({"scheduling": {"scorers": {"kv-cache": 0, "latency": 3}}})
+    )
     assert scorers(note) == {"prefix-affinity": 2, "latency": 3}
-    assert tuning.applied(configured, note).settings.scheduling.fallbacks == 1
-    assert tuning.overrides(configured, note) == {"live_weight": pytest.approx(1 / 6)}
+    assert live_config.applied(configured, note).settings.scheduling.fallbacks == 1
+    assert live_config.overrides(configured, note) == {"live_weight": pytest.approx(1 / 6)}
     # And each is taken back by itself, or all
-    note = tuning.merged(note, tuning.flattened({"scheduling": {"scorers": {"kv-cache": None}}}))
+    note = live_config.merged(note, live_config.flattened({"scheduling": {"scorers": {"kv-cache": None}}}))
     assert scorers(note) == {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}
-    assert tuning.merged(note, tuning.flattened({"scheduling": {"scorers": None}})) == {}
+    assert live_config.merged(note, live_config.flattened({"scheduling": {"scorers": None}})) == {}
 
 
 @pytest.mark.parametrize(
@@ -259,7 +273,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
     max_leaves=4,
 )
-live_keys = st.sampled_from(sorted(tuning.AFFECTS)).map(lambda key: tuple(key.split(".")))
+live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(key.split(".")))
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))

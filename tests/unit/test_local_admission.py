@@ -11,16 +11,16 @@ from metrics_page import samples
 from scripted_store import until
 
 from picker_fleet.admission import ticket
-from picker_fleet.admission.local import LocalGate
-from picker_fleet.admission.local_pick import LocalPicker, pick
-from picker_fleet.admission.local_rules import rules_of
-from picker_fleet.admission.outbox import Outbox, Placed
-from picker_fleet.admission.purse import Purse, share
-from picker_fleet.admission.tuning import Effective
-from picker_fleet.admission.waiter import Wait
+from picker_fleet.admission.waiting import Wait
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
+from picker_fleet.failover.budget import Purse, share
+from picker_fleet.failover.journal import Outbox, Placed
+from picker_fleet.failover.local_gate import LocalGate
+from picker_fleet.failover.local_picker import LocalPicker, pick
+from picker_fleet.failover.local_queue import rules_of
+from picker_fleet.live_config import Effective
 from picker_fleet.request import Alive, Band, Completion, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.telemetry.metrics import Metrics

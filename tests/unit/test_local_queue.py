@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from local_requests import ask, rules
 
-from picker_fleet.admission.local_queue import LocalQueue, Waiting
 from picker_fleet.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
+from picker_fleet.failover.local_queue import LocalQueue, Waiting
 from picker_fleet.request import Band, Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}

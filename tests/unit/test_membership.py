@@ -9,12 +9,11 @@ import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from picker_fleet.admission.membership import Membership
-from picker_fleet.admission.published import published
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.tuning import Effective
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import Settings, parse
 from picker_fleet.endpoints.snapshot import Endpoint, SnapshotCell
+from picker_fleet.live_config import Effective, published
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 

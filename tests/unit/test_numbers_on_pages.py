@@ -9,8 +9,9 @@ from picking_table import TABLE
 from picker_fleet import intake
 from picker_fleet.admin import events, metrics_page, reading, standing
 from picker_fleet.admin.connection import BOUNDS
-from picker_fleet.admission import crossing, inbox, local_pick, outbox, shared, tombstones
+from picker_fleet.admission import shared_gate
 from picker_fleet.endpoints import metrics_client, scraper
+from picker_fleet.failover import journal, local_picker, outage, tombstones
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
@@ -32,7 +33,7 @@ def spaced(number: int) -> str:
 
 
 CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
-LATE_S = shared._EXPIRY_SLACK_S + shared._EXPIRY_ANSWER_S
+LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
 TOLD = [
     ("architecture", f"one that dies meanwhile is waited for {survey.CLAIM_MS / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
@@ -60,11 +61,11 @@ TOLD = [
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
     ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
-    ("without-redis", f"are waited for {crossing._LONGEST_RETURN_S:g} s at most"),
+    ("without-redis", f"are waited for {outage._LONGEST_RETURN_S:g} s at most"),
     ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),
-    ("without-redis", f"{spaced(outbox.MOST)} requests and as many ends are remembered"),
-    ("without-redis", f"is left alone for {local_pick._FAILED_S:g} s"),
-    ("operations", f"news comes by looking, {inbox._LONGEST_S:g} s later"),
+    ("without-redis", f"{spaced(journal.MOST)} requests and as many ends are remembered"),
+    ("without-redis", f"is left alone for {local_picker._FAILED_S:g} s"),
+    ("operations", f"news comes by looking, {shared_gate._LONGEST_S:g} s later"),
     ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),

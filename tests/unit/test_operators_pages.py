@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from picker_fleet.admission.tuning import AFFECTS
 from picker_fleet.config import Settings
+from picker_fleet.live_config import AFFECTS
 from picker_fleet.sections import Section
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A replica's service by flow: the last ten whole seconds, the busiest flows, no more."""
 
-from picker_fleet.admission.service import ServiceMeter
+from picker_fleet.admission.placed_requests import ServiceMeter
 
 
 class Clock:

@@ -8,7 +8,7 @@ from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
 from picker_fleet.admission import ticket
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
     ClientGone,

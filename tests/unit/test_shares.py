@@ -10,11 +10,11 @@ import pytest
 from local_requests import ask, rules
 from scripted_store import until
 
-from picker_fleet.admission.borrowing import Borrower
-from picker_fleet.admission.local import LocalGate
-from picker_fleet.admission.waiter import Wait
+from picker_fleet.admission.waiting import Wait
 from picker_fleet.extproc import shares
 from picker_fleet.extproc.shares import SERVICE, GrpcPeers, handler
+from picker_fleet.failover.local_gate import LocalGate
+from picker_fleet.failover.peers import Borrower
 from picker_fleet.signing import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 

@@ -9,9 +9,10 @@ from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from picker_fleet.admission import crossing, ticket, tombstones
-from picker_fleet.admission.crossing import Mode
+from picker_fleet.admission import ticket
 from picker_fleet.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
+from picker_fleet.failover import outage, tombstones
+from picker_fleet.failover.outage import Mode
 from picker_fleet.request import Alive, Band, Completion, Outcome
 from picker_fleet.state.store import Verdict
 
@@ -19,7 +20,7 @@ from picker_fleet.state.store import Verdict
 @pytest.fixture
 def no_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A way back that other replicas have not taken yet lasts, however long the machine stands still."""
-    monkeypatch.setattr(crossing, "_LONGEST_RETURN_S", 60.0)
+    monkeypatch.setattr(outage, "_LONGEST_RETURN_S", 60.0)
     monkeypatch.setattr(tombstones, "_LONGEST_WAIT_S", 60.0)
 
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from scripted_store import ScriptedStore, until
 
-from picker_fleet.admission import tombstones
-from picker_fleet.admission.outbox import unseen_s
-from picker_fleet.admission.tombstones import Tombstones
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.failover import tombstones
+from picker_fleet.failover.journal import unseen_s
+from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store
 
 REPORT_S = 5.0

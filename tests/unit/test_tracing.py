@@ -208,12 +208,12 @@ def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object]) ->
 
 def test_nothing_is_imported_while_it_is_off() -> None:
     # Given a fresh interpreter, When a replica's whole code is imported
-    code = "import sys, picker_fleet.replica, picker_fleet.replica_command; print(*sys.modules)"
+    code = "import sys, picker_fleet.serve, picker_fleet.serve; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     modules = done.stdout.split()
-    assert "picker_fleet.replica" in modules
+    assert "picker_fleet.serve" in modules
     # Then nothing of tracing has come with it (the client of Redis brings metrics of its own, if it can)
     own = ("picker_fleet.telemetry.tracing", "picker_fleet.admission.traced")
     unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", *own)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from picker_fleet.admin.cursor import BadCursor
 from picker_fleet.admin.listed import CURSORS
-from picker_fleet.admission.tuning import LIVE
+from picker_fleet.live_config import LIVE
 
 _JSON, _PROBLEM = "application/json", "application/problem+json"
 _PLACES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}

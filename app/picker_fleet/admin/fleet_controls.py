@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from picker_fleet.admission import tuning
-from picker_fleet.admission.membership import Membership
-from picker_fleet.admission.tuning import Tuned
+from picker_fleet import live_config
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.live_config import Tuned
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 
 _TRIES = 3
@@ -29,12 +29,12 @@ class FleetControls:
         return self._shown(Tuned(*await self._store.tuned()))
 
     async def change(self, patch: Mapping[str, Any]) -> dict[str, Any]:
-        changes = tuning.flattened(patch)
+        changes = live_config.flattened(patch)
         async with self._changing:
             for _ in range(_TRIES):
                 tuned = Tuned(*await self._store.tuned())
-                wanted = tuning.overrides(self._settings, tuning.merged(tuned.note, changes))
-                version = await self._tune(tuning.replacing(tuned.overrides, wanted), changes)
+                wanted = live_config.overrides(self._settings, live_config.merged(tuned.note, changes))
+                version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:
                     break
                 # Another replica's change came between. The note has both; the overrides are to follow it.
@@ -63,17 +63,17 @@ class FleetControls:
     def _shown(self, tuned: Tuned) -> dict[str, Any]:
         settings, weights = self._settings, {}
         try:
-            effective = tuning.applied(self._settings, tuned.note)
+            effective = live_config.applied(self._settings, tuned.note)
             settings, weights = effective.settings, dict(effective.weights)
         except ConfigError:
             pass  # changed under another configuration than this replica's; `changes` shows what
         return {
             "config": _without_secrets(settings.model_dump(mode="json")),
             "weights": weights,
-            "changes": tuning.nested(tuned.note),
+            "changes": live_config.nested(tuned.note),
             "paused": bool(tuned.overrides.get("paused")),
             "tuned_version": tuned.version,
-            "live": list(tuning.LIVE),
+            "live": list(live_config.LIVE),
         }
 
 

@@ -8,7 +8,7 @@ from picker_fleet.admin import foretold, shown
 from picker_fleet.admin.foretold import Point, Turn
 from picker_fleet.admin.standing import MOST_LANES, Lookout
 from picker_fleet.admin.whereabouts import why
-from picker_fleet.admission.membership import Membership
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Band
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state.reads import Stretch

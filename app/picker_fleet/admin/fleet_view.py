@@ -4,9 +4,9 @@ from typing import Any
 
 from picker_fleet.admin import shown
 from picker_fleet.admin.standing import Lookout
-from picker_fleet.admission.membership import Membership
 from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.scheduling.scorers import LatencyStats
 from picker_fleet.state.store import Store

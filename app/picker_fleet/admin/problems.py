@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from picker_fleet.admin.models import Problem
-from picker_fleet.admission.tuning import LIVE
 from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
+from picker_fleet.live_config import LIVE
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CODES = {

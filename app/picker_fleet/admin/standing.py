@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from picker_fleet.admission.service import WINDOW_S
+from picker_fleet.admission.placed_requests import WINDOW_S
 from picker_fleet.errors import StateFault
 from picker_fleet.state.reads import CHUNK, Lanes, ReplicaRow
 from picker_fleet.state.rows import PARKED, Lane
@@ -194,7 +194,7 @@ def _told(row: ReplicaRow) -> Told:
 
 
 def _service(about: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float], Sequence[float], bool]:
-    """Cost a second by flow and by band, as admission/service.py reports them, and whether it was cut."""
+    """Cost a second by flow and by band, as `ServiceMeter` reports them, and whether it was cut."""
     try:
         told = about["served"]
         flows = {(int(band), str(flow)): float(cost) / WINDOW_S for band, flow, cost in told["flows"]}

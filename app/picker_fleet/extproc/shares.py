@@ -13,7 +13,7 @@ from typing import Any, Final
 import grpc
 import orjson
 
-from picker_fleet.admission.borrowing import ASK_S
+from picker_fleet.failover.peers import ASK_S
 from picker_fleet.signing import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
@@ -60,7 +60,7 @@ def handler(
 
 
 class GrpcPeers:
-    """`admission.borrowing.Peers` over gRPC; a channel for each address, kept until `close`."""
+    """`failover.peers.Peers` over gRPC; a channel for each address, kept until `close`."""
 
     def __init__(self, pool: str, keys: Keyring) -> None:
         self._pool = pool

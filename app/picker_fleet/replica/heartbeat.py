@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from picker_fleet.admission import tuning
-from picker_fleet.admission.inbox import Inbox
-from picker_fleet.admission.published import published
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.tuning import Effective, Tuned
+from picker_fleet import live_config
+from picker_fleet.admission.shared_gate import Inbox, SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.live_config import Effective, Tuned, published
 from picker_fleet.sections import Leases
 from picker_fleet.state.store import Pulse, Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -28,7 +26,7 @@ _RENEWALS = 3  # of a lease, by who holds the request's stream
 
 
 class Watch(Protocol):
-    """Who goes by the heartbeat: the gate that can do without the shared state (admission/sturdy.py)."""
+    """Who goes by the heartbeat: the gate that can do without the shared state (failover/gate.py)."""
 
     def says(self) -> Mapping[str, object]:
         """What the other replicas are told of this one: `degraded`, and what goes with it."""
@@ -283,7 +281,7 @@ class Membership:
     def _take(self, born: str, tuned: Tuned) -> None:
         self._tuned, self._followed = tuned, (born, tuned.version)
         try:
-            self._effective = tuning.applied(self._settings, tuned.note)
+            self._effective = live_config.applied(self._settings, tuned.note)
         except ConfigError as fault:
             _log.warning("live changes do not fit this replica's configuration: %s", fault)
             self._effective = Effective(self._settings, {})
@@ -304,9 +302,9 @@ class Membership:
         # What was changed live may mean other numbers under this configuration than under the last one.
         tuned = Tuned(*await self._store.tuned())
         with contextlib.suppress(ConfigError):
-            wanted = tuning.overrides(self._settings, tuned.note)
+            wanted = live_config.overrides(self._settings, tuned.note)
             if tuned.note and wanted != {name: tuned.overrides.get(name) for name in wanted}:
-                await self._store.tune(tuning.replacing(tuned.overrides, wanted), {})
+                await self._store.tune(live_config.replacing(tuned.overrides, wanted), {})
 
     async def _sweep_forever(self) -> None:
         settings = self._settings

@@ -1,5 +1,6 @@
 """What happened while the shared state was away, and has to be told to it when it is back. Bounded."""
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from picker_fleet.admission import ticket
+from picker_fleet.errors import ScriptFailed
 from picker_fleet.request import Alive, Completion
+from picker_fleet.state.store import Store
 
 T = TypeVar("T")
 
@@ -129,3 +132,20 @@ def _keep(book: OrderedDict[str, T], key: str, value: T) -> None:
     book[key] = value
     if len(book) > MOST:
         book.popitem(last=False)
+
+
+_AT_ONCE = 512  # requests; the link sends 16 a call
+
+
+async def bring(store: Store, outbox: Outbox, report_s: float, clock: Callable[[], float]) -> int:
+    """Tell the shared state of what runs by `outbox`, as `tell_what_runs`."""
+    running = outbox.in_flight(clock() - unseen_s(report_s))
+    for at in range(0, len(running), _AT_ONCE):
+        asked = [
+            store.renew(each.id, each.attempt, each.served, each.ticket, clock() - each.seen_s)
+            for each in running[at : at + _AT_ONCE]
+        ]
+        for answer in asked:
+            with contextlib.suppress(ScriptFailed):  # its lease makes it good
+                await answer
+    return len(running)

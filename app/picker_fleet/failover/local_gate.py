@@ -4,12 +4,10 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from picker_fleet.admission.local_queue import LocalQueue, Waiting
-from picker_fleet.admission.local_rules import Rules
-from picker_fleet.admission.purse import Purse
-from picker_fleet.admission.refusal import time_up
-from picker_fleet.admission.waiter import Wait
+from picker_fleet.admission.waiting import Wait, time_up
 from picker_fleet.errors import ClientGone, Preempted, RequestError
+from picker_fleet.failover.budget import Purse
+from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting
 from picker_fleet.request import InferenceRequest
 from picker_fleet.telemetry.metrics import Metrics
 

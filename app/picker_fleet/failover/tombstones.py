@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from picker_fleet.admission.outbox import MOST, unseen_s
 from picker_fleet.errors import ScriptFailed, StateFault
+from picker_fleet.failover.journal import MOST, unseen_s
 from picker_fleet.request import Outcome
 from picker_fleet.state.store import Store
 

@@ -1,15 +1,15 @@
 """The gate that goes on without the shared state (G8; docs/without-redis.md).
 
-Which side it is on, and when it changes, is decided in `admission.crossing`.
+Which side it is on, and when it changes, is decided in `failover.outage`.
 """
 
 from typing import Any
 
 from picker_fleet.admission import ticket
-from picker_fleet.admission.crossing import Crossing, Mode
-from picker_fleet.admission.outbox import Placed
-from picker_fleet.admission.waiter import Wait
+from picker_fleet.admission.waiting import Wait
 from picker_fleet.errors import ClientGone, StateUnavailable
+from picker_fleet.failover.journal import Placed
+from picker_fleet.failover.outage import Crossing, Mode
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from picker_fleet import version
-from picker_fleet.admission.service import ServiceMeter
-from picker_fleet.admission.shared import SharedGate
+from picker_fleet.admission.placed_requests import ServiceMeter
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.units import is_loopback
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")

@@ -18,21 +18,20 @@ brought back meanwhile what it had not heard the end of.
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from picker_fleet.admission.borrowing import ASK_S, Borrower, Peers
-from picker_fleet.admission.fleetmates import Fleetmates
-from picker_fleet.admission.homecoming import tell_what_runs
-from picker_fleet.admission.local import LocalGate
-from picker_fleet.admission.local_pick import LocalPicker
-from picker_fleet.admission.local_rules import rules_of
-from picker_fleet.admission.outbox import Outbox
-from picker_fleet.admission.shared import SharedGate
-from picker_fleet.admission.tombstones import Tombstones
-from picker_fleet.admission.tuning import Effective
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StateUnavailable, WritesRefused
+from picker_fleet.failover.journal import Outbox, bring
+from picker_fleet.failover.local_gate import LocalGate
+from picker_fleet.failover.local_picker import LocalPicker
+from picker_fleet.failover.local_queue import rules_of
+from picker_fleet.failover.peers import ASK_S, Borrower, Fleetmates, Peers
+from picker_fleet.failover.tombstones import Tombstones
+from picker_fleet.live_config import Effective
 from picker_fleet.request import Completion
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state.silence import Silence
@@ -40,6 +39,7 @@ from picker_fleet.state.store import Pulse, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
+_JITTER_S = 0.1  # replicas that come back together do not all begin at once
 _TICK_S = 0.2  # also between heartbeats, while not shared or busy
 _LONGEST_RETURN_S = 3.5  # for replicas that do not come back at all
 _NEWCOMER_S = 3.0  # a replica younger than this may not be known to the others yet
@@ -310,3 +310,26 @@ class Crossing:
         self._metrics.degraded(False)
         _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
         self._poke()
+
+
+async def tell_what_runs(
+    store: Store,
+    outbox: Outbox,
+    tombstones: Tombstones,
+    others_told: Callable[[], Awaitable[None]],
+    report_s: float,
+    clock: Callable[[], float],
+) -> int:
+    """Tell it of the ends in `tombstones` and, when the other replicas have told theirs, of the requests that
+    run by `outbox`; how many those are.
+
+    `report_s` is how often the access log gives a sign of life.
+
+    Raises:
+        StateUnavailable: it has gone again.
+        WritesRefused: it takes no writes for now.
+    """
+    await asyncio.sleep(random.random() * _JITTER_S)
+    await tombstones.tell()
+    await others_told()
+    return await bring(store, outbox, report_s, clock)
