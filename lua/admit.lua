@@ -58,7 +58,7 @@ local function refuse(r, reason)
 end
 
 -- Make room for a request of a higher band: preempt the newest request of the least recently preempted flow queue of
--- the lowest band below (specs/003). Returns whether there was one.
+-- the lowest band below (spec 003). Returns whether there was one.
 local function preempt_for(r)
   for band = 2, r.band + 1, -1 do
     for _ = 1, pool[QUEUED[band]] > 0 and STRAYS or 0 do
@@ -153,7 +153,7 @@ local function admit(args)
     if known then
       replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
     else
-      -- Its workload counts it before the decision, so refused requests count in the rate too (specs/000, 001).
+      -- Its workload counts it before the decision, so refused requests count in the rate too (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)

@@ -85,7 +85,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _guarantees_fit(self) -> Self:
-        # Critical is never preempted, so each critical flow is promised its part of the queue (specs/003).
+        # Critical is never preempted, so each critical flow is promised its part of the queue (spec 003).
         queue = self.fair_request_queue
         critical = sum(model.criticality is Band.CRITICAL for model in self.models)
         if critical * queue.flow_capacity > queue.total_capacity:

@@ -27,7 +27,7 @@
             ├── Evicted
             └── ShuttingDown
 
-Statuses and reasons are PROTOCOL's "Out" table; the queue's errors are those of specs/003.
+Statuses and reasons are those of docs/errors.md; the queue's errors are those of spec 003.
 """
 
 from typing import ClassVar

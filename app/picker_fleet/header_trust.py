@@ -1,4 +1,4 @@
-"""Which request headers a client may set for itself (PROTOCOL, "Who may say what").
+"""Which request headers a client may set for itself (docs/security.md).
 
 Headers that steer a request decide its share, its band or its model. They count only where whoever sets
 them is trusted: `extproc.trusted_headers` names them for the picker, `picker envoy-config --trust-headers`

@@ -1,8 +1,8 @@
 """What comes in, made into an `InferenceRequest`. Pure: ids and chance come in as arguments.
 
-Names and meanings are PROTOCOL's "In" table; both spellings of a header count, the gateway's first.
+Names and meanings are docs/protocol.md; both spellings of a header count, the gateway's first.
 Faults of a body or header are `BadRequest` and name what is wrong (G10). The one lenient part is the
-workload context (DESIGN, "Decisions where the specifications differ"): whatever is in it, the request goes
+workload context (docs/specification.md): whatever is in it, the request goes
 on, as an anonymous workload of criticality 3 if need be.
 """
 

@@ -14,7 +14,7 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Band(enum.IntEnum):
-    """Priority of a flow; lower numbers are served first (specs/003, criticality)."""
+    """Priority of a flow; lower numbers are served first (spec 003, criticality)."""
 
     CRITICAL = 0
     DEFAULT = 1
@@ -42,7 +42,7 @@ class Band(enum.IntEnum):
 
 
 class Workload(NamedTuple):
-    """Who asks (specs/001). `registered` is false for an `auto-` id, which leaves no registry entry."""
+    """Who asks (spec 001). `registered` is false for an `auto-` id, which leaves no registry entry."""
 
     id: str
     criticality: int  # 1 (lowest) to 5

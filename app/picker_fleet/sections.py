@@ -1,6 +1,6 @@
 """The sections of the settings tree, each with its defaults and the faults it can find by itself.
 
-Names follow specs/003 where it has them. Faults between sections are found in `picker_fleet.config`.
+Names follow spec 003 where it has them. Faults between sections are found in `picker_fleet.config`.
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ class ExtProc(Section):
     body_timeout: Duration = Field(60.0, gt=0)  # for all of a body to come, its wait in the queue apart
     # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
     trusted_headers: tuple[TrustedHeader, ...] = ()
-    # Of the metadata that names the picked endpoint (specs/002), and of that by which Envoy says who served.
+    # Of the metadata that names the picked endpoint (spec 002), and of that by which Envoy says who served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
     paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
@@ -271,7 +271,7 @@ class RequestQueueController(Section):
 
 
 class Workloads(Section):
-    """Workload statistics (specs/001), and the weights and caps of the workload-aware score."""
+    """Workload statistics (spec 001), and the weights and caps of the workload-aware score."""
 
     wait_weight: Number = Field(0.4, ge=0)
     criticality_weight: Number = Field(0.4, ge=0)
@@ -291,7 +291,7 @@ class Scorer(Section):
 
 
 class Latency(Section):
-    """What the scorer `latency` adds up (specs/004): alpha·mean + beta·load + gamma·std."""
+    """What the scorer `latency` adds up (spec 004): alpha·mean + beta·load + gamma·std."""
 
     alpha: Number = Field(DEFAULT_LATENCY_WEIGHTS.alpha, ge=0, le=1e6)
     beta: Number = Field(DEFAULT_LATENCY_WEIGHTS.beta, ge=0, le=1e6)

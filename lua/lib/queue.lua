@@ -38,7 +38,7 @@ end
 -- Which request of a flow queue is served first. queue:B:L holds all of them: by arrival (fcfs) or by deadline (edf).
 -- workload-aware has an index beside it.
 --
--- workload-aware (specs/001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
+-- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest request of each
 -- workload competes: the head of the workload's line. An anonymous request is a workload of its own. Below the cap all
 -- scores grow at the same speed, so `growing` orders heads by a key that time does not change: arrival less the time

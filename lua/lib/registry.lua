@@ -154,7 +154,7 @@ do
   end
 end
 
--- The workload registry (specs/001): total, active, dispatched, average wait (ms), last request (ms), slot, and
+-- The workload registry (spec 001): total, active, dispatched, average wait (ms), last request (ms), slot, and
 -- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate is the newest count, the five
 -- before it, and the part of the seventh that the window still covers. Anonymous requests (workload '') leave nothing
 -- here. Neither does a workload beyond `max_workloads`, so a client that invents ids cannot make the registry grow.

@@ -1,4 +1,4 @@
-"""One lane of the queue, and which of its requests is served first (specs/001, specs/003)."""
+"""One lane of the queue, and which of its requests is served first (specs 001, 003)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

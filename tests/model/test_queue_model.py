@@ -59,7 +59,7 @@ def test_a_lane_that_was_idle_has_no_claim() -> None:
     assert [id[0] for id in serve(model, 4)] == [*"qpqp"]
 
 
-# specs/001: average wait s, requests a second, criticality -> score, with the waits rounded there
+# spec 001: average wait s, requests a second, criticality -> score, with the waits rounded there
 EXAMPLES = {
     "batch-job-123": (2.36, 0.033, 4, 0.3355),
     "interactive-user-456": (0.8, 2.5, 5, 0.4002),

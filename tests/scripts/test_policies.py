@@ -169,7 +169,7 @@ async def test_a_charge_below_nothing_is_corrected_like_any_other(fleet: OpenFle
         assert corrected == [("x1", "-9"), ("x2", "-5")]
 
 
-# specs/001: average wait s, requests in the window of 60 s, criticality -> score, waits rounded there
+# spec 001: average wait s, requests in the window of 60 s, criticality -> score, waits rounded there
 EXAMPLES = {
     "batch-job-123": (2.36, 2, 4, 0.3355),
     "interactive-user-456": (0.8, 150, 5, 0.4002),

@@ -1,4 +1,4 @@
-"""The workload registry (specs/001): what is counted, for how long; what clients name is bounded."""
+"""The workload registry (spec 001): what is counted, for how long; what clients name is bounded."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The ext_proc messages as Envoy reads them (PROTOCOL.md, "Out")."""
+"""The ext_proc messages as Envoy reads them (docs/specification.md, 002)."""
 
 import json
 

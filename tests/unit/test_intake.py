@@ -1,4 +1,4 @@
-"""What comes in: bodies, headers and metadata, good and bad (PROTOCOL.md, "In"; G10)."""
+"""What comes in: bodies, headers and metadata, good and bad (docs/protocol.md; G10)."""
 
 import contextlib
 import json

@@ -91,7 +91,7 @@ def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
 
 
 def test_latency_weighs_mean_load_and_spread() -> None:
-    """Given specs/004's cost with every weight, then the least cost scores 1, the most 0, others between."""
+    """Given spec 004's cost with every weight, then the least cost scores 1, the most 0, others between."""
     pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
     endpoints = [
         EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1

@@ -1,6 +1,6 @@
 """Reads the few series that matter from a model server's Prometheus text page.
 
-An `Engine` says which series of its page means what (PROTOCOL, model-server metrics). A meaning may have
+An `Engine` says which series of its page means what (docs/protocol.md). A meaning may have
 several names, newest first; the first that the page has counts. SGLang splits its queue by priority and gives
 the sum as well, with the label empty; `part_label` names that label.
 

@@ -25,7 +25,7 @@ class BadReading(PickerError):
 
 @dataclass(frozen=True, slots=True)
 class EndpointMetrics:
-    """An endpoint's load as its own metrics page tells it (PROTOCOL, model-server metrics).
+    """An endpoint's load as its own metrics page tells it (docs/protocol.md).
 
     None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
     failed and `failures` how many have in a row; None and 0 after one that worked. `kv_utilisation` is

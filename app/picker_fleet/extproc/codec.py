@@ -1,4 +1,4 @@
-"""The ext_proc messages: what is read from them and what is answered (PROTOCOL.md, "Out").
+"""The ext_proc messages: what is read from them and what is answered (docs/specification.md, 002).
 
 What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
 

@@ -47,7 +47,7 @@ class Rules:
         return cost / self.weights.get(request.flow, request.weight)
 
     def score(self, request: InferenceRequest, waited_s: float) -> float:
-        """The workload-aware score (specs/001) of one that waits; its workload's rate is not known here."""
+        """The workload-aware score (spec 001) of one that waits; its workload's rate is not known here."""
         waited = min(waited_s / self.wait_cap_s, 1.0)
         return self.wait_weight * waited + self.criticality_weight * request.workload.criticality / 5
 
@@ -250,7 +250,7 @@ class LocalQueue:
         return head
 
     def _newest_below(self, band: Band) -> Waiting | None:
-        """Of the lowest band below `band`: the newest of the flow preempted longest ago (specs/003);
+        """Of the lowest band below `band`: the newest of the flow preempted longest ago (spec 003);
         under `edf` its latest deadline."""
         for lower in reversed(Band):
             if lower <= band:

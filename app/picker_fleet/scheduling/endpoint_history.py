@@ -6,7 +6,7 @@ know the same without asking each other. The chooser reads them for the scorers 
 
 A prompt is a chain of block hashes, equal for equal prefixes on every replica: h_0 = xxh64(model and cache
 salt), h_i = xxh64(block_i, h_(i-1)). So h_i stands for the whole prompt up to and including block i
-(PROTOCOL, "Prefix hashing"). Only whole blocks count, and only the first `max_bytes` of a prompt are read:
+(docs/protocol.md). Only whole blocks count, and only the first `max_bytes` of a prompt are read:
 the cost of a request is bounded. The prompt is taken as the client wrote it in its JSON: a client that writes
 the same text in another way (spaces, escapes) has hashes of its own, and nothing has to be built from what
 may be megabytes.
@@ -29,7 +29,7 @@ BLOCKS_PER_ENDPOINT: Final = 31_250
 MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the tables are.
 BYTES_PER_BLOCK: Final = 250
-LATENCY_WINDOW: Final = 100  # completions of an endpoint (specs/004)
+LATENCY_WINDOW: Final = 100  # completions of an endpoint (spec 004)
 
 _BEFORE_MESSAGES = ("tools", "functions", "instructions")  # what chat templates put before the first message
 _PROMPT_FIELDS = ("messages", "prompt", "input")
@@ -204,7 +204,7 @@ class LatencyWindow:
 
 
 class LatencyTracker:
-    """Completion times of the whole fleet, a window for each endpoint (specs/004). One event loop; no I/O.
+    """Completion times of the whole fleet, a window for each endpoint (spec 004). One event loop; no I/O.
 
     At most `max_endpoints` windows; the endpoint without completions for longest makes room.
     """

@@ -1,7 +1,6 @@
 """Ranks the endpoints for one request: filters, then weighted scorers. Pure.
 
-The script that reserves an endpoint has the last word, since only it knows the load at that moment (DESIGN,
-"Endpoints").
+The script that reserves an endpoint has the last word, since only it knows the load at that moment.
 
 A filter is a pure function too. It returns a reason against each endpoint or None, or None altogether if it
 does not apply to the request. Hard filters always hold. A soft filter (`SOFT_FILTERS`) is waived if it would

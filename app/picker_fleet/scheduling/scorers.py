@@ -26,7 +26,7 @@ class LatencyStats:
 
 @dataclass(frozen=True, slots=True)
 class LatencyWeights:
-    """Of specs/004: cost = `alpha`·mean + `beta`·load + `gamma`·std, in seconds and requests in flight."""
+    """Of spec 004: cost = `alpha`·mean + `beta`·load + `gamma`·std, in seconds and requests in flight."""
 
     alpha: float = 1.0
     beta: float = 0.5
@@ -101,7 +101,7 @@ class EndpointState:
 
 Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
 
-# Of the Gateway API's endpoint picker (PROTOCOL, "Model-server metrics"): loaded, a free slot, waiting; else
+# Of the Gateway API's endpoint picker (docs/protocol.md): loaded, a free slot, waiting; else
 # 0.
 _ADAPTER_ACTIVE = 1.0
 _ADAPTER_SLOT = 0.8
@@ -150,7 +150,7 @@ def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> lis
 
 
 def latency(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Least alpha·mean + beta·load + gamma·std 1, most 0 (specs/004).
+    """Least alpha·mean + beta·load + gamma·std 1, most 0 (spec 004).
 
     Without statistics only the load counts. An unexplored endpoint is preferred while it is idle, but does
     not get every request until its first one ends.

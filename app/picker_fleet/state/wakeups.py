@@ -1,4 +1,4 @@
-"""The wake-up channel: hints that a grant waits. A lost one costs at most a heartbeat (DESIGN, "Wait")."""
+"""The wake-up channel: hints that a grant waits. A lost one costs at most a heartbeat."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
 """What a replica counts and times, and the Prometheus page that shows it.
 
-Names are those of specs/003 with the prefix `epp_`, and what operators of such systems expect besides.
+Names are those of spec 003 with the prefix `epp_`, and what operators of such systems expect besides.
 Counters, histograms and `epp_queue_length` are this replica's own and add up over the fleet; gauges of
 shared state (bounds, stock, queue by band) are the same on every replica and are to be read with `max`. Label
 values are capped at 1000 a label, then `other`. Times are seconds. `target_model` is empty where the variant

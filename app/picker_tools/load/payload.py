@@ -55,7 +55,7 @@ def turn(source: Source, model: str, said: Sequence[str], chance: Random) -> tup
 
 
 def headers(source: Source) -> tuple[tuple[str, str], ...]:
-    """Who asks, in the names of PROTOCOL's "In" table."""
+    """Who asks, in the names of docs/protocol.md."""
     sent = [
         ("x-gateway-inference-fairness-id", source.flow),
         ("x-llm-d-inference-ttl", f"{source.ttl_s:g}s"),

@@ -1,4 +1,4 @@
-"""The bootstrap Envoy starts with, built from typed messages for each mode (ENVOY, "Three modes")."""
+"""The bootstrap Envoy starts with, built from typed messages for each mode (docs/protocol.md)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

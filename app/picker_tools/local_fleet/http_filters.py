@@ -1,6 +1,6 @@
 """Envoy's HTTP filters for each mode: what it reads itself, what it asks the picker, what it sends on.
 
-Modes are those of ENVOY's table: `standard` sends the picker both directions; `lean` the request only;
+The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only;
 `headers` no body at all, but what Envoy's own JSON parser found in it.
 """
 

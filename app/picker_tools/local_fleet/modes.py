@@ -1,4 +1,4 @@
-"""The three ways to put the picker behind Envoy (ENVOY, "Three modes")."""
+"""The three ways to put the picker behind Envoy (docs/protocol.md)."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The state file: where everything in a running local fleet is (CONTRACT, `--state-file`)."""
+"""The state file: where everything in a running local fleet is (docs/protocol.md)."""
 
 import json
 import os

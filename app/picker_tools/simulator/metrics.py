@@ -1,4 +1,4 @@
-"""The Prometheus page of a simulated server, with vLLM's names (PROTOCOL, model-server metrics).
+"""The Prometheus page of a simulated server, with vLLM's names (docs/protocol.md).
 
 Written by hand: it is scraped ten times a second, and every value is already at hand.
 """

@@ -1,4 +1,4 @@
-"""Replica clocks minutes off change no decision: time is Redis's alone (DESIGN, "Time, ids, leases").
+"""Replica clocks minutes off change no decision: time is Redis's alone.
 
 libfaketime gives each replica process a wall clock of its own; monotonic clocks stay, as they do on a machine
 whose clock is wrong.
