@@ -8,7 +8,8 @@ RUN python -m venv /opt/picker
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY app app
 COPY lua lua
-RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[tracing]'
+# rich is what `picker top` and `picker audit` need; the other tools' packages stay out of the image.
+RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[tracing]' rich
 
 FROM build AS build-edge
 RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[local]' \

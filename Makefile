@@ -20,7 +20,7 @@ $(VENV)/.local: pyproject.toml requirements.lock
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.local
-	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local,dev]'
+	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
@@ -44,10 +44,11 @@ endif
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
 
-lint: $(VENV)/.installed ## ruff, mypy --strict, luacheck
+lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	bash .ci/luacheck $(BIN)/python
 
 format: $(VENV)/.installed ## apply ruff's formatting and safe fixes

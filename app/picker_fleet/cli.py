@@ -1,17 +1,18 @@
 """The command `picker`. Each subcommand's module is imported only when it is asked for; `check` is here."""
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from picker_fleet import version
-from picker_fleet.errors import ConfigError, PickerError
+from picker_fleet.errors import ConfigError, MissingExtra, PickerError
 
 if TYPE_CHECKING:
     from picker_fleet.config import Discovery, Settings
@@ -33,16 +34,23 @@ _COMMANDS = {
 }
 _CHECK_SUMMARY = "validate a configuration"
 
+# The extra that installs what a command imports besides the product's own dependencies.
+_EXTRAS = {"up": "local", "envoy-config": "tools", "top": "tools", "load": "tools", "audit": "tools"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status. Faults are on stderr, one line each: 2 for configuration, else 1."""
+    """Run a subcommand; its exit status. Faults are on stderr, one line each: 2 for a configuration that
+    cannot be used or an extra that is not installed, else 1.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    asked = next((word for word in words if not word.startswith("-")), None)
     try:
-        args = _parser(words).parse_args(words)
-        status: int = args.run(args)
+        with _naming_the_extra(asked):
+            args = _parser(asked).parse_args(words)
+            status: int = args.run(args)
     except PickerError as fault:
         print(fault, file=sys.stderr)
-        return 2 if isinstance(fault, ConfigError) else 1
+        return 2 if isinstance(fault, ConfigError | MissingExtra) else 1
     except KeyboardInterrupt:  # before a command that handles it was running
         return 130
     except BrokenPipeError:  # `picker envoy-config | head`
@@ -51,13 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+@contextlib.contextmanager
+def _naming_the_extra(command: str | None) -> Iterator[None]:
+    """A package that is not there, of those that an extra installs, is a MissingExtra of `command`."""
+    try:
+        yield
+    except ModuleNotFoundError as fault:
+        package = (fault.name or "").partition(".")[0]
+        if command not in _EXTRAS or package.startswith("picker_"):
+            raise
+        raise MissingExtra(
+            f"picker {command} needs {package}, which is not installed: "
+            f"pip install 'picker-fleet[{_EXTRAS[command]}]'"
+        ) from None
+
+
+def _parser(asked: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="picker", description="A fleet of endpoint pickers for LLM inference behind Envoy."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == asked:

