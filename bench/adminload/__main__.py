@@ -26,7 +26,7 @@ from picker_fleet.state.reads import CHUNK
 from picker_fleet.state.rows import BETWEEN
 from picker_fleet.state.scripts import NAMES
 from picker_fleet.state.survey import CLAIM_MS
-from picker_tools.local_fleet.probe import until
+from picker_tools.local_fleet.network import until
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _READY_S = 120.0

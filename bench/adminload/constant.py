@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 _BODY = b'{"requests": "' + b"x" * 65_000 + b'"}'  # as long as a page of 200 requests
 _ANSWER = (

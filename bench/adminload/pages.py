@@ -15,7 +15,7 @@ import sys
 from playwright.async_api import Browser, Page, async_playwright
 
 from bench.adminload.priority import take
-from picker_tools.local_fleet.probe import until
+from picker_tools.local_fleet.network import until
 
 _CHROMIUM = "/usr/bin/chromium"
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")

@@ -19,7 +19,7 @@ import yaml
 
 from bench.lifecycle.server import Server
 from picker_fleet.state.arrival import pack
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 POOL = "bench"
 ENDPOINTS = 10

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from picker_fleet.admin.events import event
 from picker_fleet.admin.server import serving
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 _SERVERS = 3  # a browser opens no more than six connections to one, and each page keeps one
 _EVERY_S = 1.0

@@ -14,7 +14,7 @@ from bench.fairness.scenarios import Scenario
 from bench.lifecycle.server import server
 from bench.rig.child import Child, ChildFailed
 from picker_fleet.state.keys import Keys
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 _ANSWERS_S = 60.0
 _RUN_S = 120.0

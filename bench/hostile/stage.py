@@ -19,15 +19,10 @@ import yaml
 from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
 from picker_fleet.config import parse
 from picker_fleet.header_trust import FAIRNESS_ID
-from picker_tools.local_fleet.bootstrap import build, to_yaml
-from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.options import SimOptions
-from picker_tools.local_fleet.ports import LOOPBACK
-from picker_tools.local_fleet.replica import Replica
-from picker_tools.local_fleet.report import Report
-from picker_tools.local_fleet.simulator import Simulator
-from picker_tools.local_fleet.supervisor import Supervisor
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.envoy import Envoy, build_bootstrap, to_yaml
+from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey
+from picker_tools.local_fleet.processes import Report, Supervisor
 
 MIB = 1024 * 1024
 # What each process may have, of deploy/kubernetes and docker-compose.yml.
@@ -71,7 +66,7 @@ class _Edge(Envoy):
         keys.write_text(
             yaml.safe_dump({hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)})
         )
-        plain = build(
+        plain = build_bootstrap(
             self._settings,
             mode=self._mode,
             listen=(LOOPBACK, self._port),

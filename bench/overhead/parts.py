@@ -9,12 +9,10 @@ from typing import Any
 import yaml
 
 from picker_fleet.units import split_host_port
-from picker_tools.local_fleet.child import Child
 from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.part import READY_S
-from picker_tools.local_fleet.ports import LOOPBACK
-from picker_tools.local_fleet.report import Report
-from picker_tools.local_fleet.simulator import Simulator
+from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.parts import Simulator
+from picker_tools.local_fleet.processes import READY_S, Child, Report
 
 _EXT_PROC = "envoy.filters.http.ext_proc"
 

@@ -14,13 +14,9 @@ from bench.overhead.processes import cpu_ns
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.modes import Mode
-from picker_tools.local_fleet.options import SimOptions
-from picker_tools.local_fleet.part import Part
-from picker_tools.local_fleet.probe import get, until
-from picker_tools.local_fleet.replica import Replica
-from picker_tools.local_fleet.supervisor import Supervisor
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.network import get, until
+from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Valkey
+from picker_tools.local_fleet.processes import Part, Supervisor
 
 _ENDPOINTS = 2
 _QUEUED_TTFT_MS = 4.0  # long enough that the bound, not the machine, is what requests wait for

@@ -12,13 +12,9 @@ from typing import Any
 import httpx
 
 from picker_fleet.endpoints.metrics_page import samples
-from picker_tools.local_fleet.options import SimOptions
-from picker_tools.local_fleet.probe import get
-from picker_tools.local_fleet.replica import Replica
-from picker_tools.local_fleet.report import Report
-from picker_tools.local_fleet.simulator import Simulator
-from picker_tools.local_fleet.supervisor import Supervisor
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.network import get
+from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey
+from picker_tools.local_fleet.processes import Report, Supervisor
 
 _READY_S = 60.0
 _LOOK_S = 0.05

@@ -16,8 +16,8 @@ from bench.scraping.replica import HEARTBEAT_S
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_client import Connection
 from picker_fleet.endpoints.metrics_page import VLLM
-from picker_tools.local_fleet.child import Child
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.parts import Valkey
+from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.1
 _START_S = 30.0

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 
 class Pages:

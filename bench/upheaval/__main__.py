@@ -11,7 +11,7 @@ from bench.lifecycle.server import server
 from bench.overhead.surroundings import look
 from bench.upheaval.configuration import POOL
 from bench.upheaval.fleet import Deeds, Upheaval
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _AUDIT_S = 1800.0

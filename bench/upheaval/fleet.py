@@ -15,7 +15,7 @@ from picker_fleet.state.keys import Keys
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
-from picker_tools.local_fleet.ports import LOOPBACK
+from picker_tools.local_fleet.network import LOOPBACK
 
 _READY_S = 30.0
 _ENDS_S = 60.0

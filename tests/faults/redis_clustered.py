@@ -9,7 +9,7 @@ from redis.crc import key_slot
 from redis_servers import SILENCE_MS, Server, hosts, running, valkey_binary, wait
 
 from picker_fleet.state.keys import Keys
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 SLOTS = 16384
 

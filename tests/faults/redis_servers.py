@@ -16,8 +16,8 @@ from typing import Any
 
 import redis
 
-from picker_tools.local_fleet.part import packaged_binary
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.processes import packaged_binary
 
 READY_S = 30.0
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long

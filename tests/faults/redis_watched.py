@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redis_servers import SILENCE_MS, Server, begun, debian, hosts, running, wait
 
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 SERVICE = "main"
 

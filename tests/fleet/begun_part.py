@@ -15,14 +15,15 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NoReturn
 
-from picker_tools.local_fleet import child, guard
-from picker_tools.local_fleet.part import picker_command
+from picker_tools.local_fleet import processes
+from picker_tools.local_fleet.die_with_parent import die_with_parent
+from picker_tools.local_fleet.processes import Process, picker_command
 
-_executed = child.begin
+_executed = processes.start_process
 
 
-async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> child.Process:
-    """In place of `picker_tools.local_fleet.child.begin`."""
+async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
+    """In place of `picker_tools.local_fleet.processes.start_process`."""
     ours = picker_command()
     if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
         return await _executed(command, output, environment)
@@ -35,7 +36,7 @@ async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[
 
 
 class _Forked:
-    """A `child.Process`. One event loop."""
+    """A `processes.Process`. One event loop."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -89,7 +90,7 @@ def become(prepare: Callable[[], None], words: list[str], environment: Mapping[s
 def _part(output: int, parent: int) -> None:
     """Nothing of the `picker up` that this is a copy of is to be seen; what is said goes to `output`."""
     os.setsid()
-    guard.tie(parent)
+    die_with_parent(parent)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for to, fd in enumerate((nothing, output, output)):
         os.dup2(fd, to)

@@ -81,13 +81,13 @@ def _serve(asked: socket.socket) -> None:
 
     from picker_fleet import serve  # noqa: F401 - what each part is to find imported
     from picker_fleet.config import Settings
-    from picker_tools.local_fleet import bootstrap, child, up_command  # noqa: F401 - and each fleet
+    from picker_tools.local_fleet import envoy, processes, up_command  # noqa: F401 - and each fleet
     from picker_tools.simulator import command  # noqa: F401
 
-    child.begin = begun_part.begin
+    processes.start_process = begun_part.begin
 
     nowhere = ("127.0.0.1", 0)
-    bootstrap.build(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
+    envoy.build_bootstrap(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits here; each fleet's keeper waits for it
     while True:
         ask, fds, *_ = socket.recv_fds(asked, _LONGEST_ASK, 2)

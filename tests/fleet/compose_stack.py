@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
-from picker_tools.local_fleet import guard
-from picker_tools.local_fleet.part import packaged_binary
+from picker_tools.local_fleet import die_with_parent
+from picker_tools.local_fleet.processes import packaged_binary
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
@@ -126,7 +126,14 @@ class Stack:
             command += ["--bind", container.address]
         given = service.get("environment", {})
         environment = {name: self._translated(container, value) for name, value in given.items()}
-        guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *self._found(command)]
+        guarded = [
+            sys.executable,
+            "-I",
+            "-S",
+            die_with_parent.__file__,
+            str(os.getpid()),
+            *self._found(command),
+        ]
         with (container.folder / "log").open("wb") as log:
             container.process = subprocess.Popen(
                 guarded,

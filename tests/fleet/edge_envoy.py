@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from picker_fleet import config
-from picker_tools.local_fleet.bootstrap import build, to_yaml
-from picker_tools.local_fleet.modes import Mode
-from picker_tools.local_fleet.part import packaged_binary
+from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.parts import Mode
+from picker_tools.local_fleet.processes import packaged_binary
 
 _READY_S = 60.0
 _POLL_S = 0.02
@@ -75,7 +75,7 @@ def edge(
 ) -> Iterator[Edge]:
     """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, `options` go to `build`."""
     pickers = [tuple(replica["grpc"].rsplit(":", 1)) for replica in fleet.state["replicas"]]
-    tree = build(
+    tree = build_bootstrap(
         config.parse(settings or {}),
         mode=mode,
         listen=(Edge.host, 0),

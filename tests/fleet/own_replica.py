@@ -15,7 +15,7 @@ from extproc_client import body, headers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from picker_fleet.extproc.server import SERVICE
-from picker_tools.local_fleet import probe
+from picker_tools.local_fleet import network
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
 PATIENT_S = 60.0  # what has not happened by then on a busy machine will not
@@ -50,7 +50,7 @@ class Replica:
             page = await self.admin.get("/readyz")
             return (page.status_code == 200 and await self.health("readiness") == "SERVING") or None
 
-        assert await probe.until(both, within_s=PATIENT_S), (await self.admin.get("/readyz")).text
+        assert await network.until(both, within_s=PATIENT_S), (await self.admin.get("/readyz")).text
 
     async def decide(self) -> ProcessingResponse:
         """The first answer to a small request in lean mode."""

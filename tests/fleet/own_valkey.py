@@ -12,9 +12,8 @@ from pathlib import Path
 
 from script_backends import REAL_SERVER
 
-from picker_tools.local_fleet.part import packaged_binary
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
-from picker_tools.local_fleet.probe import redis_answers, until
+from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers, until
+from picker_tools.local_fleet.processes import packaged_binary
 
 
 class OwnValkey:

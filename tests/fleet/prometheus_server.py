@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from picker_tools.local_fleet.ports import free_port
+from picker_tools.local_fleet.network import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 _READY_S = 30.0

@@ -16,7 +16,7 @@ from own_valkey import OwnValkey
 from page_server import serving
 
 from picker_fleet.config import parse
-from picker_tools.local_fleet import probe
+from picker_tools.local_fleet import network
 
 MIB = 1024 * 1024
 PEAK_MIB = 400
@@ -87,7 +87,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
     async def look() -> bool | None:
         return await holds() or None
 
-    assert await probe.until(look, within_s=60)
+    assert await network.until(look, within_s=60)
 
 
 async def at_rest(replica: Replica) -> None:

@@ -15,7 +15,7 @@ import pytest
 from edge_envoy import Edge, edge
 from fleet_load import at_rest, decisions
 
-from picker_tools.local_fleet.modes import Mode
+from picker_tools.local_fleet.parts import Mode
 
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 GATEWAY, OTHER = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"

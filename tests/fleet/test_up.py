@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from picker_fleet.state import primary
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.parts import Valkey
 
 MODES = ["standard", "lean", "headers"]
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 8}

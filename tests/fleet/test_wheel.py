@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from own_valkey import OwnValkey
 
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
-from picker_tools.local_fleet.probe import get, until
+from picker_tools.local_fleet.network import LOOPBACK, free_port, get, until
 
 ROOT = Path(__file__).parents[2]
 READY_S = 30.0

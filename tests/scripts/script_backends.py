@@ -15,8 +15,8 @@ from fake_struct import with_struct
 from fakeredis import TcpFakeServer
 
 from picker_fleet.state.scripts import load_library
-from picker_tools.local_fleet.part import packaged_binary
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.processes import packaged_binary
 
 REAL_SERVER = "PICKER_TEST_SERVER"  # another binary than Valkey's, such as redis-server
 _TRIES = 3  # another process may take the port between its choice and its use

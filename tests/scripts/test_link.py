@@ -14,7 +14,7 @@ from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import Verdict
-from picker_tools.local_fleet.ports import free_port
+from picker_tools.local_fleet.network import free_port
 
 E1 = addresses(1)[0]
 

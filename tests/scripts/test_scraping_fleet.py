@@ -15,9 +15,8 @@ from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.sections import Scraping
 from picker_fleet.state.keys import Keys
-from picker_tools.local_fleet.child import Child
-from picker_tools.local_fleet.options import SimOptions
-from picker_tools.local_fleet.simulator import Simulator
+from picker_tools.local_fleet.parts import SimOptions, Simulator
+from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
 HEARTBEAT_S = 10.0  # who is silent for 6 s is taken for gone: longer than a busy machine stands still

@@ -19,7 +19,7 @@ from picker_fleet.state.awake import AwakeClock
 from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Pulse, Store, Verdict
 from picker_fleet.telemetry.metrics import Metrics
-from picker_tools.local_fleet import probe
+from picker_tools.local_fleet import network
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
 PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
@@ -164,4 +164,4 @@ async def eventually(condition: Any) -> None:
     async def look() -> bool | None:
         return True if condition() else None
 
-    assert await probe.until(look, within_s=30)
+    assert await network.until(look, within_s=30)

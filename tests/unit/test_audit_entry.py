@@ -7,7 +7,7 @@ from picker_fleet.cli import main
 from picker_tools.audit.auditor import audit
 from picker_tools.audit.entry import Entry, EntryError
 from picker_tools.audit.rules import Rules
-from picker_tools.local_fleet.ports import LOOPBACK, free_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 
 def raw(**changes: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ import yaml
 
 from picker_fleet import cli, config
 from picker_fleet.errors import ConfigError
-from picker_tools.local_fleet.bootstrap import build, to_yaml
-from picker_tools.local_fleet.modes import MODES, Mode
+from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.parts import MODES, Mode
 
 PICKERS = [("127.0.0.1", 9002), ("127.0.0.1", 9003)]
 
@@ -25,7 +25,7 @@ def envoy_binary() -> str:
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    return build(
+    return build_bootstrap(
         config.parse(settings or {}),
         mode=mode,
         listen=("127.0.0.1", 0),

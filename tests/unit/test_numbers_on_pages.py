@@ -15,7 +15,7 @@ from picker_fleet.failover import journal, local_picker, outage, tombstones
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
-from picker_tools.local_fleet import bootstrap, listener
+from picker_tools.local_fleet import envoy, listener
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ TOLD = [
     ("metrics", f"at most {spaced(series._MOST_SERIES)} series ({series._MOST_HISTOGRAMS} of a histogram)"),
     ("metrics", f"up to {metrics_page.LONGEST_S:g} s where making it took"),
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
-    ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
+    ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
     ("without-redis", f"are waited for {outage._LONGEST_RETURN_S:g} s at most"),
     ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),

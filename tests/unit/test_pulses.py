@@ -9,7 +9,7 @@ import pytest
 
 from bench.pulses.stops import pulses
 from bench.pulses.verdict import Run, faults_of, page, verdict
-from picker_tools.local_fleet import probe
+from picker_tools.local_fleet import network
 
 CALM = Run(40.0, 2400, 0, 0.4, 0.6, 0.8, 13, 0, 0, 0.0)
 WELL = Run(40.0, 1300, 0, 0.8, 1.8, 2.1, 15, 0, 1, 11.0)
@@ -58,8 +58,8 @@ async def test_given_a_child_that_is_stopped_when_the_block_ends_then_it_runs() 
             return True if process.status() != psutil.STATUS_STOPPED else None
 
         async with pulses(1, {"child": process}):
-            assert await probe.until(stopped, within_s=30)
-        assert await probe.until(runs, within_s=30)
+            assert await network.until(stopped, within_s=30)
+        assert await network.until(runs, within_s=30)
     finally:
         child.kill()
         await child.wait()

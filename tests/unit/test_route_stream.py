@@ -23,7 +23,7 @@ from picker_fleet.scheduling.route_stream import (
     pack,
     unpack,
 )
-from picker_tools.local_fleet.ports import free_port
+from picker_tools.local_fleet.network import free_port
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)

@@ -18,7 +18,7 @@ from picker_fleet.intake import HEADERS, Intake, read_body
 from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.signing import Keyring
 from picker_fleet.telemetry.tracing import Traces
-from picker_tools.local_fleet.bootstrap import build, to_yaml
+from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
@@ -231,7 +231,7 @@ def test_envoy_passes_the_header_on_where_it_is_wanted() -> None:
     hosts = [("127.0.0.1", 9002)]
     told = [
         to_yaml(
-            build(
+            build_bootstrap(
                 parse({"tracing": {"enabled": on}}),
                 mode="lean",
                 listen=("127.0.0.1", 0),

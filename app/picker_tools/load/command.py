@@ -23,8 +23,8 @@ from picker_tools.load.progress import Shown
 from picker_tools.load.promise import Verdict
 from picker_tools.load.session import Plan, Session
 from picker_tools.load.target import Target
-from picker_tools.local_fleet.modes import MODES
-from picker_tools.local_fleet.together import on_purpose
+from picker_tools.local_fleet.parts import MODES
+from picker_tools.local_fleet.processes import on_purpose
 
 _INTERRUPTED = 130
 _LONGEST_S = 600.0

@@ -12,12 +12,9 @@ from typing import Any
 from picker_fleet import config
 from picker_tools.load.scenario import Scenario
 from picker_tools.load.target import Target
-from picker_tools.local_fleet.local_fleet import LocalFleet
-from picker_tools.local_fleet.modes import Mode
-from picker_tools.local_fleet.options import SimOptions, UpOptions
-from picker_tools.local_fleet.report import Report
-from picker_tools.local_fleet.supervisor import Supervisor
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
+from picker_tools.local_fleet.parts import Mode, SimOptions, Valkey
+from picker_tools.local_fleet.processes import Report, Supervisor
 
 _LOG_ENTRIES = 1_000_000  # more than a run can write, so that nothing is trimmed before it is audited
 _VALKEY_ATTEMPTS = 3

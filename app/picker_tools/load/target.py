@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from picker_fleet.errors import ConfigError
 from picker_fleet.units import is_loopback
 from picker_tools.load.scenario import Scenario
-from picker_tools.local_fleet.probe import get
+from picker_tools.local_fleet.network import get
 
 USUAL = "http://127.0.0.1:8080"  # where `picker up` puts its Envoy
 USUAL_ADMIN = "http://127.0.0.1:8081"

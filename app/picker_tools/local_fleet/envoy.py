@@ -1,17 +1,103 @@
-"""Envoy of the local fleet: the real binary, started with the generated bootstrap."""
+"""Envoy: the bootstrap it starts with (docs/protocol.md), and its process in a local fleet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from picker_fleet.config import Settings
-from picker_tools.local_fleet.bootstrap import Host, build, to_yaml
-from picker_tools.local_fleet.child import Child
-from picker_tools.local_fleet.clusters import PICKER, POOL
-from picker_tools.local_fleet.modes import Mode
-from picker_tools.local_fleet.options import TRUSTED_HEADERS
-from picker_tools.local_fleet.part import READY_S, envoy_binary
-from picker_tools.local_fleet.ports import LOOPBACK
-from picker_tools.local_fleet.probe import get
+from picker_tools.local_fleet.clusters import PICKER, POOL, picker, pool
+from picker_tools.local_fleet.envoy_types import (
+    Admin,
+    Bootstrap,
+    BootstrapStaticResources,
+    DownstreamConnectionsConfig,
+    FixedHeapConfig,
+    Node,
+    OverloadAction,
+    OverloadManager,
+    ResourceMonitor,
+    ThresholdTrigger,
+    Trigger,
+    address,
+    packed,
+    seconds,
+)
+from picker_tools.local_fleet.listener import listener
+from picker_tools.local_fleet.network import LOOPBACK, get
+from picker_tools.local_fleet.parts import TRUSTED_HEADERS, Mode
+from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary
+
+_HEAP = "envoy.resource_monitors.fixed_heap"
+_CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
+# As a share of the heap allowed: give back what is free, answer 503, accept nothing.
+_ACTIONS = {"shrink_heap": 0.9, "stop_accepting_requests": 0.95, "stop_accepting_connections": 0.98}
+
+
+def overload_manager(*, max_connections: int, max_heap_bytes: int) -> OverloadManager:
+    """At most `max_connections` of clients, further ones are closed; at most about `max_heap_bytes`."""
+    connections = DownstreamConnectionsConfig(max_active_downstream_connections=max_connections)
+    heap = FixedHeapConfig(max_heap_size_bytes=max_heap_bytes)
+    return OverloadManager(
+        refresh_interval=seconds(0.25),
+        resource_monitors=[
+            ResourceMonitor(name=_HEAP, typed_config=packed(heap)),
+            ResourceMonitor(name=_CONNECTIONS, typed_config=packed(connections)),
+        ],
+        actions=[
+            OverloadAction(
+                name=f"envoy.overload_actions.{action}",
+                triggers=[Trigger(name=_HEAP, threshold=ThresholdTrigger(value=share))],
+            )
+            for action, share in _ACTIONS.items()
+        ],
+    )
+
+
+Host = tuple[str, int]
+MAX_CONNECTIONS = 10_000
+MAX_HEAP_BYTES = 1024 * 1024 * 1024
+
+
+def build_bootstrap(
+    settings: Settings,
+    *,
+    mode: Mode,
+    listen: Host,
+    admin: Host,
+    pickers: Sequence[Host],
+    trusted: Iterable[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    max_heap_bytes: int = MAX_HEAP_BYTES,
+    debug_headers: bool = False,
+) -> dict[str, Any]:
+    """Envoy's bootstrap in the JSON mapping of its protobuf.
+
+    `pickers` are the replicas' gRPC addresses; `trusted` the steering headers that clients may set;
+    `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
+    `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
+    Port 0 in `listen` or `admin` means any free port.
+    """
+    bootstrap = Bootstrap(
+        node=Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
+        # Whoever looks whether it is well still gets through when its clients do not.
+        admin=Admin(address=address(*admin), ignore_global_conn_limit=True),
+        overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
+        static_resources=BootstrapStaticResources(
+            listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
+            clusters=[picker(pickers), pool(settings.extproc.metadata_namespace)],
+        ),
+    )
+    tree: dict[str, Any] = bootstrap.to_dict()
+    return tree
+
+
+def to_yaml(bootstrap: Mapping[str, Any]) -> str:
+    """`bootstrap` as YAML, keys in the order of Envoy's own messages."""
+    text: str = yaml.safe_dump(dict(bootstrap), sort_keys=False, width=110)
+    return text
+
 
 _CONCURRENCY = 2
 
@@ -49,7 +135,7 @@ class Envoy:
         return f"http://{LOOPBACK}:{self._admin_port}"
 
     def command(self) -> list[str]:
-        bootstrap = build(
+        bootstrap = build_bootstrap(
             self._settings,
             mode=self._mode,
             listen=(LOOPBACK, self._port),
@@ -108,7 +194,7 @@ class Envoy:
         reply = await get(f"{self.admin}/listeners?format=json")
         if reply is None:
             return None
-        for listener in (reply.json() or {}).get("listener_statuses", []):
-            port = listener["local_address"]["socket_address"]["port_value"]
+        for bound in (reply.json() or {}).get("listener_statuses", []):
+            port = bound["local_address"]["socket_address"]["port_value"]
             return int(port)
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from picker_fleet import config
 from picker_fleet.header_trust import trusted, trusted_name
 from picker_fleet.units import split_host_port
-from picker_tools.local_fleet.modes import MODES
+from picker_tools.local_fleet.parts import MODES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    from picker_tools.local_fleet.bootstrap import (  # slow to import: not before the configuration is good
-        build,
+    from picker_tools.local_fleet.envoy import (  # slow to import: not before the configuration is good
+        build_bootstrap,
         to_yaml,
     )
 
     settings = config.load(args.config, os.environ)
     names = sorted(trusted(args.trust_headers))
-    bootstrap = build(
+    bootstrap = build_bootstrap(
         settings,
         mode=args.mode,
         listen=args.listen,

@@ -7,23 +7,26 @@ once. Stopped the other way round, so that nothing new arrives at a part that is
 
 import asyncio
 import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from picker_fleet import config
 from picker_fleet.errors import StartupError
-from picker_tools.local_fleet import state_file
-from picker_tools.local_fleet.options import UpOptions
-from picker_tools.local_fleet.part import Part, envoy_binary
-from picker_tools.local_fleet.ports import ensure_free
-from picker_tools.local_fleet.probe import can_connect, get, until
-from picker_tools.local_fleet.replica import Replica
-from picker_tools.local_fleet.replica_config import overlaid, served_models
-from picker_tools.local_fleet.report import Report
-from picker_tools.local_fleet.simulator import Simulator
-from picker_tools.local_fleet.supervisor import Supervisor
-from picker_tools.local_fleet.together import together
-from picker_tools.local_fleet.valkey import Valkey
+from picker_tools.local_fleet.network import can_connect, ensure_free, get, until
+from picker_tools.local_fleet.parts import (
+    Mode,
+    Replica,
+    SimOptions,
+    Simulator,
+    Valkey,
+    overlaid,
+    served_models,
+)
+from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_binary, together
 
 if TYPE_CHECKING:
     from picker_tools.local_fleet.envoy import Envoy
@@ -33,6 +36,23 @@ _ENVOY_GRACE_S = 3.0
 _REPLICA_GRACE_S = 10.0  # they announce that they leave, and have nothing left to finish
 _REST_GRACE_S = 4.0
 _VALKEY_ATTEMPTS = 3  # its free port may be taken between being found and being used
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """Ports are on the loopback; 0 is any free one. `redis` None embeds a Valkey."""
+
+    replicas: int
+    endpoints: int
+    mode: Mode
+    redis: str | None
+    port: int
+    admin_port: int
+    config: Path | None
+    state_file: Path | None
+    restart: bool
+    debug_headers: bool
+    sim: SimOptions
 
 
 class LocalFleet:
@@ -193,7 +213,7 @@ class LocalFleet:
     def _write_state(self) -> None:
         if self._options.state_file is None:
             return
-        state_file.write(
+        _replace_file(
             self._options.state_file,
             {
                 "envoy": self._started_envoy.url,
@@ -214,3 +234,10 @@ class LocalFleet:
                 ],
             },
         )
+
+
+def _replace_file(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace `path` by `state` in one step: a reader sees the old file or the new one, whole."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
+    draft.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)

