@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-admin bench-decoding bench-fairness bench-herding bench-latency bench-lifecycle bench-picking bench-prefix bench-scraping bench-tuning bench-upheaval bench-versions hostile screenshots faults pulses soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-upheaval bench-versions hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -58,45 +58,20 @@ format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 bench: $(VENV)/.installed ## measure against the constant picker in the same run; writes bench/results/
 	$(BIN)/python -m bench.overhead $(ARGS)
 
-bench-admin: $(VENV)/.installed ## what the admin API costs beside 100 000 queued requests
-	$(BIN)/python -m bench.adminload $(ARGS)
-
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
 	$(BIN)/python -m bench.fairness $(ARGS)
-
-bench-decoding: $(VENV)/.installed ## what it costs to read a body, honest or hostile
-	$(BIN)/python -m bench.decoding $(ARGS)
-
-bench-herding: $(VENV)/.installed ## do replicas that pick at once pick alike? 1000 picks, 4 replicas
-	$(BIN)/python -m bench.herding $(ARGS)
-
-bench-latency: $(VENV)/.installed ## one endpoint three times slower: the latency scorer beside round robin
-	$(BIN)/python -m bench.latency $(ARGS)
 
 bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
 	$(BIN)/python -m bench.lifecycle $(ARGS)
 
-bench-picking: $(VENV)/.installed ## what a choice of an endpoint costs a replica
-	$(BIN)/python -m bench.picking $(ARGS)
-
 bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn chats over 4 endpoints
 	$(BIN)/python -m bench.prefix $(ARGS)
-
-bench-scraping: $(VENV)/.installed ## scrapes an endpoint gets, and what scraping costs the fleet
-	$(BIN)/python -m bench.scraping $(ARGS)
-
-bench-tuning: $(VENV)/.installed ## what single settings of the queue do, one change at a time
-	$(BIN)/python -m bench.tuning $(ARGS)
 
 bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.upheaval $(ARGS)
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)
-
-screenshots: $(VENV)/.installed ## the documentation's pictures of the dashboard and of picker top
-	bash .ci/packages
-	$(BIN)/python -m bench.screenshots $(ARGS)
 
 hostile: $(VENV)/.installed ## every attack at once for ten minutes, honest clients beside them (ARGS='--minutes 1')
 	$(BIN)/python -m bench.hostile $(ARGS)

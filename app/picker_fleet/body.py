@@ -8,7 +8,7 @@ the other one, would run another model.
 The keys come by `Enum._missing_`, which msgspec calls for each key that it cannot look up. Here that is every
 key: what could be looked up are names made at random when the process starts. That takes 1 µs a key, which is
 most of what a small body costs; so small bodies are built whole where nothing in them is in doubt
-(`simple_members`; bench/results/decoding.md).
+(`simple_members`; docs/decisions.md, 21).
 """
 
 import enum

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.overhead.client import Load, Outcome, WrongAnswer
-from bench.rig.ending import end
+from bench.rig.child import end
 
 _STARTS_S = 30.0
 _MARGIN_S = 5.0  # past its own limit, before it counts as hung

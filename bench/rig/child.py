@@ -3,8 +3,6 @@
 import asyncio
 import sys
 
-from bench.rig import ending
-
 _ENDS_S = 5.0
 
 
@@ -50,9 +48,27 @@ class Child:
         """Close its stdin, which ends it, SIGKILL if it does not; what it had still to say."""
         assert self._process.stdout is not None
         last = asyncio.create_task(self._process.stdout.read())
-        await ending.end(self._process, _ENDS_S)
+        await end(self._process, _ENDS_S)
         return (await last).decode()
 
     async def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
-        await ending.kill(self._process)
+        await kill(self._process)
+
+
+async def end(process: asyncio.subprocess.Process, within_s: float) -> None:
+    """Close its stdin, which ends it; SIGKILL past `within_s`. Returns when it is gone."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        await kill(process)
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL, if it has not ended by itself; returns when it is gone."""
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
