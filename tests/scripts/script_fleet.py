@@ -216,7 +216,7 @@ class Fleet:
         pool.pop("clock", None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
-            for mark in ("seq", "log_seq"):
+            for mark in ("seq", "log_seq", "moved"):  # `moved` also counts the times that the clock was saved
                 del pool["counters"][mark]
         for leases in ("inflight", "replicas"):
             if leases in found:

@@ -54,7 +54,15 @@ class Watched:
         self.gate.beat(await self.replica.beat(), 0.001)
         await self.gate.admit(ask("runs"), held=False)
         self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), held=False))
-        await until(lambda: self.replica.gate.waiting == 1)
+        await self.queued(1)
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many requests wait in the shared queue; no message about one is on its way then."""
+
+        async def are_queued() -> bool:
+            return (await self.fleet.counts())[1] == count
+
+        await until(are_queued)
 
     def errors(self, kind: str, script: str = "admit") -> float:
         return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
@@ -98,12 +106,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
         between.refuse(f"{error} for a moment", times=1)
         arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), held=False))
         # Then it waits for its turn in the shared queue, as who came before does
-        await until(lambda: it.replica.gate.waiting == 2)
-
-        async def both_wait() -> bool:
-            return (await it.fleet.counts())[1] == 2
-
-        await until(both_wait)
+        await it.queued(2)
         assert it.gate.mode is Mode.SHARED
         arriving.cancel()
         await asyncio.wait((arriving,))
