@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from bench.hostile.target import HONEST, MODEL
-from picker_tools.load.client import Client
-from picker_tools.load.connection import Exchange
-from picker_tools.load.payload import COMPLETIONS, Ask
+from picker_tools.load.client import Ask, Client, Exchange
+from picker_tools.load.generator import COMPLETIONS
 
 _PATIENCE_S = 30.0
 _TOKENS = 16

@@ -19,10 +19,9 @@ from typing import Any
 import gevent
 from locust import FastHttpUser, task
 
-from picker_tools.load import payload
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.payload import Ask
-from picker_tools.load.scenario import Scenario, Source
+from picker_tools.load.client import Ask
+from picker_tools.load.generator import completion_request, conversation_turn
+from picker_tools.load.scenarios import SCENARIOS, Scenario, Source
 
 _PAUSE_S = 1.0  # mean, between the answer and the next request
 _FIRST_BYTE = 1
@@ -47,16 +46,16 @@ class ScenarioUser(FastHttpUser):
     def play(self) -> None:
         sources = self.scenario.sources
         source = _chance.choices(sources, [each.load for each in sources])[0]
-        if source.talk is None:
-            self.send(source, payload.ask(source, _MODEL, next(_numbers), _chance.randrange(2**32)))
+        if source.conversation is None:
+            self.send(source, completion_request(source, _MODEL, next(_numbers), _chance.randrange(2**32)))
             return
         said: list[str] = []
-        for number in range(source.talk.turns):
-            ask, words = payload.turn(source, _MODEL, said, _chance)
+        for number in range(source.conversation.turns):
+            ask, words = conversation_turn(source, _MODEL, said, _chance)
             if not self.send(source, ask):
                 return
             said += [words, f"answer {number}"]
-            gevent.sleep(_chance.expovariate(1 / source.talk.think_s))
+            gevent.sleep(_chance.expovariate(1 / source.conversation.think_s))
 
     def send(self, source: Source, ask: Ask) -> bool:
         """One request, read to its end; whether it was served whole."""

@@ -4,14 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from picker_tools.audit.auditor import audit
-from picker_tools.load.answer import Answer
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.evidence import Evidence, Parameters
-from picker_tools.load.judges import judged
-from picker_tools.load.ledger import Ledger
-from picker_tools.load.promise import Promise
-from picker_tools.load.sample import Sample
-from picker_tools.load.scenario import Scenario
+from picker_tools.load.checks import Promise, check_promises
+from picker_tools.load.client import Answer
+from picker_tools.load.result import LogAudit, Parameters, RunResult, Sample
+from picker_tools.load.scenarios import SCENARIOS, Scenario
 
 PER_SOURCE = 40
 
@@ -67,7 +63,7 @@ def rest(at_s: float) -> Sample:
     return sample(at_s, stock=0, leases=0, in_flight={"127.0.0.1:9000": 0})
 
 
-def run(scenario: str | Scenario = "steady", **fields: Any) -> Evidence:
+def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
     """A good run of 20 s; `fields` in place of what it would be. `sent` follows from the answers."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(
@@ -75,7 +71,7 @@ def run(scenario: str | Scenario = "steady", **fields: Any) -> Evidence:
         for source in found.sources
         for number in range(PER_SOURCE)
     )
-    good = Evidence(
+    good = RunResult(
         scenario=found,
         parameters=Parameters(
             seed=1,
@@ -98,11 +94,11 @@ def run(scenario: str | Scenario = "steady", **fields: Any) -> Evidence:
     return given if "sent" in fields else replace(given, sent=len(given.answers))
 
 
-def verdict(evidence: Evidence, name: str) -> Promise:
+def verdict(evidence: RunResult, name: str) -> Promise:
     """What is said of the promise `name`."""
-    return next(promise for promise in judged(evidence) if promise.name == name)
+    return next(promise for promise in check_promises(evidence) if promise.name == name)
 
 
-def audited(entries: list[dict[str, str]]) -> Ledger:
+def audited(entries: list[dict[str, str]]) -> LogAudit:
     """A log as the audit finds it."""
-    return Ledger(audit(entries))
+    return LogAudit(audit(entries))

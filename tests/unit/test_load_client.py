@@ -6,12 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from picker_tools.load.answer import Answer, Kind
-from picker_tools.load.arrivals import Arrival
-from picker_tools.load.client import Client, answer_of
-from picker_tools.load.drive import Drive
-from picker_tools.load.payload import Ask
-from picker_tools.load.scenario import Source, Talk
+from picker_tools.load.client import Answer, Ask, Client, Kind, answer_of
+from picker_tools.load.generator import Arrival, LoadGenerator
+from picker_tools.load.scenarios import Conversation, Source
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
@@ -146,8 +143,8 @@ async def test_nobody_there() -> None:
         assert await client.get("/", within_s=1.0) is None
 
 
-def drive(client: Client, source: Source, duration_s: float = 0.2) -> Drive:
-    return Drive(client, (source,), model="llama", seed=1, duration_s=duration_s, most=100)
+def generator(client: Client, source: Source, duration_s: float = 0.2) -> LoadGenerator:
+    return LoadGenerator(client, (source,), model="llama", seed=1, duration_s=duration_s, max_requests=100)
 
 
 async def test_the_load_is_open() -> None:
@@ -156,7 +153,7 @@ async def test_the_load_is_open() -> None:
     all_in = asyncio.Event()
     async with serving(lambda number: all_in.set() if number == 19 else None) as (url, _):
         with Client(url) as client:
-            load = drive(client, Source("s", 1, "s"))
+            load = generator(client, Source("s", 1, "s"))
             running = asyncio.create_task(load.run(coming))
             # When none of them has an answer, then all are sent nevertheless
             async with asyncio.timeout(10):
@@ -173,8 +170,8 @@ async def test_a_conversation_goes_on_with_the_answer() -> None:
     replies = [whole(PLAIN), whole(PLAIN), whole(b"{}", b"503 No", FULL)]
     async with serving(lambda number: replies[number]) as (url, _):
         with Client(url) as client:
-            source = Source("s", 1, "s", streamed=0.0, talk=Talk(turns=5, think_s=0.001))
-            load = drive(client, source, duration_s=2.0)
+            source = Source("s", 1, "s", streamed=0.0, conversation=Conversation(turns=5, think_s=0.001))
+            load = generator(client, source, duration_s=2.0)
             # When a conversation of five turns is held
             await load.run([Arrival(0.0, 0, 0)])
     # Then it ends with the refusal

@@ -7,10 +7,9 @@ import pytest
 
 from picker_fleet.cli import main
 from picker_fleet.errors import ConfigError
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.own_fleet import OwnFleet, Size
-from picker_tools.load.sample import Sample
-from picker_tools.load.target import check_url
+from picker_tools.load.result import Sample
+from picker_tools.load.scenarios import SCENARIOS
+from picker_tools.load.target import OwnFleet, Size, check_url
 
 
 @pytest.mark.parametrize(

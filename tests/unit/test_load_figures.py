@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker_fleet.request import Band
-from picker_tools.load.figures import fair, quantile, quantiles
-from picker_tools.load.scenario import Source
+from picker_tools.load.result import fair, quantile, quantiles
+from picker_tools.load.scenarios import Source
 
 
 def test_a_quantile_is_one_of_the_values() -> None:

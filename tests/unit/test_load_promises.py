@@ -9,17 +9,11 @@ from load_runs import answer, audited, refusal, rest, run, sample, verdict
 from queue_simulator import QueueSimulator
 
 from picker_fleet.request import Band
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.evidence import Evidence
-from picker_tools.load.harm import Harm
-from picker_tools.load.judges import judged
-from picker_tools.load.judges_always import ALWAYS
-from picker_tools.load.judges_shown import SHOWN
-from picker_tools.load.ledger import Ledger, Turn
-from picker_tools.load.promise import Verdict
-from picker_tools.load.sample import OnEndpoints
+from picker_tools.load.checks import GENERAL_CHECKS, SCENARIO_CHECKS, Verdict, check_promises
+from picker_tools.load.result import Dispatch, EndpointSample, FaultsInjected, LogAudit, RunResult
+from picker_tools.load.scenarios import SCENARIOS
 
-HELD, BROKEN, NOT_JUDGED = Verdict.HELD, Verdict.BROKEN, Verdict.NOT_JUDGED
+KEPT, BROKEN, UNKNOWN = Verdict.KEPT, Verdict.BROKEN, Verdict.UNKNOWN
 
 
 def answers(scenario: str, **changed: dict[str, Any]) -> tuple[Any, ...]:
@@ -34,18 +28,18 @@ def some(scenario: str, *instead: Any) -> tuple[Any, ...]:
 
 
 LATE = {"reason": "rejected-ttl-expired", "first_s": 31.5, "last_s": 31.5}
-OUTAGE = Harm(outages=[(5.0, 10.0)])
+OUTAGE = FaultsInjected(outages=[(5.0, 10.0)])
 QUEUED = {"Critical": 0, "Default": 5, "Sheddable": 0}
 BACK = tuple(sample(10 + 0.25 * number) for number in range(40))
 AWAY = tuple(sample(5 + 0.25 * number, degraded=True) for number in range(20))
 BEFORE = tuple(sample(0.25 * number) for number in range(20))
 
 
-def overload(scenario: str, **waits_s: float) -> Evidence:
+def overload(scenario: str, **waits_s: float) -> RunResult:
     """A run in which each source's requests wait so long for their turn; every one of them is served."""
     base = run(scenario)
-    turns = tuple(
-        Turn(
+    dispatches = tuple(
+        Dispatch(
             at_s=base.wall_s + each.sent_s + waits_s.get(each.source.replace("-", "_"), 0.0),
             request=f"{each.source}-{each.number}",
             flow=source.flow,
@@ -60,21 +54,21 @@ def overload(scenario: str, **waits_s: float) -> Evidence:
         if source.name == each.source
     )
     waiting = tuple(replace(each, queued=QUEUED) for each in base.samples)
-    return replace(base, ledgers=(Ledger(None, turns),), samples=waiting)
+    return replace(base, log_audits=(LogAudit(None, dispatches),), samples=waiting)
 
 
-def starved(evidence: Evidence, flow: str, kept: int) -> Evidence:
+def starved(evidence: RunResult, flow: str, kept: int) -> RunResult:
     """The same, but of the requests of `flow` only every `kept`th was ever dispatched."""
-    turns = tuple(
+    dispatches = tuple(
         turn
-        for number, turn in enumerate(evidence.ledgers[0].turns)
+        for number, turn in enumerate(evidence.log_audits[0].dispatches)
         if turn.flow != flow or number % kept == 0
     )
-    return replace(evidence, ledgers=(Ledger(None, turns),))
+    return replace(evidence, log_audits=(LogAudit(None, dispatches),))
 
 
 # scenario's promise, a run that breaks it, words that name how
-FAULTS: list[tuple[str, Evidence, str]] = [
+FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", run(answers=some("steady", answer("client-1", answers=2))), "client-1 #0"),
     (
         "one-answer",
@@ -156,7 +150,7 @@ FAULTS: list[tuple[str, Evidence, str]] = [
         "outage-serves",
         run(
             "redis-outage",
-            harm=OUTAGE,
+            faults_injected=OUTAGE,
             answers=tuple(
                 refusal(each.source, each.number) if 5 <= each.sent_s <= 10 else each
                 for each in run("redis-outage").answers
@@ -168,7 +162,7 @@ FAULTS: list[tuple[str, Evidence, str]] = [
         "outage-serves",  # one in three seconds is not going on
         run(
             "redis-outage",
-            harm=OUTAGE,
+            faults_injected=OUTAGE,
             answers=tuple(
                 refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != 14 else each
                 for each in run("redis-outage").answers
@@ -178,23 +172,40 @@ FAULTS: list[tuple[str, Evidence, str]] = [
     ),
     (
         "outage-bound",
-        run("redis-outage", harm=OUTAGE, on_endpoints=(OnEndpoints(6.0, 8, 4), OnEndpoints(7.0, 9, 4))),
+        run(
+            "redis-outage",
+            faults_injected=OUTAGE,
+            endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4)),
+        ),
         "at 7.00 s: 9",
     ),
     (
         "outage-bound",
-        run("redis-outage", harm=OUTAGE, samples=BEFORE, on_endpoints=(OnEndpoints(11.0, 12, 4),)),
+        run(
+            "redis-outage",
+            faults_injected=OUTAGE,
+            samples=BEFORE,
+            endpoint_samples=(EndpointSample(11.0, 12, 4),),
+        ),
         "at 11.00 s: 12",
     ),
-    ("shared-again", run("redis-outage", harm=OUTAGE, samples=(*BEFORE, *AWAY)), "no sample after"),
     (
         "shared-again",
-        run("redis-outage", harm=OUTAGE, samples=(*BEFORE, *AWAY, sample(16.0))),
+        run("redis-outage", faults_injected=OUTAGE, samples=(*BEFORE, *AWAY)),
+        "no sample after",
+    ),
+    (
+        "shared-again",
+        run("redis-outage", faults_injected=OUTAGE, samples=(*BEFORE, *AWAY, sample(16.0))),
         "shared again 6.00 s",
     ),
     (
         "shared-again",
-        run("redis-outage", harm=OUTAGE, samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK))),
+        run(
+            "redis-outage",
+            faults_injected=OUTAGE,
+            samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK)),
+        ),
         "no sample after",
     ),
     (
@@ -202,8 +213,8 @@ FAULTS: list[tuple[str, Evidence, str]] = [
         run(
             "multi-turn",
             answers=tuple(
-                answer("talk", talk, turn=turn, served_by=f"127.0.0.1:{9000 + turn}")
-                for talk in range(10)
+                answer("talk", conversation, turn=turn, served_by=f"127.0.0.1:{9000 + turn}")
+                for conversation in range(10)
                 for turn in range(4)
             ),
         ),
@@ -215,7 +226,7 @@ FAULTS: list[tuple[str, Evidence, str]] = [
 @pytest.mark.parametrize(
     ("name", "evidence", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
 )
-def test_a_planted_fault_is_found_and_named(name: str, evidence: Evidence, words: str) -> None:
+def test_a_planted_fault_is_found_and_named(name: str, evidence: RunResult, words: str) -> None:
     # Given a run in which one thing is wrong
     # When it is judged
     found = verdict(evidence, name)
@@ -228,17 +239,17 @@ def test_every_promise_of_a_scenario_has_a_planted_fault() -> None:
     planted = {name for name, _, _ in FAULTS}
     # The audit's own are planted below; these two tell whether the others can be judged at all.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
-    assert planted | spared >= ALWAYS.keys() | SHOWN.keys()
-    assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SHOWN.keys()
+    assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
+    assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_good_run_breaks_nothing(name: str) -> None:
     # Given a run in which all went well, in any scenario
     # When it is judged, then no promise is broken, and what can be judged is held
-    promises = judged(run(name))
+    promises = check_promises(run(name))
     assert [promise for promise in promises if promise.verdict is BROKEN] == []
-    assert {promise.name for promise in promises if promise.verdict is HELD} >= {"one-answer", "at-rest"}
+    assert {promise.name for promise in promises if promise.verdict is KEPT} >= {"one-answer", "at-rest"}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +263,7 @@ def test_what_the_audit_finds_breaks_the_run(queue: type[QueueSimulator], promis
         faulty.admit(f"r{number}", "ab"[number % 2], weight=1 + number % 2, band=number % 3)
     faulty.run_dry()
     # When it is judged, then that promise is broken, with the entries that show it
-    found = verdict(run(ledgers=(audited(faulty.log),)), promise)
+    found = verdict(run(log_audits=(audited(faulty.log),)), promise)
     assert found.verdict is BROKEN
     assert "#" in found.cases[0]
 
@@ -265,17 +276,17 @@ def test_a_log_from_before_an_outage_counts_too() -> None:
             queue.admit(f"r{number}")
         queue.run_dry()
     # When the run is judged, then the bad one is not forgotten
-    assert verdict(run(ledgers=(audited(bad.log), audited(good.log))), "G1").verdict is BROKEN
-    assert verdict(run(ledgers=(audited(good.log),)), "G1").verdict is HELD
+    assert verdict(run(log_audits=(audited(bad.log), audited(good.log))), "G1").verdict is BROKEN
+    assert verdict(run(log_audits=(audited(good.log),)), "G1").verdict is KEPT
 
 
-def unserved(evidence: Evidence, band: Band) -> Evidence:
+def unserved(evidence: RunResult, band: Band) -> RunResult:
     """The same, but nobody of `band` was ever dispatched."""
-    turns = tuple(turn for turn in evidence.ledgers[0].turns if turn.band != band)
-    return replace(evidence, ledgers=(Ledger(None, turns),))
+    dispatches = tuple(turn for turn in evidence.log_audits[0].dispatches if turn.band != band)
+    return replace(evidence, log_audits=(LogAudit(None, dispatches),))
 
 
-def good_log() -> Ledger:
+def good_log() -> LogAudit:
     queue = QueueSimulator()
     for number in range(20):
         queue.admit(f"r{number}")
@@ -283,15 +294,15 @@ def good_log() -> Ledger:
     return audited(queue.log)
 
 
-UNKNOWN: list[tuple[str, Evidence]] = [
-    ("G1", run(ledgers=(good_log(), Ledger(None, why="the log ended in the middle")))),
+NOT_PROVABLE: list[tuple[str, RunResult]] = [
+    ("G1", run(log_audits=(good_log(), LogAudit(None, why="the log ended in the middle")))),
     (
         "outage-bound",  # not all endpoints answered when they were asked
         run(
             "redis-outage",
-            harm=OUTAGE,
+            faults_injected=OUTAGE,
             samples=BEFORE,
-            on_endpoints=(OnEndpoints(1.0, 8, 4), OnEndpoints(6.0, 2, 1)),
+            endpoint_samples=(EndpointSample(1.0, 8, 4), EndpointSample(6.0, 2, 1)),
         ),
     ),
     (
@@ -309,8 +320,8 @@ UNKNOWN: list[tuple[str, Evidence]] = [
     ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
     ("faults-happened", run("replica-crash")),
     ("outage-serves", run("redis-outage")),
-    ("outage-bound", run("redis-outage", harm=OUTAGE)),  # endpoints were not seen
-    ("shared-again", run("redis-outage", harm=Harm(outages=[(5.0, None)]))),
+    ("outage-bound", run("redis-outage", faults_injected=OUTAGE)),  # endpoints were not seen
+    ("shared-again", run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, None)]))),
     ("turns-stay", run("multi-turn")),  # no second turns
     ("load-as-planned", run(answers=answers("steady", client_1={"due_s": -1.0}))),  # a late generator
     (
@@ -324,9 +335,9 @@ UNKNOWN: list[tuple[str, Evidence]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "evidence"), UNKNOWN, ids=[name for name, _ in UNKNOWN])
-def test_what_cannot_be_judged_is_not_called_held(name: str, evidence: Evidence) -> None:
-    assert verdict(evidence, name).verdict is NOT_JUDGED
+@pytest.mark.parametrize(("name", "evidence"), NOT_PROVABLE, ids=[name for name, _ in NOT_PROVABLE])
+def test_what_cannot_be_judged_is_not_called_held(name: str, evidence: RunResult) -> None:
+    assert verdict(evidence, name).verdict is UNKNOWN
 
 
 def test_who_hung_up_at_an_interrupt_is_no_error() -> None:
@@ -335,18 +346,18 @@ def test_who_hung_up_at_an_interrupt_is_no_error() -> None:
         answers=some("steady", answer("client-1", fault="the client hung up", left=True)), interrupted=True
     )
     # Then no promise is broken by that
-    assert [promise for promise in judged(evidence) if promise.verdict is BROKEN] == []
+    assert [promise for promise in check_promises(evidence) if promise.verdict is BROKEN] == []
 
 
 def test_an_outage_held_by_the_fleet() -> None:
     # Given a run in which the fleet went on without Redis and came back
     evidence = run(
         "redis-outage",
-        harm=OUTAGE,
+        faults_injected=OUTAGE,
         samples=(*BEFORE, *AWAY, *BACK),
-        on_endpoints=(OnEndpoints(6.0, 8, 4),),
+        endpoint_samples=(EndpointSample(6.0, 8, 4),),
         rest=rest(21.0),
     )
     # Then all that is promised of it is held
     names = ("outage-serves", "outage-bound", "shared-again", "only-overload-errors")
-    assert {verdict(evidence, name).verdict for name in names} == {HELD}
+    assert {verdict(evidence, name).verdict for name in names} == {KEPT}

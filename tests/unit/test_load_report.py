@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from load_runs import answer, refusal, run, sample
 
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.evidence import Evidence
-from picker_tools.load.harm import Harm
-from picker_tools.load.judges import judged
+from picker_tools.load.checks import check_promises
 from picker_tools.load.report import show, write
+from picker_tools.load.result import FaultsInjected, RunResult
+from picker_tools.load.scenarios import SCENARIOS
 
-HARM = Harm(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
+HARM = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 
 
 class Tags(HTMLParser):
@@ -45,8 +44,8 @@ class Tags(HTMLParser):
         self.texts.append(data)
 
 
-def written(evidence: Evidence, folder: Path) -> tuple[dict[str, object], str]:
-    write(evidence, judged(evidence), folder)
+def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
+    write(evidence, check_promises(evidence), folder)
     told: dict[str, object] = json.loads((folder / "summary.json").read_text())
     return told, (folder / "report.html").read_text()
 
@@ -54,7 +53,7 @@ def written(evidence: Evidence, folder: Path) -> tuple[dict[str, object], str]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_page_needs_nothing_beside_it(name: str, tmp_path: Path) -> None:
     # Given a run of any scenario
-    _, page = written(run(name, harm=HARM), tmp_path)
+    _, page = written(run(name, faults_injected=HARM), tmp_path)
     tags = Tags()
     tags.feed(page)
     # Then its page is well formed, has its pictures in it, and fetches nothing
@@ -92,7 +91,7 @@ def test_what_is_broken_is_told_with_its_evidence(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -> None:
-    told, _ = written(run("noisy-neighbour", harm=HARM), tmp_path)
+    told, _ = written(run("noisy-neighbour", faults_injected=HARM), tmp_path)
     assert told["scenario"] == "noisy-neighbour"
     assert told["seed"] == 1
     assert told["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}  # type: ignore[index]
@@ -114,7 +113,7 @@ def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -
     ],
     ids=["nothing", "one failure", "one sample"],
 )
-def test_there_is_a_report_of_whatever_there_was(evidence: Evidence, tmp_path: Path) -> None:
+def test_there_is_a_report_of_whatever_there_was(evidence: RunResult, tmp_path: Path) -> None:
     told, page = written(evidence, tmp_path)
     assert told["counts"]["sent"] == evidence.sent  # type: ignore[index]
     assert ("INTERRUPTED" in page) is evidence.interrupted
@@ -124,7 +123,7 @@ def test_the_terminal_is_told_every_verdict(capsys: pytest.CaptureFixture[str]) 
     # Given a run with a broken promise
     evidence = run(rest=None)
     # When it is shown where there is no terminal
-    show(evidence, judged(evidence))
+    show(evidence, check_promises(evidence))
     # Then there is a line for each promise, and one that says what is broken and by what
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("held")][:2] == [

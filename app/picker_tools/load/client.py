@@ -1,13 +1,229 @@
-"""An HTTP/1.1 client for one host: as many connections as there are requests open, kept for the next."""
+"""An HTTP/1.1 client for one host: as many connections as there are open requests, kept for the next.
+
+The load generator sends with it, and so do the clients of the fault tests. It costs little CPU, so that the
+load does not slow the fleet on the same machine.
+"""
 
 import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
-from picker_tools.load.answer import Answer
-from picker_tools.load.connection import HUNG_UP, Connection, Exchange
-from picker_tools.load.payload import Ask
+import httptools
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request as it goes out. `answer_tokens` is what it asks for."""
+
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    streamed: bool
+    answer_tokens: int
+
+
+class Kind(StrEnum):
+    """How a request ended for its client."""
+
+    SERVED = "served"  # a whole answer
+    REFUSED = "refused"  # 503 or 429 of the picker, with its reason
+    FAILED = "failed"  # anything else: an error, half an answer, none in time
+    LEFT = "left"  # the run was interrupted and the client hung up
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Times are seconds; `due_s` and `sent_s` since the load began, the others since the request was sent.
+
+    `due_s` is when it was to be sent. `head_s` is the answer's head, `first_s` the first byte of its body
+    (None: it did not come). `served_by` is the endpoint's own word for who it is. `tokens` is what the
+    answer's usage tells, `asked_tokens` what was asked for. `turn` counts within a conversation, from 0.
+    """
+
+    source: str
+    number: int
+    turn: int
+    streamed: bool
+    prompt_bytes: int
+    asked_tokens: int
+    due_s: float
+    sent_s: float
+    head_s: float | None
+    first_s: float | None
+    last_s: float
+    status: int
+    reason: str
+    retry_after_s: float | None
+    served_by: str
+    tokens: int | None
+    answers: int
+    fault: str
+    left: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        if self.left:
+            return Kind.LEFT
+        if self.fault:
+            return Kind.FAILED
+        if self.status == 200:
+            return Kind.SERVED
+        return Kind.REFUSED if self.status in (429, 503) else Kind.FAILED
+
+    @property
+    def what(self) -> str:
+        """How it ended, in a word or two, to count by."""
+        if self.kind is Kind.SERVED or self.left:
+            return self.kind.value
+        if self.fault:
+            return self.fault
+        return f"{self.status} {self.reason or 'without a reason'}"
+
+    def __str__(self) -> str:
+        turn = f" turn {self.turn}" if self.turn else ""
+        return (
+            f"{self.source} #{self.number}{turn}: sent at {self.sent_s:.3f} s, {self.what} after "
+            f"{self.last_s:.3f} s"
+        )
+
+
+_USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+_DONE = b"data: [DONE]"
+HUNG_UP = "the client hung up"
+_TAIL_BYTES = 2048  # of an answer; its end says whether it is whole
+
+
+class Exchange:
+    """An answer as it comes in. `over` is set at its end, whatever that is; times are of `perf_counter`."""
+
+    __slots__ = (
+        "answers",
+        "fault",
+        "first_at",
+        "head_at",
+        "headers",
+        "kept_bytes",
+        "last_at",
+        "over",
+        "sent_at",
+        "status",
+        "tail",
+    )
+
+    def __init__(self, kept_bytes: int = _TAIL_BYTES) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_at = time.perf_counter()
+        self.head_at: float | None = None
+        self.first_at: float | None = None
+        self.last_at = self.sent_at
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.tail = b""
+        self.kept_bytes = kept_bytes
+        self.answers = 0
+        self.fault = ""
+
+    def end(self, fault: str = "") -> None:
+        if not self.over.done():
+            self.last_at = time.perf_counter()
+            self.fault = fault
+            self.over.set_result(None)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the answer's usage, the last that it tells; None if it tells none."""
+        told = _USAGE.findall(self.tail)
+        return int(told[-1]) if told else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a stream of events came to its own end."""
+        return _DONE in self.tail
+
+
+class Connection(asyncio.Protocol):
+    """Sends what it is told and reads one answer to each; `surplus` is called at any answer beyond that."""
+
+    def __init__(self, surplus: Callable[[], None]) -> None:
+        self._surplus = surplus
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self.reusable = True
+
+    def send(self, request: bytes, exchange: Exchange) -> None:
+        """Write `request` and go on; its answer comes into `exchange`."""
+        self._exchange = exchange
+        if self._transport is None or self._transport.is_closing():
+            self.reusable = False
+            exchange.end("the connection was closed before the request was sent")
+        else:
+            self._transport.write(request)
+
+    def hang_up(self) -> None:
+        """Close, as a client does that no longer wants its answer."""
+        self._fail(HUNG_UP)
+        self.close()
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by type
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as fault:
+            self._fail(f"the answer is not HTTP: {fault}")
+            self.close()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.reusable = False
+        self._fail("the connection was closed without a whole answer")
+
+    def on_message_begin(self) -> None:
+        if self._exchange is None or self._exchange.answers:
+            self._surplus()
+            self.reusable = False
+        else:
+            self._exchange.answers = 1
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None and not self._exchange.over.done():
+            self._exchange.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None and not self._exchange.over.done():
+            self._exchange.status = self._parser.get_status_code()
+            self._exchange.head_at = time.perf_counter()
+            if not self._parser.should_keep_alive():
+                self.reusable = False
+
+    def on_body(self, part: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.over.done():
+            return
+        if exchange.first_at is None:
+            exchange.first_at = time.perf_counter()
+        exchange.tail = (exchange.tail + part)[-exchange.kept_bytes :]
+
+    def on_message_complete(self) -> None:
+        if self._exchange is not None:
+            self._exchange.end()
+
+    def _fail(self, why: str) -> None:
+        if self._exchange is not None:
+            self._exchange.end(why)
+
 
 _CONNECT_S = 5.0
 _PAGE_BYTES = 8 * 1024 * 1024

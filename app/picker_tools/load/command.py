@@ -1,34 +1,98 @@
-"""`picker load`: a named load against a fleet, judged by what the fleet promises."""
+"""`picker load`: runs a named load against a fleet and checks what the fleet promises."""
 
 import argparse
 import asyncio
 import math
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from picker_fleet.errors import ConfigError, PickerError
 from picker_tools.load import target as targets
-from picker_tools.load.catalogue import SCENARIOS
-from picker_tools.load.evidence import Evidence
-from picker_tools.load.judges import judged
-from picker_tools.load.own_fleet import OwnFleet, Size, stopped
-from picker_tools.load.progress import Shown
-from picker_tools.load.promise import Verdict
+from picker_tools.load.checks import Verdict, check_promises
+from picker_tools.load.client import Kind
+from picker_tools.load.generator import Counts
+from picker_tools.load.result import RunResult, Sample
+from picker_tools.load.scenarios import SCENARIOS
 from picker_tools.load.session import Plan, Session
-from picker_tools.load.target import Target
+from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.processes import on_purpose
 
+_LINE_EVERY_S = 2.0
+
+
+class ProgressView:
+    """`with Shown(...)`: `say` prints a line, `show` the load's progress towards `duration_s`."""
+
+    def __init__(self, duration_s: float) -> None:
+        self._duration_s = duration_s
+        self._console = Console(highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._next_s = 0.0
+        if sys.stdout.isatty():
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[said]}"), console=self._console)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, soft_wrap=True)
+
+    def show(self, now_s: float, counts: Counts, state: Sample | None) -> None:
+        said = _said(counts, state)
+        if self._bar is None:
+            if now_s >= self._next_s:
+                self._next_s = now_s + _LINE_EVERY_S
+                print(f"{now_s:5.1f} s  {said}", flush=True)
+            return
+        if self._task is None:
+            self._task = self._bar.add_task("load", total=self._duration_s, said="")
+        over = now_s > self._duration_s
+        self._bar.update(
+            self._task,
+            completed=min(now_s, self._duration_s),
+            description="last answers, rest" if over else "load",
+            said=said,
+        )
+
+
+def _said(counts: Counts, state: Sample | None) -> str:
+    parts = [f"sent {counts.sent}", f"open {counts.open}"]
+    parts += [f"{kind.value} {count}" for kind, count in counts.ended.items() if count or kind is Kind.SERVED]
+    if state is not None:
+        parts.append(f"stock {state.stock:g}/{state.upper:g}, queued {state.total_queued}")
+    return "  ".join(parts)
+
+
 _INTERRUPTED = 130
 _LONGEST_S = 600.0
-_MOST = 100_000
+_MAX_REQUESTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--target",
         metavar="URL",
-        help=f"a running fleet's Envoy (default: {targets.USUAL} if one answers there)",
+        help=f"a running fleet's Envoy (default: {targets.DEFAULT_URL} if one answers there)",
     )
     add("--admin", metavar="URL", help="the admin API of a replica of it, to see stock and queue")
     add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
@@ -64,7 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests a second in all (default: by what the fleet can serve)",
     )
-    add("--max-requests", type=_count(1, _MOST), default=20_000, metavar="N", help="stop there (%(default)s)")
+    add(
+        "--max-requests",
+        type=_count(1, _MAX_REQUESTS),
+        default=20_000,
+        metavar="N",
+        help="stop there (%(default)s)",
+    )
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_seconds, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--slo-latency", type=_seconds, metavar="S", help="promise: 95 %% of answers within S seconds")
@@ -85,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         scenario=scenario,
         duration_s=args.duration or scenario.duration_s,
         seed=args.seed,
-        most=args.max_requests,
+        max_requests=args.max_requests,
         rate_per_s=args.rate,
         slo_ttft_p95_s=args.slo_ttft,
         slo_latency_p95_s=args.slo_latency,
@@ -97,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--report: {report} cannot be written: {fault.strerror}") from None
     folder = Path(tempfile.mkdtemp(prefix="picker-load-"))
     try:
-        with Shown(plan.duration_s) as shown:
+        with ProgressView(plan.duration_s) as shown:
             evidence = uvloop.run(_run(args, plan, folder, shown))
     except PickerError as fault:
         if any(folder.glob("*.log")):
@@ -110,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     return _tell(evidence, report)
 
 
-async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Shown) -> Evidence | None:
+async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
     """The run's evidence; None if it was interrupted before the load began."""
     loop = asyncio.get_running_loop()
     sessions: list[Session] = []
@@ -136,17 +206,17 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Shown)
         for fleet in fleets:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, fleet.kill)
-            await stopped(fleet)
+            await stop_shielded(fleet)
 
 
 async def _load(
     args: argparse.Namespace,
     plan: Plan,
     folder: Path,
-    shown: Shown,
+    shown: ProgressView,
     sessions: list[Session],
     fleets: list[OwnFleet],
-) -> Evidence:
+) -> RunResult:
     wanted = await _wanted(args, plan)
     if wanted.found is not None:
         shown.say(f"{plan.scenario.name}: against the fleet at {wanted.found.url}")
@@ -185,7 +255,7 @@ async def _wanted(args: argparse.Namespace, plan: Plan) -> Wanted:
                 "leave --target, --state-file and --admin out"
             )
         return Wanted(size, None)
-    if own or not (given or await targets.usual()):
+    if own or not (given or await targets.default_fleet_answers()):
         if args.admin:
             raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
         return Wanted(size, None)
@@ -196,9 +266,9 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target:
     allow = args.allow_remote
     url, admin = args.target, args.admin
     if url is None and args.state_file is not None:
-        url = targets.envoy_of(args.state_file)
+        url = targets.url_from_state_file(args.state_file)
     if url is None:
-        url, admin = targets.USUAL, admin or targets.USUAL_ADMIN
+        url, admin = targets.DEFAULT_URL, admin or targets.DEFAULT_ADMIN
     url = targets.check_url(url, "--target", allow_remote=allow)
     admin = targets.check_url(admin, "--admin", allow_remote=allow) if admin else None
     found = await targets.found(url, admin=admin, state_file=args.state_file, allow_remote=allow)
@@ -206,11 +276,11 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target:
     return found
 
 
-def _tell(evidence: Evidence, report: Path) -> int:
+def _tell(evidence: RunResult, report: Path) -> int:
     """Write the report, print the verdicts; the exit status."""
     from picker_tools.load import report as reports
 
-    promises = judged(evidence)
+    promises = check_promises(evidence)
     reports.write(evidence, promises, report)
     reports.show(evidence, promises)
     print(f"report: {report / 'report.html'}", flush=True)
@@ -219,10 +289,10 @@ def _tell(evidence: Evidence, report: Path) -> int:
     return _INTERRUPTED if evidence.interrupted else 0
 
 
-def _count(least: int, most: int = 100) -> Callable[[str], int]:
+def _count(least: int, max_requests: int = 100) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        if not text.isdecimal() or not least <= int(text) <= max_requests:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {max_requests}")
         return int(text)
 
     return parse

@@ -12,10 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from picker_fleet.request import Band
-from picker_tools.load.answer import Kind
-from picker_tools.load.evidence import Evidence
-from picker_tools.load.figures import quantile
-from picker_tools.load.summary import shares
+from picker_tools.load.client import Kind
+from picker_tools.load.result import RunResult, quantile, shares
 
 # Stand-ins for the page's own colours, which a picture cannot name: put in their place in the finished SVG.
 _INK, _GRID = "#010203", "#040506"
@@ -53,9 +51,9 @@ _STYLE: Any = {
 _FAMILY = re.compile(r"font-family:[^;\"]*|'DejaVu Sans'[^;\"]*sans-serif")
 
 
-def draw(run: Evidence) -> dict[str, str]:
+def draw(run: RunResult) -> dict[str, str]:
     """Pictures by name, in the order of the page; those for which there is nothing to show are left out."""
-    painters: dict[str, tuple[Callable[[Axes, Evidence], None], bool]] = {
+    painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
         "stock": (_stock, bool(run.samples)),
         "queue": (_queue, any(not each.degraded for each in run.samples)),
         "outcomes": (_outcomes, bool(run.answers)),
@@ -67,7 +65,7 @@ def draw(run: Evidence) -> dict[str, str]:
     return {name: _svg(paint, run, name) for name, (paint, wanted) in painters.items() if wanted}
 
 
-def _svg(paint: Callable[[Axes, Evidence], None], run: Evidence, name: str) -> str:
+def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult, name: str) -> str:
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(6.4, 3.0), layout="constrained")
         figure.patch.set_alpha(0)
@@ -87,7 +85,7 @@ def _svg(paint: Callable[[Axes, Evidence], None], run: Evidence, name: str) -> s
     return text.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
 
 
-def _stock(axes: Axes, run: Evidence) -> None:
+def _stock(axes: Axes, run: RunResult) -> None:
     at = [each.at_s for each in run.samples]
     # A replica without Redis tells the last stock that it knew: no figure to be drawn.
     stock = [math.nan if each.degraded else each.stock for each in run.samples]
@@ -97,14 +95,14 @@ def _stock(axes: Axes, run: Evidence) -> None:
         ("lower bound", {"color": _INK, "ls": ":", "lw": 1}, [each.lower for each in run.samples]),
     ):
         axes.step(at, bounds, where="post", label=name, **style)
-    if run.on_endpoints:
-        seen = [(each.at_s, each.requests) for each in run.on_endpoints]
+    if run.endpoint_samples:
+        seen = [(each.at_s, each.requests) for each in run.endpoint_samples]
         axes.plot(*zip(*seen, strict=True), color=_SOURCES[2], lw=1, label="on endpoints")
     axes.set_ylabel("tokens" if run.scenario.in_tokens else "requests")
     _over_time(axes, run, "Stock against its bounds")
 
 
-def _queue(axes: Axes, run: Evidence) -> None:
+def _queue(axes: Axes, run: RunResult) -> None:
     known = [each for each in run.samples if not each.degraded]
     gap = dict.fromkeys((band.label for band in Band), math.nan)
     queued = [gap if each.degraded else each.queued for each in run.samples]
@@ -123,7 +121,7 @@ def _queue(axes: Axes, run: Evidence) -> None:
     _over_time(axes, run, "Queue by band")
 
 
-def _outcomes(axes: Axes, run: Evidence) -> None:
+def _outcomes(axes: Axes, run: RunResult) -> None:
     width = _width(run)
     bottom = [0.0] * _BINS
     for kind in Kind:
@@ -139,7 +137,7 @@ def _outcomes(axes: Axes, run: Evidence) -> None:
     _over_time(axes, run, "What became of requests, by when they were sent")
 
 
-def _waits(axes: Axes, run: Evidence) -> None:
+def _waits(axes: Axes, run: RunResult) -> None:
     width = max(1.0, (run.parameters.duration_s + 2) / _BINS)
     for place, source in enumerate(run.sources):
         bins: dict[int, list[float]] = {}
@@ -156,11 +154,11 @@ def _waits(axes: Axes, run: Evidence) -> None:
         axes.plot(at, middle, "o-", ms=2.5, color=colour, label=source.name)
         axes.fill_between(at, middle, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_ylabel("seconds")
-    what = "Wait in the queue" if run.has_turns else "Time to first token"
+    what = "Wait in the queue" if run.has_dispatches else "Time to first token"
     _over_time(axes, run, f"{what}: median, shaded to p95")
 
 
-def _shares(axes: Axes, run: Evidence) -> None:
+def _shares(axes: Axes, run: RunResult) -> None:
     found = shares(run)
     places = range(len(found))
     axes.barh([place - 0.2 for place in places], [each["served"] for each in found.values()], 0.36,
@@ -175,7 +173,7 @@ def _shares(axes: Axes, run: Evidence) -> None:
     _legend(axes)
 
 
-def _first_tokens(axes: Axes, run: Evidence) -> None:
+def _first_tokens(axes: Axes, run: RunResult) -> None:
     def seconds(name: str) -> list[float]:
         answers = (each for each in run.answers if each.source == name and each.kind is Kind.SERVED)
         return sorted(each.first_s for each in answers if each.streamed and each.first_s)
@@ -183,14 +181,14 @@ def _first_tokens(axes: Axes, run: Evidence) -> None:
     _percentiles(axes, run, seconds, "Time to first token, by percentile")
 
 
-def _latency(axes: Axes, run: Evidence) -> None:
+def _latency(axes: Axes, run: RunResult) -> None:
     def seconds(name: str) -> list[float]:
         return sorted(each.last_s for each in run.answers if each.source == name and each.kind is Kind.SERVED)
 
     _percentiles(axes, run, seconds, "Time to the whole answer, by percentile")
 
 
-def _percentiles(axes: Axes, run: Evidence, seconds: Callable[[str], list[float]], title: str) -> None:
+def _percentiles(axes: Axes, run: RunResult, seconds: Callable[[str], list[float]], title: str) -> None:
     steps = [step / 100 for step in (*range(1, 100), 99.5, 100)]
     for place, source in enumerate(run.sources):
         values = seconds(source.name)
@@ -209,10 +207,10 @@ def _percentiles(axes: Axes, run: Evidence, seconds: Callable[[str], list[float]
     _legend(axes)
 
 
-def _over_time(axes: Axes, run: Evidence, title: str) -> None:
-    for number, (at_s, _) in enumerate(run.harm.kills):
+def _over_time(axes: Axes, run: RunResult, title: str) -> None:
+    for number, (at_s, _) in enumerate(run.faults_injected.kills):
         axes.axvline(at_s, color=_HARM, ls="--", lw=1, label=None if number else "replica killed")
-    for number, (began_s, ended_s) in enumerate(run.harm.outages):
+    for number, (began_s, ended_s) in enumerate(run.faults_injected.outages):
         end_s = run.parameters.duration_s if ended_s is None else ended_s
         axes.axvspan(began_s, end_s, color=_HARM, alpha=0.15, lw=0, label=None if number else "Redis away")
     axes.set_xlabel("seconds")
@@ -228,7 +226,7 @@ def _legend(axes: Axes) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, handlelength=1.4)
 
 
-def _width(run: Evidence) -> float:
+def _width(run: RunResult) -> float:
     last: Sequence[float] = [answer.sent_s for answer in run.answers]
     return max(max(last, default=1.0), 1.0) * 1.0001 / _BINS
 

@@ -1,26 +1,138 @@
-"""One run: the load against a target, what is seen of it meanwhile, and what is there at the end."""
+"""One run: sends the load, injects the scenario's faults, and samples the fleet until it is at rest."""
 
 import asyncio
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from statistics import median
 
 from picker_fleet.errors import StartupError
-from picker_tools.load import payload
-from picker_tools.load.arrivals import arrivals
 from picker_tools.load.client import Client
-from picker_tools.load.drive import Counts, Drive
-from picker_tools.load.evidence import Evidence, Parameters
-from picker_tools.load.faults import inflict
-from picker_tools.load.harm import Harm
-from picker_tools.load.ledger import Ledger, read
-from picker_tools.load.own_fleet import OwnFleet
-from picker_tools.load.pace import Pace, fixed, pace
-from picker_tools.load.sample import Sample, Sampler
-from picker_tools.load.scenario import Fault, Scenario
-from picker_tools.load.target import Target
+from picker_tools.load.generator import (
+    Counts,
+    LoadGenerator,
+    LoadRates,
+    arrivals,
+    completion_request,
+    rates_by_capacity,
+    rates_by_total,
+)
+from picker_tools.load.result import (
+    EndpointSample,
+    FaultsInjected,
+    LogAudit,
+    Parameters,
+    RunResult,
+    Sample,
+    read,
+)
+from picker_tools.load.scenarios import Fault, Scenario
+from picker_tools.load.target import OwnFleet, Target
+
+_KILL_EVERY_S = (
+    5.0  # on average; never sooner than a part of it, so that each kill meets a fleet that has recovered
+)
+_LEAST_PART = 0.5
+_OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3  # parts of the duration
+
+
+def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[float, int]]:
+    """When which replica (from 0) is killed: random, the same for the same seed, at least once."""
+    chance = Random(f"{seed}/kills")
+    moments: list[tuple[float, int]] = []
+    at_s = 0.0
+    while True:
+        at_s += _KILL_EVERY_S * (_LEAST_PART + chance.expovariate(1 / (1 - _LEAST_PART)))
+        if at_s >= 0.9 * duration_s:
+            return moments or [(0.3 * duration_s, chance.randrange(replicas))]
+        moments.append((at_s, chance.randrange(replicas)))
+
+
+async def inject_faults(
+    fault: Fault,
+    fleet: OwnFleet,
+    target: Target,
+    faults_injected: FaultsInjected,
+    *,
+    duration_s: float,
+    seed: int,
+    now_s: Callable[[], float],
+) -> None:
+    """Do to `fleet` what `fault` says while the load runs, and note it in `harm`."""
+    if fault is Fault.KILL_REPLICAS:
+        for at_s, number in kill_moments(duration_s, len(target.admins), seed):
+            await asyncio.sleep(max(0.0, at_s - now_s()))
+            name = fleet.kill_replica(number)
+            if name is not None:
+                faults_injected.kills.append((now_s(), name))
+    elif fault is Fault.STOP_REDIS:
+        await asyncio.sleep(max(0.0, _OUTAGE_AT * duration_s - now_s()))
+        faults_injected.log_audits.append(await asyncio.to_thread(read, target.redis))
+        began_s = now_s()
+        await fleet.stop_redis()
+        faults_injected.outages.append((began_s, None))
+        try:
+            await asyncio.sleep(max(0.0, began_s + _OUTAGE_FOR * duration_s - now_s()))
+        finally:
+            await fleet.start_redis()
+        faults_injected.outages[-1] = (began_s, now_s())
+
+
+INTERVAL_S = 0.25
+_CALL_S = 1.0
+_ON_ENDPOINT = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+class Sampler:
+    """Asks every INTERVAL_S. `admins` are tried in turn, a new one each time; `endpoints` all at once."""
+
+    def __init__(self, admins: Sequence[str], endpoints: Sequence[str], now_s: Callable[[], float]) -> None:
+        self._admins = [Client(url) for url in admins]
+        self._endpoints = [Client(f"http://{address}") for address in endpoints]
+        self._now_s = now_s
+        self._turn = 0
+        self.samples: list[Sample] = []
+        self.endpoint_samples: list[EndpointSample] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                next_s = self._now_s() + INTERVAL_S
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self.look())
+                    tasks.create_task(self._look_at_endpoints())
+                await asyncio.sleep(max(0.0, next_s - self._now_s()))
+        finally:
+            self.close()
+
+    async def look(self) -> Sample | None:
+        """The state now, kept; None if nobody told it."""
+        for _ in self._admins:
+            client = self._admins[self._turn % len(self._admins)]
+            self._turn += 1
+            reply = await client.get("/api/v1/state", within_s=_CALL_S)
+            sample = Sample.read(self._now_s(), reply[1]) if reply and reply[0] == 200 else None
+            if sample is not None:
+                self.samples.append(sample)
+                return sample
+        return None
+
+    def close(self) -> None:
+        for client in (*self._admins, *self._endpoints):
+            client.hang_up()
+
+    async def _look_at_endpoints(self) -> None:
+        if not self._endpoints:
+            return
+        asked = (client.get("/metrics", within_s=_CALL_S) for client in self._endpoints)
+        pages = [reply[1] for reply in await asyncio.gather(*asked) if reply and reply[0] == 200]
+        requests = sum(int(float(count)) for page in pages for count in _ON_ENDPOINT.findall(page))
+        self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
+
 
 _REST_S = 20.0  # a lease, and some for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
@@ -37,7 +149,7 @@ class Plan:
     scenario: Scenario
     duration_s: float
     seed: int
-    most: int
+    max_requests: int
     rate_per_s: float | None = None
     slo_ttft_p95_s: float | None = None
     slo_latency_p95_s: float | None = None
@@ -56,74 +168,77 @@ class Session:
         self._target = target
         self._fleet = fleet
         self._show = show
-        self._drive: Drive | None = None
+        self._generator: LoadGenerator | None = None
 
     def stop(self) -> bool:
         """End the load now; False if it has not begun."""
-        if self._drive is None:
+        if self._generator is None:
             return False
-        self._drive.stop()
+        self._generator.stop()
         return True
 
-    async def run(self) -> Evidence:
+    async def run(self) -> RunResult:
         """Send the load, wait for the last answer and for rest; what was seen.
 
         Raises:
             StartupError: the fleet does not answer as it must for the load to be planned.
         """
         plan, scenario = self._plan, self._plan.scenario
-        found_pace = await self._pace()
+        rates = await self._rates()
         coming = arrivals(
             scenario.sources,
-            found_pace.rates_per_s,
+            rates.rates_per_s,
             duration_s=plan.duration_s,
-            most=plan.most,
+            max_requests=plan.max_requests,
             seed=plan.seed,
         )
         load_average = os.getloadavg()[0]
-        harm = Harm()
+        faults_injected = FaultsInjected()
         with Client(self._target.url) as client:
-            drive = self._drive = Drive(
+            generator = self._generator = LoadGenerator(
                 client,
                 scenario.sources,
                 model=self._target.model,
                 seed=plan.seed,
                 duration_s=plan.duration_s,
-                most=plan.most,
+                max_requests=plan.max_requests,
             )
             endpoints = self._target.endpoints if scenario.fault is Fault.STOP_REDIS else ()
-            sampler = Sampler(self._target.admins, endpoints, lambda: drive.now_s)
+            sampler = Sampler(self._target.admins, endpoints, lambda: generator.now_s)
             wall_s = time.time()
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(sampler.run()), tasks.create_task(self._show_on(drive, sampler))]
-                harming = tasks.create_task(self._harm(harm, drive))
-                await drive.run(coming)
-                if drive.is_stopped:
+                beside = [
+                    tasks.create_task(sampler.run()),
+                    tasks.create_task(self._show_on(generator, sampler)),
+                ]
+                harming = tasks.create_task(self._harm(faults_injected, generator))
+                await generator.run(coming)
+                if generator.is_stopped:
                     harming.cancel()
                 await asyncio.wait([harming])
-                rest_within_s = _REST_LEFT_S if drive.is_stopped else _REST_S
-                rest = await self._rest(sampler, drive, rest_within_s)
+                rest_within_s = _REST_LEFT_S if generator.is_stopped else _REST_S
+                rest = await self._rest(sampler, generator, rest_within_s)
                 for task in beside:
                     task.cancel()
-            ledgers = (*harm.ledgers, *await self._log())
-            return Evidence(
+            log_audits = (*faults_injected.log_audits, *await self._log())
+            return RunResult(
                 scenario=scenario,
-                parameters=self._parameters(found_pace),
+                parameters=self._parameters(rates),
                 wall_s=wall_s,
-                sent=drive.counts.sent,
-                answers=tuple(sorted(drive.counts.answers, key=lambda answer: answer.sent_s)),
+                sent=generator.counts.sent,
+                answers=tuple(sorted(generator.counts.answers, key=lambda answer: answer.sent_s)),
                 surplus_answers=client.surplus_answers,
                 samples=tuple(sampler.samples),
-                on_endpoints=tuple(sampler.on_endpoints),
+                endpoint_samples=tuple(sampler.endpoint_samples),
                 rest=rest,
                 rest_within_s=rest_within_s,
-                harm=harm,
-                ledgers=ledgers,
-                interrupted=drive.is_stopped,
+                faults_injected=faults_injected,
+                log_audits=log_audits,
+                interrupted=generator.is_stopped,
                 load_average=load_average,
             )
 
-    async def _pace(self) -> Pace:
+    async def _rates(self) -> LoadRates:
         plan = self._plan
         if self._fleet is not None:
             speed = plan.scenario.speed
@@ -135,13 +250,13 @@ class Session:
             state = await self._state()
             lower = state.lower if state is not None else 0.0
         if plan.rate_per_s is not None:
-            return fixed(plan.scenario, plan.rate_per_s, answers_s)
+            return rates_by_total(plan.scenario, plan.rate_per_s, answers_s)
         if lower <= 0:
             raise StartupError(
                 "what the fleet can serve is not known without its admin API: "
                 "give --admin URL, --state-file FILE or --rate N"
             )
-        return pace(plan.scenario, lower, answers_s)
+        return rates_by_capacity(plan.scenario, lower, answers_s)
 
     async def _probe(self) -> list[float]:
         """How long an answer takes each source while nothing else is asked, as measured."""
@@ -150,7 +265,7 @@ class Session:
             for source in self._plan.scenario.sources:
                 times: list[float] = []
                 for number in range(_PROBES):
-                    ask = payload.ask(source, self._target.model, -1 - number, self._plan.seed)
+                    ask = completion_request(source, self._target.model, -1 - number, self._plan.seed)
                     exchange = await client.send(ask, within_s=_PROBE_S)
                     if exchange.status != 200 or exchange.fault:
                         said = (
@@ -169,25 +284,25 @@ class Session:
         finally:
             sampler.close()
 
-    async def _harm(self, harm: Harm, drive: Drive) -> None:
+    async def _harm(self, faults_injected: FaultsInjected, generator: LoadGenerator) -> None:
         if self._fleet is not None:
-            await inflict(
+            await inject_faults(
                 self._plan.scenario.fault,
                 self._fleet,
                 self._target,
-                harm,
+                faults_injected,
                 duration_s=self._plan.duration_s,
                 seed=self._plan.seed,
-                now_s=lambda: drive.now_s,
+                now_s=lambda: generator.now_s,
             )
 
-    async def _show_on(self, drive: Drive, sampler: Sampler) -> None:
+    async def _show_on(self, generator: LoadGenerator, sampler: Sampler) -> None:
         while True:
-            self._show(drive.now_s, drive.counts, sampler.samples[-1] if sampler.samples else None)
+            self._show(generator.now_s, generator.counts, sampler.samples[-1] if sampler.samples else None)
             await asyncio.sleep(0.2)
 
-    async def _rest(self, sampler: Sampler, drive: Drive, within_s: float) -> Sample | None:
-        since_s = drive.now_s
+    async def _rest(self, sampler: Sampler, generator: LoadGenerator, within_s: float) -> Sample | None:
+        since_s = generator.now_s
         if not self._target.admins:
             return None
         try:
@@ -200,16 +315,16 @@ class Session:
         except TimeoutError:
             return None
 
-    async def _log(self) -> tuple[Ledger, ...]:
+    async def _log(self) -> tuple[LogAudit, ...]:
         if self._fleet is None:
             return ()
         try:
             async with asyncio.timeout(_LOG_S):
                 return (await asyncio.to_thread(read, self._target.redis),)
         except TimeoutError:
-            return (Ledger(None, why=f"the decision log could not be read within {_LOG_S:g} s"),)
+            return (LogAudit(None, why=f"the decision log could not be read within {_LOG_S:g} s"),)
 
-    def _parameters(self, found: Pace) -> Parameters:
+    def _parameters(self, found: LoadRates) -> Parameters:
         plan = self._plan
         return Parameters(
             seed=plan.seed,

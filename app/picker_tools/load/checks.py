@@ -1,0 +1,513 @@
+"""Checks a run against the fleet's promises: those that hold for any load, and those a scenario shows. Pure.
+
+`picker load` calls `check_promises`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from picker_fleet.request import Band
+from picker_tools.load.client import Answer, Kind
+from picker_tools.load.result import RunResult, fair, latest_before, mean, quantile, violations
+from picker_tools.load.scenarios import Fault, Source
+
+MAX_CASES = 5  # cases of one broken promise that are told
+
+
+class Verdict(StrEnum):
+    KEPT = "held"
+    BROKEN = "broken"
+    UNKNOWN = "not judged"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """`says` what is promised, `evidence` what the verdict rests on, `cases` the first that broke it."""
+
+    name: str
+    says: str
+    verdict: Verdict
+    evidence: str
+    cases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a judge has to say; `checks` adds the name and the words of the promise."""
+
+    verdict: Verdict
+    evidence: str
+    cases: tuple[str, ...] = ()
+
+
+def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
+    """Held where there are no `cases` against it."""
+    if not cases:
+        return Finding(Verdict.KEPT, evidence)
+    return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} against it", tuple(map(str, cases[:MAX_CASES])))
+
+
+def kept_if(kept: bool, evidence: str) -> Finding:
+    return Finding(Verdict.KEPT if kept else Verdict.BROKEN, evidence)
+
+
+def unknown(why: str) -> Finding:
+    return Finding(Verdict.UNKNOWN, why)
+
+
+EXPIRED = "rejected-ttl-expired"
+_LATE_S = 1.0  # after its TTL a client has its answer (G5)
+RECOUNTED_S = 10.0  # after Redis came back empty: what runs has been seen again (two access-log intervals)
+_LATENESS_S = 0.25  # of the load generator itself: more than that, and the load was not what it was to be
+_FEW = 20  # answers that an objective needs to be judged
+
+
+def one_answer(run: RunResult) -> Finding:
+    cases: list[object] = [
+        answer for answer in run.answers if not answer.left and (answer.fault or answer.answers != 1)
+    ]
+    if run.sent != len(run.answers):
+        cases.append(f"{run.sent} requests were sent and {len(run.answers)} ended")
+    if run.surplus_answers:
+        cases.append(f"{run.surplus_answers} answers came beyond one a request")
+    short = [each for each in run.answers if run.parameters.own and _is_short(each)]
+    cases += [f"{answer}: {answer.tokens} tokens of {answer.asked_tokens}" for answer in short]
+    left = sum(answer.left for answer in run.answers)
+    return kept_unless(
+        cases, f"{run.sent} requests, {len(run.answers) - left} answers" + (f", {left} left" if left else "")
+    )
+
+
+def refusals_explained(run: RunResult) -> Finding:
+    refused = [answer for answer in run.answers if answer.kind is Kind.REFUSED]
+    if not refused:
+        return unknown("nothing was refused")
+    bad = [
+        f"{answer} (retry-after {answer.retry_after_s}, reason {answer.reason or 'none'})"
+        for answer in refused
+        # An answer given without Redis is not one of the queue: it needs no reason of the queue's.
+        if answer.retry_after_s is None or (not answer.reason and not _overlaps_outage(run, answer))
+    ]
+    return kept_unless(bad, f"{len(refused)} refusals")
+
+
+def deadline_kept(run: RunResult) -> Finding:
+    ttl_s = {source.name: source.ttl_s for source in run.sources}
+    refused = [answer for answer in run.answers if answer.kind is Kind.REFUSED]
+    late = [answer for answer in refused if answer.last_s > ttl_s[answer.source] + _LATE_S]
+    waits = max((answer.last_s for answer in refused), default=0.0)
+    if not refused:
+        return unknown("every request was served; whether past its TTL, the decision log tells (G5)")
+    expired = sum(answer.reason == EXPIRED for answer in refused)
+    return kept_unless(late, f"{expired} expired; the longest time to a refusal was {waits:.2f} s")
+
+
+def at_rest(run: RunResult) -> Finding:
+    if not run.samples:
+        return unknown("no admin address is known")
+    if run.rest is not None:
+        return kept_unless([], f"seen {run.rest.at_s:.1f} s after the load began")
+    last = run.samples[-1]
+    counts = f"stock {last.stock:g}, queued {last.total_queued}, leases {last.leases}, {dict(last.in_flight)}"
+    return kept_unless([counts], f"not all counts were 0 within {run.rest_within_s:g} s of the last answer")
+
+
+def stock_in_bounds(run: RunResult) -> Finding:
+    samples = [each for each in run.samples if not run.disturbed(each.at_s, RECOUNTED_S)]
+    if not samples:
+        return unknown("the shared state was not seen")
+    over = [
+        f"at {each.at_s:.2f} s: {each.stock:g} of {each.upper:g}"
+        for each in samples
+        if each.stock > each.upper and each.upper > 0
+    ]
+    highest = max(samples, key=lambda each: each.stock)
+    left_out = [each.stock for each in run.samples if run.disturbed(each.at_s, RECOUNTED_S)]
+    also = (
+        f"; {len(left_out)} while Redis was away and just after are left out, the highest {max(left_out):g}"
+        if left_out
+        else ""
+    )
+    return kept_unless(
+        over, f"highest {highest.stock:g} of {highest.upper:g} in {len(samples)} samples{also}"
+    )
+
+
+def load_as_planned(run: RunResult) -> Finding:
+    late = sorted(answer.sent_s - answer.due_s for answer in run.answers)
+    if not late:
+        return unknown("nothing was sent")
+    p99_s = quantile(late, 0.99)
+    text = f"requests went out {1000 * p99_s:.0f} ms late (p99), {1000 * late[-1]:.0f} ms at most"
+    if p99_s > _LATENESS_S:
+        return unknown(f"{text}: this machine was too busy for the load, so waits are in part its own")
+    return kept_unless([], text)
+
+
+def objective_ttft(run: RunResult) -> Finding:
+    ttft = [
+        each.first_s for each in run.answers if each.kind is Kind.SERVED and each.streamed and each.first_s
+    ]
+    return _objective(ttft, run.parameters.slo_ttft_p95_s or 0.0)
+
+
+def objective_latency(run: RunResult) -> Finding:
+    return _objective(
+        [answer.last_s for answer in run.answers if answer.kind is Kind.SERVED],
+        run.parameters.slo_latency_p95_s or 0.0,
+    )
+
+
+def audited(promise: str) -> Callable[[RunResult], Finding]:
+    """A judge that takes the word of the decision log's audit for G1 to G6, or `log`."""
+
+    def check(run: RunResult) -> Finding:
+        if not any(log_audit.report for log_audit in run.log_audits):
+            why = next(
+                (log_audit.why for log_audit in run.log_audits if log_audit.why),
+                "the log of a fleet that was found is for `picker audit`",
+            )
+            return unknown(why)
+        checked, broken, cases = violations(run.log_audits, promise)
+        finding = kept_unless(cases, f"{checked} checks of the decision log, {broken} broken")
+        missing = [log_audit.why for log_audit in run.log_audits if not log_audit.report]
+        if missing and not broken:
+            return unknown(f"a part of the log could not be read: {missing[0]}")
+        return finding if checked or broken else unknown("the log had nothing to check")
+
+    return check
+
+
+GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
+    "one-answer": ("each request has exactly one answer, and a whole one", one_answer),
+    "refusals-explained": ("each refusal has a reason and a retry-after", refusals_explained),
+    "deadline": ("who is refused, hears so within 1 s of the TTL", deadline_kept),
+    "at-rest": ("after the load every count is exactly 0", at_rest),
+    "stock-in-bounds": ("stock is never seen above its upper bound", stock_in_bounds),
+    "G1": ("the log: stock and limits", audited("G1")),
+    "G2": ("the log: service in proportion to weights", audited("G2")),
+    "G3": ("the log: what is overdue has the guard's share", audited("G3")),
+    "G4": ("the log: order within a flow", audited("G4")),
+    "G5": ("the log: nothing past its TTL is dispatched", audited("G5")),
+    "G6": ("the log: each request ends once, counts add up", audited("G6")),
+    "log": ("the log has no gap", audited("log")),
+    "load-as-planned": ("the load generator kept its own times", load_as_planned),
+}
+
+
+def _objective(seconds: list[float], limit_s: float) -> Finding:
+    if len(seconds) < _FEW:
+        return unknown(f"{len(seconds)} answers are too few")
+    p95_s = quantile(sorted(seconds), 0.95)
+    text = f"p95 of {len(seconds)} answers is {p95_s:.3f} s"
+    return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
+
+
+def _is_short(answer: Answer) -> bool:
+    return answer.kind is Kind.SERVED and answer.tokens != answer.asked_tokens
+
+
+def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
+    return run.disturbed(answer.sent_s + answer.last_s, RECOUNTED_S)
+
+
+_NEAR = 0.9  # of a fair share counts as it,
+_EDGE = 3  # less so many requests: they may wait when the counting begins or ends
+_SHORTER = 0.25  # of the other's mean wait is at most what a client within its share waits
+_AT_ONCE_S = 1.0  # a refusal after a longer time is of one that had been let in, and made way
+_STAY = 0.6  # of later turns go where an earlier one went
+_GOES_ON = (
+    0.5  # of what was served before is served without Redis: each replica has its share of the bound (G8)
+)
+_AGAIN_S = 5.0  # after Redis is back, the fleet shares again (G8)
+_OVER_S = 1.0  # after Redis went: who was in the middle of a call has been told
+
+
+def no_errors(run: RunResult) -> Finding:
+    if run.scenario.fault is Fault.KILL_REPLICAS and run.parameters.mode == "standard":
+        return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
+    asked = [answer for answer in run.answers if not answer.left]
+    bad = [answer for answer in asked if answer.kind is not Kind.SERVED]
+    return kept_unless(bad, f"{len(asked) - len(bad)} of {len(asked)} requests were served")
+
+
+def only_overload(run: RunResult) -> Finding:
+    failed = [answer for answer in run.answers if answer.kind is Kind.FAILED]
+    refused = sum(answer.kind is Kind.REFUSED for answer in run.answers)
+    return kept_unless(failed, f"{len(run.answers)} requests, {refused} refused, {len(failed)} failed")
+
+
+def nothing_expires(run: RunResult) -> Finding:
+    return kept_unless(
+        [each for each in run.answers if each.reason == EXPIRED], f"{len(run.answers)} requests"
+    )
+
+
+def overloaded(run: RunResult) -> Finding:
+    half_s = run.parameters.duration_s / 2
+    seen = [each for each in run.samples if half_s <= each.at_s <= run.parameters.duration_s]
+    if not seen:
+        return unknown("the queue was not seen")
+    waiting = sum(each.total_queued > 0 for each in seen) / len(seen)
+    text = f"requests waited in {waiting:.0%} of the samples of the second half"
+    return (
+        kept_unless([], text) if waiting >= 0.5 else unknown(f"{text}: what depends on a queue says little")
+    )
+
+
+def queue_drains(run: RunResult) -> Finding:
+    wave = next((source.wave for source in run.sources if source.wave), None)
+    if wave is None or not run.samples:
+        return unknown("the queue was not seen")
+    peaks: list[int] = []
+    stuck: list[str] = []
+    for number in range(int(run.parameters.duration_s // wave.period_s)):
+        begin_s, end_s = number * wave.period_s, (number + 1) * wave.period_s
+        seen = [each.total_queued for each in run.samples if begin_s <= each.at_s < end_s]
+        peaks.append(max(seen, default=0))
+        if seen and min(seen[seen.index(peaks[-1]) :]) > 0:
+            stuck.append(f"burst {number + 1}: {seen[-1]} were still queued when the next began")
+    return kept_unless(stuck, f"{len(peaks)} bursts; the longest queue of each was {peaks}")
+
+
+def keeps_share(name: str) -> Callable[[RunResult], Finding]:
+    """Source `name` is served about what it is due."""
+
+    def check(run: RunResult) -> Finding:
+        service, total = run.service(), sum(run.service().values())
+        flow = _source(run, name).flow
+        due = fair(run.sources, run.demand(), total).get(flow, 0.0)
+        if due <= 0:
+            return unknown(f"{name} asked for nothing")
+        text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
+        largest = max((run.cost(answer) for answer in run.answers_of(_source(run, name))), default=0.0)
+        return kept_if(service[flow] >= _NEAR * due - _EDGE * largest, text)
+
+    return check
+
+
+def waits_less(name: str, than: str) -> Callable[[RunResult], Finding]:
+    """Source `name`, which asks for less than its share, waits far less than the source `than`."""
+
+    def check(run: RunResult) -> Finding:
+        mine, others = (mean(_lengths(run, _source(run, each))) for each in (name, than))
+        if not mine >= 0 or not others > 0:
+            return unknown("one of the two was not served")
+        text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
+        queue = overloaded(run)
+        if queue.verdict is not Verdict.KEPT:
+            return unknown(queue.evidence)
+        return kept_if(mine <= _SHORTER * others, text)
+
+    return check
+
+
+def not_refused(name: str) -> Callable[[RunResult], Finding]:
+    """Every request of source `name` is served, while others are refused."""
+
+    def check(run: RunResult) -> Finding:
+        mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
+        bad = [answer for answer in mine if answer.kind is not Kind.SERVED]
+        others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
+        text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} of others were refused"
+        return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
+
+    return check
+
+
+def waits_by_band(run: RunResult) -> Finding:
+    queue = overloaded(run)
+    if queue.verdict is not Verdict.KEPT:
+        return unknown(queue.evidence)
+    waits = {
+        band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
+        for band in Band
+    }
+    unseen = [band.label for band, wait in waits.items() if math.isnan(wait)]
+    if unseen:
+        return unknown(f"nobody of {', '.join(unseen)} was seen to wait and be served")
+    text = ", ".join(f"{band.label} {wait:.3f} s" for band, wait in waits.items())
+    pairs = zip(waits.values(), list(waits.values())[1:], strict=False)
+    wrong = [f"{higher:.3f} s before {lower:.3f} s" for higher, lower in pairs if higher > lower]
+    return kept_unless(wrong, f"mean waits: {text}")
+
+
+def low_not_starved(run: RunResult) -> Finding:
+    """G3's words about clients: what was let into the queue is served within its TTL."""
+    low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
+    cases: list[object] = []
+    text: list[str] = []
+    for source in low:
+        answers = run.answers_of(source)
+        served = sum(answer.kind is Kind.SERVED for answer in answers)
+        cases += [each for each in answers if each.kind is Kind.FAILED or each.reason == EXPIRED]
+        longest = max(_lengths(run, source), default=0.0)
+        refused = [each for each in answers if each.kind is Kind.REFUSED and each.reason != EXPIRED]
+        evicted = sum((each.head_s or 0) > _AT_ONCE_S for each in refused)
+        text.append(
+            f"{source.name}: {served} served, {len(refused) - evicted} refused at once, {evicted} evicted "
+            f"after a wait, longest wait {longest:.2f} s of {source.ttl_s:g} s"
+        )
+        if not served and not run.interrupted:
+            cases.append(f"{source.name}: nothing was served")
+    return kept_unless(cases, "; ".join(text))
+
+
+def faults_were_injected(run: RunResult) -> Finding:
+    kills, outages = run.faults_injected.kills, run.faults_injected.outages
+    told = [f"{name} killed at {at_s:.1f} s" for at_s, name in kills]
+    told += [f"Redis away from {a:.1f} s to {'the end' if b is None else f'{b:.1f} s'}" for a, b in outages]
+    return kept_unless([], "; ".join(told)) if told else unknown("nothing was done to the fleet")
+
+
+def outage_serves(run: RunResult) -> Finding:
+    if not run.faults_injected.outages:
+        return unknown("there was no outage")
+    began_s, ended_s = run.faults_injected.outages[0]
+    end_s = run.parameters.duration_s if ended_s is None else ended_s
+    before = _served_per_s(run, 0.0, began_s)
+    if not before:
+        return unknown("nothing was served before Redis went away")
+    away = _served_per_s(run, began_s + _OVER_S, end_s)
+    if away is None:
+        return unknown("nothing was sent while Redis was away")
+    return kept_if(
+        away >= _GOES_ON * before,
+        f"{away:.1f} requests a second were served without Redis, {before:.1f} before it went",
+    )
+
+
+def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
+    """Of what was sent in a time, how much was served within it; None if nothing was sent."""
+    sent = [each for each in run.answers if from_s <= each.sent_s < to_s]
+    served = [each for each in sent if each.kind is Kind.SERVED and each.sent_s + (each.head_s or 0) < to_s]
+    return len(served) / (to_s - from_s) if sent else None
+
+
+def outage_bound(run: RunResult) -> Finding:
+    if not run.faults_injected.outages:
+        return unknown("there was no outage")
+    began_s, ended_s = run.faults_injected.outages[0]
+    before = latest_before(run.samples, began_s)
+    end_s = run.parameters.duration_s if ended_s is None else ended_s
+    # Also while the shared state is filled again: it could let others in before it knows who runs.
+    every = max((each.answered for each in run.endpoint_samples), default=0)
+    seen = [
+        each
+        for each in run.endpoint_samples
+        if began_s <= each.at_s <= end_s + RECOUNTED_S and each.answered == every > 0
+    ]
+    if before is None or not seen:
+        return unknown("the bound or the endpoints were not seen")
+    over = [f"at {each.at_s:.2f} s: {each.requests}" for each in seen if each.requests > int(before.upper)]
+    highest = max(each.requests for each in seen)
+    return kept_unless(
+        over, f"the endpoints had at most {highest} requests; the last upper bound was {before.upper:g}"
+    )
+
+
+def shared_again(run: RunResult) -> Finding:
+    if not run.faults_injected.outages or run.faults_injected.outages[0][1] is None:
+        return unknown("Redis did not come back while the load ran")
+    back_s = run.faults_injected.outages[0][1]
+    before = latest_before(run.samples, run.faults_injected.outages[0][0])
+    wanted = before.replicas if before else 1
+    seen = [
+        each for each in run.samples if each.at_s > back_s and not each.degraded and each.replicas >= wanted
+    ]
+    if not seen:
+        return kept_if(False, f"no sample after {back_s:.1f} s shows {wanted} replicas that share")
+    return kept_if(
+        seen[0].at_s - back_s <= _AGAIN_S,
+        f"{wanted} replicas shared again {seen[0].at_s - back_s:.2f} s after Redis was back",
+    )
+
+
+def turns_stay(run: RunResult) -> Finding:
+    places: dict[tuple[str, int], set[str]] = {}
+    later = stayed = 0
+    known = 0  # places that later turns could have found by chance, one in `endpoints` each
+    for answer in sorted(run.answers, key=lambda each: each.turn):
+        if answer.kind is not Kind.SERVED or not answer.served_by:
+            continue
+        been = places.setdefault((answer.source, answer.number), set())
+        later += bool(been)
+        known += len(been)
+        stayed += answer.served_by in been
+        been.add(answer.served_by)
+    if not later:
+        return unknown("no conversation had a second turn, or endpoints do not say who they are")
+    endpoints = len({place for been in places.values() for place in been})
+    if endpoints < 2:
+        return unknown("there is one endpoint only")
+    text = f"{stayed} of {later} later turns ({stayed / later:.0%}) went where an earlier one had been; "
+    chance = known / endpoints / later
+    return kept_if(
+        stayed >= max(_STAY, (1 + chance) / 2) * later,
+        f"{text}{endpoints} endpoints, of which chance finds one in {chance:.0%}",
+    )
+
+
+SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
+    "no-errors": ("every request is served", no_errors),
+    "no-errors-but-overload": ("no request fails; what cannot be served is refused", only_overload),
+    "only-overload-errors": ("no request fails; what cannot be served is refused", only_overload),
+    "nothing-expires": ("no request waits past its TTL", nothing_expires),
+    "overloaded": ("the load was more than the fleet could serve", overloaded),
+    "queue-drains": ("the queue is empty again before the next burst", queue_drains),
+    "quiet-share": ("the quiet client has what it asks for, up to its fair share", keeps_share("quiet")),
+    "quiet-wait": ("the quiet client does not wait for the noisy one", waits_less("quiet", "noisy")),
+    "quiet-not-refused": ("the quiet client is never refused", not_refused("quiet")),
+    "critical-not-refused": (
+        "critical requests are not refused while lower ones are served",
+        not_refused("critical"),
+    ),
+    "waits-by-band": ("a higher band waits less than a lower one", waits_by_band),
+    "low-not-starved": ("who is let in at the lowest rank is served within its TTL", low_not_starved),
+    "urgent-first": (
+        "of one flow, the workload of the highest criticality waits far less",
+        waits_less("urgent", "busy-1"),
+    ),
+    "seldom-first": (
+        "of workloads alike in criticality, one that asks seldom waits far less",
+        waits_less("quiet", "busy-1"),
+    ),
+    "short-share": ("short prompts have their fair share of tokens", keeps_share("short")),
+    "short-wait": ("short prompts do not wait for long ones", waits_less("short", "long")),
+    "faults-happened": ("the fleet was harmed as planned", faults_were_injected),
+    "outage-serves": ("without Redis the fleet goes on serving (G8)", outage_serves),
+    "outage-bound": (
+        "without Redis, and just after, no more are in flight than the last upper bound (G8)",
+        outage_bound,
+    ),
+    "shared-again": ("within 5 s of Redis's return the fleet shares again (G8)", shared_again),
+    "turns-stay": ("a conversation's turns go where its earlier ones are cached", turns_stay),
+}
+
+
+def _source(run: RunResult, name: str) -> Source:
+    return next(source for source in run.sources if source.name == name)
+
+
+def _lengths(run: RunResult, source: Source) -> list[float]:
+    return [length for _, length in run.waits(source)]
+
+
+def check_promises(run: RunResult) -> tuple[Promise, ...]:
+    """What its scenario is to show first, then objectives that were given, then what always holds."""
+    wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
+    parameters = run.parameters
+    if parameters.slo_ttft_p95_s is not None:
+        says = f"95 % of first tokens come within {parameters.slo_ttft_p95_s:g} s"
+        wanted.append(("slo-ttft", says, objective_ttft))
+    if parameters.slo_latency_p95_s is not None:
+        says = f"95 % of answers are whole within {parameters.slo_latency_p95_s:g} s"
+        wanted.append(("slo-latency", says, objective_latency))
+    wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
+    promises = []
+    for name, says, check in wanted:
+        finding = check(run)
+        promises.append(Promise(name, says, finding.verdict, finding.evidence, finding.cases))
+    return tuple(promises)

@@ -1,0 +1,343 @@
+"""What one run of a load has recorded, and the figures that checks, plots and the report take from it.
+
+A `Session` makes a `RunResult`.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from picker_tools.audit.auditor import Auditor
+from picker_tools.audit.entry import Entry, EntryError
+from picker_tools.audit.report import Report
+from picker_tools.audit.stream import LogStream, LogUnreadable
+from picker_tools.load.client import Answer, Kind
+from picker_tools.load.scenarios import BYTES_PER_TOKEN, Scenario, Source
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest of `values` (sorted) that `part` of them do not exceed (nearest rank); NaN of none."""
+    if not values:
+        return math.nan
+    return values[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    """p50, p90, p95, p99 and max of `values`, in seconds as they come; empty if there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {f"p{100 * part:g}": quantile(ordered, part) for part in QUANTILES} | {"max": ordered[-1]}
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of none."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
+    """What each flow was due of `served`, by flow: the higher band first, in a band by weight, and nobody
+    more than its `demand` (max-min fairness; what one does not want, the others share).
+    """
+    due = dict.fromkeys(demand, 0.0)
+    for band in sorted({source.band for source in sources}):
+        weights = {source.flow: source.weight for source in sources if source.band == band}
+        got = _filled({flow: demand.get(flow, 0.0) for flow in weights}, weights, served)
+        due |= got
+        served -= sum(got.values())
+    return due
+
+
+def _filled(demand: Mapping[str, float], weights: Mapping[str, float], amount: float) -> dict[str, float]:
+    """`amount` poured over flows of such weights, each up to its demand."""
+    got: dict[str, float] = {}
+    open_flows = set(demand)
+    while open_flows:
+        level = max(0.0, amount - sum(got.values())) / sum(weights[flow] for flow in open_flows)
+        full = {flow for flow in open_flows if demand[flow] <= level * weights[flow] * (1 + 1e-12)}
+        if not full:
+            return got | {flow: level * weights[flow] for flow in open_flows}
+        got |= {flow: demand[flow] for flow in full}
+        open_flows -= full
+    return got
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A request was dispatched. Times are seconds of Redis's clock; `cost` is in the stock's unit."""
+
+    at_s: float
+    request: str
+    flow: str
+    band: int
+    workload: str
+    cost: float
+    weight: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogAudit:
+    """One stretch of the log. `why` says why there is none; '' if there is."""
+
+    report: Report | None
+    dispatches: tuple[Dispatch, ...] = ()
+    events: tuple[tuple[str, int], ...] = ()
+    begins_s: float = 0.0  # the first entry's time
+    why: str = ""
+
+    def count(self, event: str) -> int:
+        """How many entries of `event` it has."""
+        return dict(self.events).get(event, 0)
+
+
+def read(url: str, pool: str = "default") -> LogAudit:
+    """All of the log that Redis has now. Synchronous: to be called in a thread."""
+    dispatches: list[Dispatch] = []
+    events: dict[str, int] = {}
+    begins_s = 0.0
+    try:
+        with LogStream(url, pool) as log:
+            auditor = Auditor(log.settings_throughout())
+            for page in log.pages():
+                for raw in page.entries:
+                    auditor.take(raw)
+                    entry = Entry.parse(raw)
+                    begins_s = begins_s or entry.time_us / 1e6
+                    events[entry.event] = events.get(entry.event, 0) + 1
+                    if entry.event in ("granted", "bypassed"):
+                        dispatches.append(_turn(entry))
+    except (LogUnreadable, EntryError) as fault:
+        return LogAudit(None, why=str(fault))
+    report = auditor.report()
+    if not report.entries:
+        return LogAudit(None, why="the fleet has no decision log (decision_log.enabled)")
+    return LogAudit(report, tuple(dispatches), tuple(sorted(events.items())), begins_s)
+
+
+def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
+    """How often `promise` (G1 to G6, log) was checked and broken in `ledgers`, and the first cases."""
+    checked = broken = 0
+    cases: list[str] = []
+    for log_audit in log_audits:
+        if log_audit.report is None:
+            continue
+        finding = log_audit.report.of(promise)
+        checked += finding.checked
+        broken += finding.broken
+        for violation in finding.violations[:3]:
+            cases.append("\n    ".join([violation.what, *map(str, violation.evidence)]))
+    return checked, broken, cases
+
+
+def _turn(entry: Entry) -> Dispatch:
+    return Dispatch(
+        at_s=entry.time_us / 1e6,
+        request=entry.request,
+        flow=entry.flow,
+        band=entry.band,
+        workload=entry.workload,
+        cost=entry.cost,
+        weight=entry.weight,
+        # `arrived` is the time of arrival in µs, or the number after the last one's: never less.
+        wait_s=max(0.0, (entry.time_us - entry.arrived) / 1e6),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The shared state as one replica told it. `at_s` is since the load began."""
+
+    at_s: float
+    stock: float
+    lower: float
+    upper: float
+    queued: Mapping[str, int]
+    in_flight: Mapping[str, int]
+    leases: int
+    replicas: int
+    degraded: bool
+
+    @property
+    def total_queued(self) -> int:
+        return sum(self.queued.values())
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every count is 0."""
+        return not any((self.stock, self.total_queued, self.leases, *self.in_flight.values()))
+
+    @classmethod
+    def read(cls, at_s: float, page: bytes) -> "Sample | None":
+        """Of an answer of `GET /api/v1/state`; None if it is none."""
+        try:
+            state = json.loads(page)
+            return cls(
+                at_s=at_s,
+                stock=float(state["stock"]),
+                lower=float(state["bounds"]["lower"]),
+                upper=float(state["bounds"]["upper"]),
+                queued={str(band): int(count) for band, count in state["queue_length"].items()},
+                in_flight={str(address): int(count) for address, count in state["in_flight"].items()},
+                leases=int(state.get("leases", 0)),
+                replicas=len(state["replicas"]),
+                degraded=bool(state["degraded"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSample:
+    """How many requests the endpoints themselves have, running and waiting there, of the `answered` ones."""
+
+    at_s: float
+    requests: int
+    answered: int
+
+
+@dataclass(slots=True)
+class FaultsInjected:
+    """What was done, and when, in seconds since the load began. An outage that has no end goes on."""
+
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    outages: list[tuple[float, float | None]] = field(default_factory=list)
+    log_audits: list[LogAudit] = field(default_factory=list)  # the log as it was before it was lost
+
+
+_SETTLING = 0.25  # of the duration: shares are counted after it, when the queue is as it stays
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What was asked for. `capacity_per_s` is what `load` 1 stands for (requests, mixed as the sources are),
+    `rates_per_s` each source's arrivals. `mode`, `replicas` and `endpoints` are '' and 0 where they are not
+    known. The objectives are None where none was given.
+    """
+
+    seed: int
+    duration_s: float
+    capacity_per_s: float
+    rates_per_s: tuple[float, ...]
+    own: bool
+    mode: str
+    replicas: int
+    endpoints: int
+    slo_ttft_p95_s: float | None = None
+    slo_latency_p95_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Times in seconds since the load began. `wall_s` is that moment by the clock of the machine.
+
+    `sent` requests went out. `rest` is the first look at the fleet, after the last answer, at which all its
+    counts were 0 (None: there was none in `rest_within_s`). `ledgers` are stretches of the decision log,
+    empty for a fleet that was found.
+    """
+
+    scenario: Scenario
+    parameters: Parameters
+    wall_s: float
+    sent: int
+    answers: tuple[Answer, ...]
+    surplus_answers: int = 0
+    samples: tuple[Sample, ...] = ()
+    endpoint_samples: tuple[EndpointSample, ...] = ()
+    rest: Sample | None = None
+    rest_within_s: float = 0.0
+    faults_injected: FaultsInjected = field(default_factory=FaultsInjected)
+    log_audits: tuple[LogAudit, ...] = ()
+    interrupted: bool = False
+    load_average: float = 0.0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.scenario.sources
+
+    def answers_of(self, source: Source) -> list[Answer]:
+        return [answer for answer in self.answers if answer.source == source.name]
+
+    @property
+    def has_dispatches(self) -> bool:
+        """Whether waits are the queue's own record, and not what clients saw."""
+        return any(log_audit.dispatches for log_audit in self.log_audits)
+
+    def dispatches_of(self, source: Source) -> list[Dispatch]:
+        """Dispatches of requests that `source` sent, by the decision log."""
+        return [
+            turn
+            for log_audit in self.log_audits
+            for turn in log_audit.dispatches
+            if turn.flow == source.flow and source.workload in ("", turn.workload)
+        ]
+
+    def waits(self, source: Source) -> list[tuple[float, float]]:
+        """Moment and length of each wait, by the decision log, or else the time to first token."""
+        if self.has_dispatches:
+            return [(turn.at_s - self.wall_s, turn.wait_s) for turn in self.dispatches_of(source)]
+        return [
+            (answer.sent_s + answer.first_s, answer.first_s)
+            for answer in self.answers_of(source)
+            if answer.kind is Kind.SERVED and answer.streamed and answer.first_s is not None
+        ]
+
+    def service(self) -> dict[str, float]:
+        """What each flow was served while the load was settled, in requests or tokens as the fleet counts."""
+        served = {source.flow: 0.0 for source in self.sources}
+        for source in self.sources:
+            if self.has_dispatches:
+                moments = [(turn.at_s - self.wall_s, turn.cost) for turn in self.dispatches_of(source)]
+            else:
+                moments = [
+                    (answer.sent_s + (answer.first_s or 0.0), self.cost(answer))
+                    for answer in self.answers_of(source)
+                    if answer.kind is Kind.SERVED
+                ]
+            served[source.flow] += sum(cost for at_s, cost in moments if self._is_settled(at_s))
+        return served
+
+    def demand(self) -> dict[str, float]:
+        """What each flow asked for in the same time, refused or not."""
+        asked = {source.flow: 0.0 for source in self.sources}
+        for source in self.sources:
+            answers = self.answers_of(source)
+            asked[source.flow] += sum(self.cost(each) for each in answers if self._is_settled(each.sent_s))
+        return asked
+
+    def cost(self, answer: Answer) -> float:
+        """What the fleet charges for the request: 1, or its estimated tokens."""
+        if not self.scenario.in_tokens:
+            return 1.0
+        return answer.prompt_bytes / BYTES_PER_TOKEN + answer.asked_tokens
+
+    def disturbed(self, at_s: float, after_s: float) -> bool:
+        """Whether Redis was away at `at_s`, or not yet back for `after_s`."""
+        return any(
+            began <= at_s and (ended is None or at_s <= ended + after_s)
+            for began, ended in self.faults_injected.outages
+        )
+
+    def _is_settled(self, at_s: float) -> bool:
+        return _SETTLING * self.parameters.duration_s <= at_s <= self.parameters.duration_s
+
+
+def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
+    """The last of `samples` before `at_s`, of a fleet that was not degraded."""
+    return next((each for each in reversed(samples) if each.at_s < at_s and not each.degraded), None)
+
+
+def shares(run: RunResult) -> dict[str, dict[str, float]]:
+    """Of each flow, while the load was settled: its part of the demand, of the service, and what was fair."""
+    service, demand = run.service(), run.demand()
+    served, asked = sum(service.values()), sum(demand.values())
+    due = fair(run.sources, demand, served)
+    if not served or not asked:
+        return {}
+    return {
+        flow: {"asked": demand[flow] / asked, "served": service[flow] / served, "fair": due[flow] / served}
+        for flow in service
+    }
