@@ -15,11 +15,11 @@ from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import shares
-from picker_fleet.failover.gate import SturdyGate
-from picker_fleet.live_config import Effective
+from picker_fleet.failover.gate import FailoverGate
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.replica.info import Introduction
+from picker_fleet.replica.info import ReplicaInfo
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a replica, none of which runs yet. `gate` is what requests come to: it stands before
-    `sturdy`, which stands before `shared`. `routes` runs in `follow_routes`.
+    `failover`, which stands before `shared`. `routes` runs in `follow_routes`.
     """
 
     metrics: Metrics
@@ -50,9 +50,9 @@ class Parts:
     routes: RouteStream
     chooser: ScoringChooser
     shared: SharedGate
-    sturdy: SturdyGate
+    failover: FailoverGate
     gate: Gate
-    about: Introduction
+    replica_info: ReplicaInfo
     membership: Membership
     signing: Keyring
 
@@ -86,10 +86,10 @@ def assemble(settings: Settings, replica: str) -> Parts:
         awake=awake,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
-        on_news=lambda what, request_id: shared.hear(what, request_id),
+        on_news=lambda what, request_id: shared.on_notification(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
-        on_away=lambda cause, why: sturdy.away(cause, why),
+        on_away=lambda cause, why: failover.away(cause, why),
         signing=signing,
     )
     scraping: ScrapingTask = ScrapingTask(
@@ -133,14 +133,14 @@ def assemble(settings: Settings, replica: str) -> Parts:
         metrics=metrics,
         endpoints=endpoints,
         fallbacks=settings.scheduling.fallbacks,
-        on_unknown_pool=lambda: membership.poke(),
+        on_unknown_pool=lambda: membership.heartbeat_now(),
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
         service=service,
         keys=signing,
         awake=awake,
     )
-    sturdy: SturdyGate = SturdyGate(
+    failover: FailoverGate = FailoverGate(
         store,
         shared,
         replica=replica,
@@ -151,13 +151,12 @@ def assemble(settings: Settings, replica: str) -> Parts:
         report_s=settings.leases.access_log_interval,
         effective=lambda: membership.effective,
         load=lambda: membership.in_flight,
-        poke=lambda: membership.poke(),
-        glance=lambda: membership.glance(),
+        heartbeat_now=lambda *, full=True: membership.heartbeat_now(full=full),
         via=shares.GrpcPeers(settings.pool, signing),
     )
-    about = Introduction(shared, service, clock)
+    replica_info = ReplicaInfo(shared, service, clock)
 
-    def take(effective: Effective) -> None:
+    def take(effective: EffectiveConfig) -> None:
         chooser.use_scheduler(_scheduler(effective.settings))
 
     membership: Membership = Membership(
@@ -166,14 +165,14 @@ def assemble(settings: Settings, replica: str) -> Parts:
         settings,
         endpoints=endpoints,
         metrics=metrics,
-        about=about,
-        watch=sturdy,
+        replica_info=replica_info,
+        watch=failover,
         on_effective=take,
         on_suspects=scraping.suspect,
     )
     return Parts(
-        metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, sturdy,
-        gate_of(sturdy), about, membership, signing,
+        metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, failover,
+        gate_of(failover), replica_info, membership, signing,
     )  # fmt: skip
 
 

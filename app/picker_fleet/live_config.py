@@ -58,16 +58,16 @@ _OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the config
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class LiveConfig:
     """The live changes in force. `version` is '' while nothing has ever been changed."""
 
     version: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    note: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Effective:
+class EffectiveConfig:
     """The configuration as changed, and the weights of single flows."""
 
     settings: Settings
@@ -104,7 +104,7 @@ def merged(note: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return {key: value for key, value in {**note, **changes}.items() if value is not None}
 
 
-def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
+def applied(settings: Settings, note: Mapping[str, Any]) -> EffectiveConfig:
     """`settings` with the changes of `note` in it.
 
     Raises:
@@ -127,7 +127,7 @@ def applied(settings: Settings, note: Mapping[str, Any]) -> Effective:
         by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
         named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
         tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
-    return Effective(parse(tree), weights)
+    return EffectiveConfig(parse(tree), weights)
 
 
 def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
@@ -137,7 +137,7 @@ def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
         ConfigError: as `applied` does.
     """
     effective = applied(settings, note)
-    shared = published(effective.settings, effective.weights)
+    shared = shared_settings(effective.settings, effective.weights)
     names = {name for key in note for name in AFFECTS.get(_whole(key), ())}
     if effective.weights:
         names.add(_WEIGHTS)
@@ -224,7 +224,7 @@ def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
 _ANSWER_ALPHA = 0.2
 
 
-def published(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
+def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
     """The shared settings, named as docs/redis-schema.md lists them; durations in ms.
 
     `weights` are those of single flows, in place of the ones their requests bring.

@@ -83,16 +83,16 @@ class InferenceRequest(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a request goes: `endpoints` best first (`ip:port`), and what the access log must bring back.
+    """Where a request goes: `endpoints`, best first (`ip:port`), and what the access log must return.
 
-    `ticket` is opaque to Envoy: it carries what is needed to account for the request if the shared state
-    has been lost meanwhile. `attempt` is the gate's own mark of who may take the placement back. `session` is
-    what the client is told, to be brought back with its session's next request; '' for nothing. `waited_s` is
-    its time in the queue, None for one that went past it.
+    `accounting_token` is opaque to Envoy; it has what is needed to account for the request after the shared
+    state was lost. `attempt` says which stream may withdraw the placement. `session` goes to the client,
+    who sends it back with its next request; '' for none. `waited_s` is the time in the queue, None if it
+    bypassed it.
     """
 
     endpoints: tuple[str, ...]
-    ticket: str
+    accounting_token: str
     attempt: int = 0
     session: str = ""
     waited_s: float | None = None
@@ -118,10 +118,10 @@ class Outcome(enum.StrEnum):
 class Completion(NamedTuple):
     """The end of one request, from the end of its stream or from its final access-log entry.
 
-    `duration_s` is what the client waited, in the queue too; `service_s` what its endpoint took of it, None
-    if that is not known. `failed` is an endpoint that could not be connected to on the way; '' if none is
-    known of. `ticket` is the placement's, '' if Envoy did not bring it back. `waited_s` is its time in the
-    queue, None if it went past it, and `target_model` what it was sent as, told where it has waited.
+    `duration_s` is what the client waited, in the queue too; `service_s` the endpoint's part of it, None if
+    unknown. `failed` is an endpoint that could not be connected to, '' if none is known. `accounting_token`
+    is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue, None if the
+    request bypassed it; `target_model` is the model it was sent as, set where it waited.
     """
 
     id: str
@@ -133,18 +133,18 @@ class Completion(NamedTuple):
     duration_s: float | None
     first_byte_s: float | None
     failed: str = ""
-    ticket: str = ""
+    accounting_token: str = ""
     service_s: float | None = None
     waited_s: float | None = None
     target_model: str = ""
 
 
 class Alive(NamedTuple):
-    """A sign of life of a request in flight. `ticket` lets a lost record be rebuilt; '' if unknown."""
+    """A sign of life of a request in flight. `accounting_token` rebuilds a lost record; '' if unknown."""
 
     id: str
     served: str | None
-    ticket: str
+    accounting_token: str
 
 
 def finite_number(value: object) -> float | None:

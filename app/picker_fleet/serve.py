@@ -90,7 +90,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         metrics=parts.metrics,
         lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
-        fill=parts.sturdy.fill,
+        fill=parts.failover.fill,
     )
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     grpc_server = Server(
@@ -100,7 +100,9 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         extra=(
             accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),
             eds.handler(parts.endpoints),
-            shares.handler(settings.pool, parts.sturdy.lend, parts.signing, lambda: parts.about.grpc),
+            shares.handler(
+                settings.pool, parts.failover.lend, parts.signing, lambda: parts.replica_info.grpc
+            ),
         ),
     )
     lookout = Lookout(store, settings.leases.replica_silence)
@@ -125,16 +127,19 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         api_app = api.create(view, lists, controls, parts.metrics, settings, events)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
-            parts.about.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
+            parts.replica_info.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
             if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
             async with _background() as start:
                 start(store.run(), "redis-link")
-                start(listen(settings.redis.url, store.keys.wake(replica), parts.shared.hear), "wake-ups")
+                start(
+                    listen(settings.redis.url, store.keys.wake(replica), parts.shared.on_notification),
+                    "wake-ups",
+                )
                 start(source.watch(membership.discovered), "discovery")
                 start(membership.run(), "membership")
-                start(parts.sturdy.run(), "redis-watch")
+                start(parts.failover.run(), "redis-watch")
                 start(parts.scraping.run(), "scraping")
                 start(lookout.run(), "lookout")
                 start(events.run(), "events")

@@ -1,4 +1,4 @@
-"""The fleet's signature on what leaves it and comes back: tickets, session tokens, questions of replicas.
+"""The fleet's signature on what leaves it and comes back: tokens, session tokens, questions of replicas.
 
 The keys are the fleet's, kept in Redis; each heartbeat offers those that this replica holds and takes those
 in force (lua/heartbeat.lua), so that they survive the loss of the shared state. The newest key is told a
@@ -12,11 +12,11 @@ import hmac
 import secrets
 from typing import Final
 
-NO_TICKET: Final = "no-ticket"
+NO_TOKEN: Final = "no-ticket"
 UNSIGNED: Final = "unsigned"
 UNKNOWN_KEY: Final = "unknown-key"
 BAD_SIGNATURE: Final = "bad-signature"
-FAULTS: Final = (NO_TICKET, UNSIGNED, UNKNOWN_KEY, BAD_SIGNATURE)
+FAULTS: Final = (NO_TOKEN, UNSIGNED, UNKNOWN_KEY, BAD_SIGNATURE)
 
 _KEY_BYTES = 16
 _NAME = 4  # characters that name the key, so that one check is enough

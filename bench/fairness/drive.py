@@ -54,7 +54,7 @@ class Clients:
         request = self._next()
         service_s = self._random.uniform(*self._service_ms) / 1000
         try:
-            await self._gate.admit(request, held=False)
+            await self._gate.admit(request, stream_owned=False)
         except StateUnavailable:
             raise
         except RequestError:

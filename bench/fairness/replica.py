@@ -47,9 +47,12 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
     store, shared, membership = parts.store, parts.shared, parts.membership
     membership.discovered([Endpoint(each.address) for each in settings.discovery.static or ()])
     async with asyncio.TaskGroup() as tasks:
-        works = (store.run(), listen(settings.redis.url, store.keys.wake(job.replica), shared.hear))
+        works = (
+            store.run(),
+            listen(settings.redis.url, store.keys.wake(job.replica), shared.on_notification),
+        )
         # The watch of Redis notes that the loop runs, too: else the gate believes that its process has slept.
-        running = [tasks.create_task(work) for work in (*works, membership.run(), parts.sturdy.run())]
+        running = [tasks.create_task(work) for work in (*works, membership.run(), parts.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
         yield shared

@@ -166,7 +166,7 @@ async def _half_at_admin(target: Target, number: int) -> str:
 
 
 def _forged(number: int) -> bytes:
-    """Entries that end, renew and restore requests that nobody has placed, by tickets of the attacker's."""
+    """Entries that end, renew and restore requests that nobody has placed, by tokens of the attacker's."""
     dice = random.Random(number)
     message = als_pb2.StreamAccessLogsMessage()
     kinds = (accesslog_pb2.DownstreamEnd, accesslog_pb2.DownstreamPeriodic, 99)
@@ -175,8 +175,8 @@ def _forged(number: int) -> bytes:
         common = entry.common_properties
         common.access_log_type = kinds[each % len(kinds)]
         fields = [f"flow{number}", "1", "1.0", "1e12", "", "3", MODEL, "127.0.0.1:1", "0"]
-        ticket = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
-        about = {"id": f"forged-{number}-{each}", "ticket": ticket}
+        accounting_token = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
+        about = {"id": f"forged-{number}-{each}", "ticket": accounting_token}
         common.metadata.filter_metadata["picker"].update(about)
         common.metadata.filter_metadata["picker.usage"].update({"completion_tokens": 1e300})
         entry.response.response_code.value = dice.choice((0, 200, 2**32 - 1))
@@ -282,7 +282,7 @@ ATTACKS = (
     Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
     Attack("half-sent requests at Envoy", _half_at_envoy, 2.0, at_once=300),
     Attack("half-sent requests at the admin ports", _half_at_admin, 2.0, at_once=500),
-    Attack("forged access logs, tickets and shares", _forge, 0.1),
+    Attack("forged access logs, accounting tokens and shares", _forge, 0.1),
     Attack("names with separators", _name, 0.2),
     Attack("spoofed steering headers", _steer, 0.2),
     Attack("paths that are not inference, guessed keys", _path, 0.1),

@@ -51,7 +51,7 @@ class Clients:
         ask = ask_of(request_id)
         try:
             async with asyncio.timeout(ask.leaves_s):
-                await self._gate.admit(ask.request, held=ask.held)
+                await self._gate.admit(ask.request, stream_owned=ask.held)
         except (RequestError, TimeoutError):
             return False
         await asyncio.sleep(ask.service_s)

@@ -49,7 +49,7 @@ class Load:
         """One request; TimeoutError if it hangs."""
         try:
             async with asyncio.timeout(HANGS_S):
-                await replica.gate.admit(ask(request_id), held=True)
+                await replica.gate.admit(ask(request_id), stream_owned=True)
         except StateUnavailable:
             self.refused += 1
             await asyncio.sleep(_PAUSE_S)

@@ -79,7 +79,9 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
         )
         readings = MetricsChannel(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
         links: list[int] = []
-        background = [listen(restricted, it.keys.wake(each.name), each.hear) for each in it.replicas]
+        background = [
+            listen(restricted, it.keys.wake(each.name), each.on_notification) for each in it.replicas
+        ]
         following = readings.follow(lambda *_: None, on_link=lambda: links.append(1))
         async with beside(*background, feed.run(), following):
             # When they serve, then nothing is denied

@@ -48,14 +48,14 @@ async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str)
         async with asyncio.TaskGroup() as tasks:
             # Given four in flight and one that waits
             for number in range(UPPER):
-                await a.gate.admit(ask(f"runs{number}"), held=True)
-            waits = tasks.create_task(b.gate.admit(ask("waits"), held=True))
+                await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
+            waits = tasks.create_task(b.gate.admit(ask("waits"), stream_owned=True))
             await until(lambda: _queued(it, 1))
             past = Past(redis7, it)
             # When one ends, the one that waits gets its place, and another comes; and then it never was
             a.gate.settle(ended("runs0"))
             await waits
-            lost = tasks.create_task(a.gate.admit(ask("lost"), held=True))
+            lost = tasks.create_task(a.gate.admit(ask("lost"), stream_owned=True))
             await until(lambda: _queued(it, 1))
             past.return_to()
             # Then what was forgotten is queued again, and what runs is counted: nothing goes beside it
@@ -79,10 +79,12 @@ async def test_what_runs_unseen_is_counted_again_and_no_more_is_admitted_than_wa
         past = Past(redis7, it)
         # Given a full stock, of which the server that takes over knows nothing
         for number in range(UPPER):
-            await a.gate.admit(ask(f"old{number}"), held=True)
+            await a.gate.admit(ask(f"old{number}"), stream_owned=True)
         past.return_to()
         # When as many and more come
-        more = [asyncio.create_task(b.gate.admit(ask(f"new{i}"), held=True)) for i in range(3 * UPPER)]
+        more = [
+            asyncio.create_task(b.gate.admit(ask(f"new{i}"), stream_owned=True)) for i in range(3 * UPPER)
+        ]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
         # Then all that run are counted, and they are at most twice the bound
         placed = [task for task in more if task.done()]

@@ -89,8 +89,8 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     async with running(url_of(between), pool, "a", "b", joined=slow, listening=True) as it:
         a, b = it.replicas
         for number in range(UPPER):
-            await a.gate.admit(ask(f"runs{number}"), held=True)
-        waiting = asyncio.create_task(b.gate.admit(ask("waits"), held=True))
+            await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
+        waiting = asyncio.create_task(b.gate.admit(ask("waits"), stream_owned=True))
         await until(lambda: _queued(it, 1))
         # When room is made, then it gets its place though nobody could tell it
         a.gate.settle(ended("runs0"))

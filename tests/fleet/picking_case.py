@@ -53,7 +53,7 @@ class Want:
     """The answer: an endpoint of those in `to`, or a refusal of `status` with `reason`, which says `says`.
 
     `order`: all endpoints of the answer, best first. `model`: the body goes on under this name, or under each
-    of these. `ticket`: fields of the ticket. `reply`: what the client is told by the model server, and
+    of these. `accounting_token`: its fields. `reply`: what the client is told by the model server, and
     `tokens` what is counted for it. `same`: where those before it went. `queued`: it waits for the held ones.
     """
 
@@ -63,7 +63,7 @@ class Want:
     reason: str = ""
     says: str = ""
     model: str | tuple[str, ...] = ""
-    ticket: Mapping[str, str] = field(default_factory=dict)
+    accounting_token: Mapping[str, str] = field(default_factory=dict)
     reply: bytes = b""
     tokens: tuple[int, int] | None = None
     same: bool = False

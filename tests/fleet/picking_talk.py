@@ -21,7 +21,7 @@ from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.server import SERVICE
 
 PATIENT_S = 30.0
-_TICKET = (
+_TOKEN_FIELDS = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit", "signature",
 )  # fmt: skip
 
@@ -38,8 +38,8 @@ class Played:
     header: str = ""
     told: str = ""  # the same, in dynamic metadata
     id: str = ""
-    ticket: dict[str, str] = field(default_factory=dict)
-    raw_ticket: str = ""
+    accounting_token: dict[str, str] = field(default_factory=dict)
+    raw_token: str = ""
     content_length: str | None = None
     chunks: list[bytes] = field(default_factory=list)
     whole: bool = False  # the body came with the headers' answer
@@ -161,9 +161,9 @@ class Talk:
         assert tries == named or tries == [*named, *named, *named][:3]
         played.picked = "".join(map(self._names.letter_of, named))
         if "id" in spaces.get("picker", {}):  # it is not for a request without a body
-            played.id, played.raw_ticket = spaces["picker"]["id"], spaces["picker"]["ticket"]
+            played.id, played.raw_token = spaces["picker"]["id"], spaces["picker"]["ticket"]
             self._names.session = spaces["picker"].get("session", "")
-            played.ticket = dict(zip(_TICKET, played.raw_ticket.split("\t"), strict=True))
+            played.accounting_token = dict(zip(_TOKEN_FIELDS, played.raw_token.split("\t"), strict=True))
         return played
 
     async def _respond(self) -> None:
@@ -183,7 +183,7 @@ class Talk:
         entry.response.response_code.value = 200
         entry.common_properties.access_log_type = accesslog_pb2.AccessLogType.Value("DownstreamEnd")
         metadata = entry.common_properties.metadata.filter_metadata
-        metadata["picker"].update({"id": played.id, "ticket": played.raw_ticket})
+        metadata["picker"].update({"id": played.id, "ticket": played.raw_token})
         metadata["envoy.lb"].update({accesslog.SERVED_KEY: played.header.split(",")[0]})
         message = als_pb2.StreamAccessLogsMessage()
         message.http_logs.log_entry.append(entry)

@@ -14,7 +14,7 @@ MAY_COME = {
     "claims of 4000 to 10¹⁸ tokens, then leaving": {"200", "400", "left"},
     "half-sent requests at Envoy": {ENDED, "held"},
     "half-sent requests at the admin ports": {ENDED, "held"},
-    "forged access logs, tickets and shares": {
+    "forged access logs, accounting tokens and shares": {
         "taken",
         "given 0",
         "INTERNAL",

@@ -84,8 +84,8 @@ def _check(case: Case, played: Played) -> None:
     assert played.picked[0] in want.to, played.picked
     assert not want.order or played.picked == want.order
     assert played.header == played.told
-    assert want.ticket.items() <= played.ticket.items()
-    assert bool(played.ticket) == (not ask.get)
+    assert want.accounting_token.items() <= played.accounting_token.items()
+    assert bool(played.accounting_token) == (not ask.get)
     assert not want.reply or played.reply == want.reply
     if not ask.get and ask.mode != "headers":
         _check_body(case, played)

@@ -87,13 +87,13 @@ class QueueModel(PoolModel):
         return self._batch(caller, items, cancel)
 
     def renew(self, caller: str, items: Iterable[tuple[str, str, str, Request | None]]) -> Reply:
-        """The ticket is given as the request that it restores."""
+        """The accounting token is given as the request that it restores."""
 
         def renew(item: tuple[str, str, str, Request | None]) -> str:
-            id, _, served, ticket = item
+            id, _, served, accounting_token = item
             r = self.requests.get(id)
             if r is None:
-                return self._restore(replace(ticket), served) if ticket else "unknown"
+                return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
             if r.state in ("queued", "held"):
                 return "waiting"
             self._lease(r)

@@ -1,6 +1,6 @@
 """Every way in which replicas may lose the shared state and come back while one request runs and ends.
 
-The replicas are the real ones: `SturdyGate` with its journal, tombstones and return. What a step of theirs
+The replicas are the real ones: `FailoverGate` with its journal, tombstones and return. What a step of theirs
 asks of the shared state is answered at once by `Pool`, which does what `lua/tombstone.lua`, `renew.lua`,
 `settle.lua` and `admit.lua` do with one request; on a server they are asked what `Pool.asked` has kept. Time
 stands still, so that every sign of life is as good as new: nothing is saved by having become too old.
@@ -17,7 +17,7 @@ from sturdy_bench import PULSE, gate_over
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.failover.budget import Purse
-from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.failover.journal import bring
 from picker_fleet.failover.outage import Mode
 from picker_fleet.request import Alive, Completion, Outcome
@@ -88,12 +88,12 @@ class Pool:
         return 0
 
     def renew(
-        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> Done:
-        args = request_id, "" if attempt is None else attempt, served, ticket
+        args = request_id, "" if attempt is None else attempt, served, accounting_token
         if request_id in self.counted:
             return self._answer("renew", args, "renewed")
-        if not ticket or request_id in self.buried:
+        if not accounting_token or request_id in self.buried:
             return self._answer("renew", args, "unknown")
         self.counted[request_id] = True
         return self._answer("renew", args, "restored")
@@ -178,12 +178,12 @@ class World:
         for who, gate in enumerate(self._gates):
             self._beat(who)
             gate.beat(PULSE, 0.001)
-        self.ticket = _run(self._gates[0].admit(ask(REQUEST), held=False)).ticket
+        self.accounting_token = _run(self._gates[0].admit(ask(REQUEST), stream_owned=False)).accounting_token
         self.pool.counted.clear()
         self.pool.asked.clear()
         self._start = self.state()
 
-    def _gate(self, name: str) -> SturdyGate:
+    def _gate(self, name: str) -> FailoverGate:
         cell, metrics, store = SnapshotCell(), Metrics(), cast(Store, self.pool)
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
         shared = SharedGate(
@@ -236,11 +236,11 @@ class World:
         gate, who = self._gates[step.who], step.who
         if step.what == "let go":
             gate._local._purse = Purse(1.0)  # what it may spend is another model's
-            _run(gate.admit(ask(REQUEST), held=False))
+            _run(gate.admit(ask(REQUEST), stream_owned=False))
             self._request = _RUNS
         elif step.what == "sign":
             self._signs += 1
-            gate.renew(Alive(REQUEST, ENDPOINT, self.ticket))
+            gate.renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
         elif step.what == "end":
             self._request = _OVER
             gate.settle(self._completion())
@@ -287,9 +287,11 @@ class World:
             _run(gate._tombstones.answer())
 
     def _completion(self) -> Completion:
-        return Completion(REQUEST, Outcome.COMPLETED, 200, ENDPOINT, 1, 1, 0.1, 0.1, ticket=self.ticket)
+        return Completion(
+            REQUEST, Outcome.COMPLETED, 200, ENDPOINT, 1, 1, 0.1, 0.1, accounting_token=self.accounting_token
+        )
 
-    def _others_told(self, gate: SturdyGate) -> bool:
+    def _others_told(self, gate: FailoverGate) -> bool:
         mark = f"{gate._tombstones._replica}:{gate._tombstones._own_returns}"
         return all(gate._tombstones._has_told(name, mark) for name in self.names)
 
@@ -311,7 +313,7 @@ class World:
         for _ in range(2):
             self._beat_all()
         if self._request == _RUNS:
-            self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.ticket))
+            self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
 
     def fault(self) -> str:
         """What is wrong with the counts; '' if nothing is."""
@@ -405,7 +407,7 @@ class _Said(dict[str, Any]):
     """What a replica says of itself; never changed."""
 
     @classmethod
-    def of(cls, gate: SturdyGate) -> "_Said":
+    def of(cls, gate: FailoverGate) -> "_Said":
         return cls(
             {key: tuple(value) if isinstance(value, list) else value for key, value in gate.says().items()}
         )
@@ -418,7 +420,7 @@ _NOTHING = _Said()
 _TOMBSTONES = ("_away", "_returns", "_answered", "_told_life", "_own_returns")
 
 
-def _saved(gate: SturdyGate) -> tuple[Any, ...]:
+def _saved(gate: FailoverGate) -> tuple[Any, ...]:
     book, ends = gate._outbox, gate._tombstones
     return (
         gate._mode, gate._told, tuple(book._placed.items()), tuple(book._alive.items()),
@@ -427,7 +429,7 @@ def _saved(gate: SturdyGate) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _restore(gate: SturdyGate, saved: Sequence[Any]) -> None:
+def _restore(gate: FailoverGate, saved: Sequence[Any]) -> None:
     book, ends = gate._outbox, gate._tombstones
     gate._mode, gate._told, placed, alive, ended, heard, back, due, about, rest = saved
     for kept, items in (

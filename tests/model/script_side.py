@@ -128,7 +128,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "admit":
         return [caller, *map(packed_arrival, rest[0])]
     if name == "renew":
-        fields = ((id, attempt, served, ticket(r), 0) for id, attempt, served, r in rest[0])
+        fields = ((id, attempt, served, accounting_token(r), 0) for id, attempt, served, r in rest[0])
         return [caller, *(value for each in fields for value in each)]
     if name in ("place", "settle", "cancel"):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
@@ -154,7 +154,7 @@ def packed_arrival(it: Any) -> bytes:
     )
 
 
-def ticket(r: Any) -> str:
+def accounting_token(r: Any) -> str:
     """What a request carries for the case that its record is lost (lua/renew.lua)."""
     if r is None:
         return ""

@@ -275,11 +275,11 @@ class QueueMachine(RuleBasedStateMachine):
         items: list[Any] = [(r.id, r.attempt, served, None) for r in self.those(numbers)]
         if lost:
             flow, workload, id = it["flow"], self.named[it["workload"]], self.new_id()
-            ticket = Request(
+            accounting_token = Request(
                 id, caller, "1", self.named[flow], it["band"], WEIGHTS[flow], it["cost"], workload,
                 it["criticality"], "m", LIMITS.get(flow, 0), endpoints="e1",
             )  # fmt: skip
-            items.append((id, "1", served, ticket))
+            items.append((id, "1", served, accounting_token))
         self.repeatable("renew", caller, items)
 
     @rule(step_us=steps_us, beating=alive, swept=st.booleans())

@@ -102,24 +102,24 @@ class Replica:
         self.store = Store(
             url, pool=pool, replica=name, silence=Silence(silence_s, silence_s), awake=AwakeClock(),
             connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
-            metrics=self.metrics, on_news=self.hear, on_dequeued=self.metrics.dequeued,
+            metrics=self.metrics, on_news=self.on_notification, on_dequeued=self.metrics.dequeued,
             on_adopted=self._count_adopted, on_away=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
             self.store, metrics=self.metrics, endpoints=self.cell, fallbacks=2, on_unknown_pool=self._poke
         )
 
-    def hear(self, what: str, request_id: str) -> None:
+    def on_notification(self, what: str, request_id: str) -> None:
         self.news.append((what, request_id))
         if request_id not in self._by_hand:
-            self.gate.hear(what, request_id)
+            self.gate.on_notification(what, request_id)
 
     def _count_adopted(self) -> None:
         self.adopted += 1
 
     def _poke(self) -> None:
         if self.membership is not None:
-            self.membership.poke()
+            self.membership.heartbeat_now()
 
     async def beat(self, silence_s: float = 60.0) -> Pulse:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
@@ -278,7 +278,7 @@ async def running(
                     channel = fleet.keys.wake(replica.name)
                     # A connection that a busy machine keeps silent must not be given up: some tests have no
                     # heartbeat that would make up for wake-ups missed.
-                    heard = listen(url, channel, replica.hear, check_s=DEADLINE_S)
+                    heard = listen(url, channel, replica.on_notification, check_s=DEADLINE_S)
                     background.append(tasks.create_task(heard))
             if joined is not None:
                 await until(lambda: all(replica.membership for replica in replicas))
@@ -297,7 +297,7 @@ async def running(
 async def _join(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> None:
     replica.membership = Membership(
         replica.store, replica.gate, parse(joined), endpoints=replica.cell, metrics=replica.metrics,
-        about={"host": "test"},
+        replica_info={"host": "test"},
     )  # fmt: skip
     replica.membership.discovered([Endpoint(address) for address in addresses(endpoints)])
     await replica.membership.run()

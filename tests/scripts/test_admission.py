@@ -6,7 +6,7 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 from picker_fleet.state.store import Verdict
@@ -132,7 +132,7 @@ async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
         assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows 1")
         assert await a.admit("x2", flow="x", band=2) == Verdict("refused", "too-many-flows 1")
         with pytest.raises(TooManyFlows):
-            await a.gate.admit(ask("z1", flow="z"), held=False)
+            await a.gate.admit(ask("z1", flow="z"), stream_owned=False)
         assert (await a.admit("c0", flow="c", band=0)).what == "queued"
         # When one of them waits no more, then another may
         await a.store.cancel("y0", 1, "cancelled")
@@ -148,13 +148,13 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
         await a.admit("x0", flow="x")
         # When the gate asks for more than there is, then it raises what the protocol names
         with pytest.raises(InsufficientFlowCapacity):
-            await a.gate.admit(ask("x1", flow="x"), held=False)
+            await a.gate.admit(ask("x1", flow="x"), stream_owned=False)
         await a.admit("y0", flow="y")
         with pytest.raises(TotalCapacity):
-            await a.gate.admit(ask("z0", flow="z"), held=False)
+            await a.gate.admit(ask("z0", flow="z"), stream_owned=False)
         await a.publish()
         with pytest.raises(NoEndpoints):
-            await a.gate.admit(ask("n0", flow="n"), held=False)
+            await a.gate.admit(ask("n0", flow="n"), stream_owned=False)
         assert a.gate.waiting == 0
 
 
@@ -209,10 +209,10 @@ async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFlee
         running = [entry.request for entry in await it.log() if entry.event in ("bypassed", "granted")]
         assert sum(name.startswith("honest") for name in running) == 12
         assert all(entry.stock <= 1000 for entry in await it.log())
-        # And what a ticket brings back takes no more either
+        # And what a accounting token brings back takes no more either
         await it.redis.flushall()
         await a.publish("10.0.0.1:8000", upper_per=1000, lower_per=1000, claim_share=0.25)
-        note = ticket.write(ask("lost", cost=1e6), "10.0.0.1:8000")
+        note = accounting_token.write(ask("lost", cost=1e6), "10.0.0.1:8000")
         assert await a.store.renew("lost", None, "", note) == "restored"
         assert (await it.state())["stock"] == 250
 

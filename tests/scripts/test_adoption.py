@@ -217,9 +217,9 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
     async with fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await a.admit("runs")
-        first = asyncio.create_task(a.gate.admit(ask("q"), held=False))
+        first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         await until(lambda: _queued(it, 1))
-        second = asyncio.create_task(a.gate.admit(ask("q"), held=False))
+        second = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         # Then the first has no client any more, and the second has the turn
         with pytest.raises(ClientGone):
             await first
@@ -236,7 +236,7 @@ async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: Ope
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         await a.admit("runs")
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), held=False))
+        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await until(lambda: _queued(it, 1))
         await b.admit("q", attempt=99)
         # When its own timer ends, then its client has an answer, and the queue decides about the request

@@ -25,7 +25,9 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
         async def one(number: int) -> None:
             name, flow = f"r{number}", f"flow{number % 5}"
             here, there = chance.sample(it.replicas, 2)
-            placement = await here.gate.admit(ask(name, flow=flow, workload=flow), held=number % 2 == 0)
+            placement = await here.gate.admit(
+                ask(name, flow=flow, workload=flow), stream_owned=number % 2 == 0
+            )
             served[placement.endpoints[0]] += 1
             for _ in range(chance.randrange(4)):
                 await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from sturdy_bench import gate_over
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.failover.outage import Mode
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Alive, Placement
@@ -30,14 +30,14 @@ class Crosser:
 
     def __init__(self, replica: Replica) -> None:
         settings = parse(CONFIG)
-        self.gate: SturdyGate = gate_over(
+        self.gate: FailoverGate = gate_over(
             replica.store, replica.gate, replica.metrics, replica.cell, Silence(1.0, 8.0),
-            lambda: self.membership.poke(), replica.name,
+            lambda **how: self.membership.heartbeat_now(**how), replica.name,
         )  # fmt: skip
         self.gate.newcomer_s = 0.0
         self.membership = Membership(
             replica.store, replica.gate, settings, endpoints=replica.cell, metrics=replica.metrics,
-            about=lambda: {"host": "test"}, watch=self.gate,
+            replica_info=lambda: {"host": "test"}, watch=self.gate,
         )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])
 
@@ -49,10 +49,10 @@ class Crosser:
         self.gate.away("silence", "the test says so")
 
     async def let_go(self, request_id: str) -> Placement:
-        return await self.gate.admit(ask(request_id), held=False)
+        return await self.gate.admit(ask(request_id), stream_owned=False)
 
     def end(self, request_id: str, placement: Placement) -> None:
-        self.gate.settle(ended(request_id)._replace(ticket=placement.ticket))
+        self.gate.settle(ended(request_id)._replace(accounting_token=placement.accounting_token))
 
 
 @asynccontextmanager
@@ -80,21 +80,21 @@ async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_bac
         for number in range(2):
             # Given two that were placed by Redis, and one that a replica lets go when it is away
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
-            tickets = {kept: await here.let_go(kept), gone: await away.let_go(gone)}
+            placements = {kept: await here.let_go(kept), gone: await away.let_go(gone)}
             away.leave()
-            tickets[alone] = await away.let_go(alone)
-            for name, placement in tickets.items():
-                away.gate.renew(Alive(name, E1, placement.ticket))
+            placements[alone] = await away.let_go(alone)
+            for name, placement in placements.items():
+                away.gate.renew(Alive(name, E1, placement.accounting_token))
             # When the others, which still have Redis, see it alive, too, and hear that two have ended
-            here.gate.renew(Alive(alone, E1, tickets[alone].ticket))
+            here.gate.renew(Alive(alone, E1, placements[alone].accounting_token))
             await until(lambda those={kept, gone, alone}: _in_flight(it, those))
             for name in (alone, gone):
-                (others or [here])[-1].end(name, tickets[name])
+                (others or [here])[-1].end(name, placements[name])
             await until(lambda those={kept}: _in_flight(it, those))
             # Then the one that was away brings back neither
             await away.shared()
             assert await _in_flight(it, {kept})
-            here.end(kept, tickets[kept])
+            here.end(kept, placements[kept])
             await until(it.at_rest)
         restored = [entry.request for entry in await it.log() if entry.event == "restored"]
         assert restored == ["alone-0", "alone-1"]

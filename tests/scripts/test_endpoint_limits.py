@@ -40,7 +40,7 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
         async def one(number: int) -> None:
             nonlocal most
             gate = it.replicas[number % 2].gate
-            placement = await gate.admit(ask(f"r{number}", flow=f"flow{number % 7}"), held=False)
+            placement = await gate.admit(ask(f"r{number}", flow=f"flow{number % 7}"), stream_owned=False)
             placed[placement.endpoints[0]] += 1
             most = max(most, placed[A])
             await release.wait()
@@ -170,9 +170,9 @@ async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet:
 
         await until(known)
         # Then two are placed, whoever asks, and the third waits for one of them
-        placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), held=True) for i in range(2)]
+        placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
-        third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), held=True))
+        third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), stream_owned=True))
 
         async def waits() -> bool:
             return (await it.counts())[1:] == (1, [2])

@@ -19,7 +19,7 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 from sturdy_bench import gate_over
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
-from picker_fleet.failover.gate import SturdyGate
+from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.failover.outage import Mode
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.state.silence import Silence
@@ -43,7 +43,7 @@ class Watched:
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
-        self.gate: SturdyGate = gate_over(
+        self.gate: FailoverGate = gate_over(
             replica.store, replica.gate, replica.metrics, replica.cell, Silence(SILENCE_S, SILENCE_S)
         )
         self.gate.newcomer_s = 0.0
@@ -52,8 +52,8 @@ class Watched:
     async def begin(self) -> None:
         self.gate.peers({"a": {"degraded": False}})
         self.gate.beat(await self.replica.beat(), 0.001)
-        await self.gate.admit(ask("runs"), held=False)
-        self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), held=False))
+        await self.gate.admit(ask("runs"), stream_owned=False)
+        self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), stream_owned=False))
         await self.queued(1)
 
     async def queued(self, count: int) -> None:
@@ -104,7 +104,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
         # When an arrival meets the error once
         between.refuse(f"{error} for a moment", times=1)
-        arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), held=False))
+        arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
         # Then it waits for its turn in the shared queue, as who came before does
         await it.queued(2)
         assert it.gate.mode is Mode.SHARED
@@ -120,7 +120,7 @@ async def test_what_everyone_is_answered_for_good_is_an_outage(
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
         # When every call meets the error
         between.refuse(f"{error} for good")
-        arriving = asyncio.create_task(it.gate.admit(ask("new"), held=False))
+        arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
         # Then the replica goes on by itself
         await until(lambda: it.gate.mode is Mode.LOCAL)
         assert it.errors(KINDS[error]) == 2
@@ -162,7 +162,7 @@ async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
             # When requests come, again and again, then each is told so, and when to come back
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
-                    await it.gate.admit(ask(f"new{number}"), held=False)
+                    await it.gate.admit(ask(f"new{number}"), stream_owned=False)
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
             assert it.gate.mode is Mode.SHARED
             assert it.errors("full") == 3
@@ -183,12 +183,12 @@ async def test_an_error_for_one_request_is_its_own(
         # When it comes, again and again
         for _ in range(20):
             with pytest.raises(ScriptFailed) as refused:
-                await it.gate.admit(ask(name, flow=flow), held=False)
+                await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
         # Then it alone fails, and others are taken into the queue
         assert it.gate.mode is Mode.SHARED
         assert it.errors("item") == 20
-        other = asyncio.create_task(it.gate.admit(ask("other"), held=False))
+        other = asyncio.create_task(it.gate.admit(ask("other"), stream_owned=False))
         await until(lambda: it.replica.gate.waiting == 2)
         assert it.gate.mode is Mode.SHARED
         other.cancel()
@@ -275,7 +275,7 @@ async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
             await it.begin()
             async with provoked(redis):
                 # When an arrival meets it, then the replica goes on by itself, and what waited with it
-                arriving = asyncio.create_task(it.gate.admit(ask("new"), held=False))
+                arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
                 await until(lambda: it.gate.mode is Mode.LOCAL)
                 assert it.errors(kind) >= 1
                 for task in (arriving, it.waiting):

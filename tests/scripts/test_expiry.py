@@ -56,11 +56,11 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
         await a.admit("runs")
         # When a request waits past its time, then it is answered and its place is given back
         with pytest.raises(ExpiredTtl) as answer:
-            await a.gate.admit(ask("q", ttl_s=0.1), held=False)
+            await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
         # And one whose time is its client's own deadline is told that
         with pytest.raises(DeadlineExceeded) as told:
-            await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), held=False)
+            await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert told.value.status == 504
         assert events_of(await it.log(), "q") == ["queued", "expired"]
         await a.settle("runs")
@@ -76,7 +76,7 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
     ):
         a, b = it.replicas
         await b.admit("runs")
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), held=False))
+        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), stream_owned=False))
         await until(lambda: a.gate.waiting == 1)
         await until(lambda: _has(it, "q"))
         between.mute()
@@ -113,7 +113,7 @@ async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) 
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         await b.admit("runs")
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), held=False))
+        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await until(lambda: _has(it, "q"))
         # When its turn comes before its time is up, though it has not heard of it
         await b.settle("runs")

@@ -15,7 +15,7 @@ from picker_fleet.state.scripts import load_library
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})
 ENDPOINTS = tuple(part for number in (1, 2, 3) for part in (f"e{number}:1", OPEN))
-TICKET = "\t".join(("lost", "1", "1", "1", "w", "3", "m", "e2:1", "1"))
+TOKEN = "\t".join(("lost", "1", "1", "1", "w", "3", "m", "e2:1", "1"))
 
 
 def arrival(
@@ -33,7 +33,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
-    "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TICKET, 0, "p2", "1", "", "", 0),
+    "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TOKEN, 0, "p2", "1", "", "", 0),
     "tombstone": ("a", "x", 0, "y", 0),
     "mark_endpoint": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),

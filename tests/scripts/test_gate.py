@@ -22,7 +22,7 @@ async def queued(it: Fleet, request_id: str) -> None:
 
 
 def asked(replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
-    return asyncio.create_task(replica.gate.admit(ask(request_id), held=False))
+    return asyncio.create_task(replica.gate.admit(ask(request_id), stream_owned=False))
 
 
 async def cancel(task: "asyncio.Task[Placement]") -> None:
@@ -71,7 +71,7 @@ async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> 
 
         async def one(number: int) -> None:
             name = f"r{number}"
-            await (a, b)[number % 2].gate.admit(ask(name), held=False)
+            await (a, b)[number % 2].gate.admit(ask(name), stream_owned=False)
             (b, a)[number % 2].gate.settle(ended(name))
 
         # When more come than fit, then all are served
@@ -163,7 +163,7 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
     # Given a placement, when it never reaches Envoy, then it is given back, once
     async with fleet("a") as it:
         (a,) = it.replicas
-        placement = await a.gate.admit(ask("r"), held=True)
+        placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
         a.gate.withdraw("r", placement)
         await a.beat()
@@ -181,7 +181,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         await b.settle("runs")
         await b.settle("q")
         # When it hears of its grant, then it is admitted anew
-        a.hear("granted", "q")
+        a.on_notification("granted", "q")
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).lives["q"] == 2
 
@@ -191,7 +191,7 @@ async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> No
     async with fleet("a", "b") as it:
         a, b = it.replicas
         for name in ("r1", "r2"):
-            await a.gate.admit(ask(name), held=False)
+            await a.gate.admit(ask(name), stream_owned=False)
         for replica in (a, b, a):
             replica.gate.settle(ended("r1"))
         await a.beat()
@@ -245,7 +245,7 @@ async def test_late_news_of_a_grant_harms_nobody_who_runs(fleet: OpenFleet) -> N
         await b.beat()
         await waiter
         # When the wake-up of its grant comes late
-        b.gate.hear("granted", "q")
+        b.gate.on_notification("granted", "q")
         assert await b.store.disclaim("q") == "foreign"
         # Then it runs on
         assert (await it.counts())[0] == 1

@@ -111,7 +111,7 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
 ) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as it:
         (a,) = it.replicas
-        # Given a placed request whose client has gone, as somebody says without a ticket
+        # Given a placed request whose client has gone, as somebody says without a accounting token
         assert await a.store.suspect("r") == "unknown"
         await a.admit("r")
         assert await a.store.suspect("r") == "suspected"

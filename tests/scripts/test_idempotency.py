@@ -9,11 +9,11 @@ from packed import doubles
 from script_backends import wire
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.state.store import Verdict
 
 Call = Callable[[Replica], Awaitable[object]]
-TICKET = ticket.write(ask("gone", workload="w"), "10.0.0.1:8000")
+TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
 # One of each state is there: `placed`, `granted`, `queued`; `gone` is known to nobody.
 CALLS: dict[str, Call] = {
@@ -34,9 +34,9 @@ CALLS: dict[str, Call] = {
     "cancel, foreign": lambda a: a.store.cancel("queued", 7, "cancelled"),
     "renew": lambda a: a.store.renew("placed", 1, "", ""),
     "renew, served elsewhere": lambda a: a.store.renew("placed", None, "10.0.0.2:8000", ""),
-    "renew, restored": lambda a: a.store.renew("gone", None, "", TICKET),
+    "renew, restored": lambda a: a.store.renew("gone", None, "", TOKEN),
     "renew, unknown": lambda a: a.store.renew("gone", None, "", ""),
-    "renew, waiting": lambda a: a.store.renew("queued", 1, "", TICKET),
+    "renew, waiting": lambda a: a.store.renew("queued", 1, "", TOKEN),
     "heartbeat": lambda a: a.beat(),
     "publish": lambda a: a.store.publish(
         {**SETTINGS, "upper_per": 3}, (), config_version="c", endpoints_version="e"

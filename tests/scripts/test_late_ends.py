@@ -64,7 +64,7 @@ async def whole_but_open(exchange: Exchange) -> None:
 
 async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
     """A request that waits in the queue."""
-    task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), held=False))
+    task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), stream_owned=False))
     await until(lambda: _queued(it, request_id))
     return task
 

@@ -7,7 +7,7 @@ from decision_ledger import events_of
 from packed import doubles
 from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.request import Alive, Outcome
 from picker_fleet.signing import Keyring
 from picker_fleet.state.store import Verdict
@@ -86,7 +86,7 @@ async def test_a_request_that_waits_is_not_renewed(fleet: OpenFleet) -> None:
         await a.admit("runs")
         await a.admit("q")
         # Given one waiting, when it is renewed, then it waits on
-        assert await a.store.renew("q", 1, "", ticket.write(ask("q"), E1)) == "waiting"
+        assert await a.store.renew("q", 1, "", accounting_token.write(ask("q"), E1)) == "waiting"
         assert await it.counts() == (1, 1, [1])
 
 
@@ -94,19 +94,19 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
     # Given one held stream, one that the access log reports, and one that nobody does; short leases
     async with fleet("a", upper_per=3, lease_ms=100) as it:
         (a,) = it.replicas
-        held = await a.gate.admit(ask("held"), held=True)
-        logged = await a.gate.admit(ask("logged"), held=False)
-        await a.gate.admit(ask("silent"), held=False)
+        held = await a.gate.admit(ask("held"), stream_owned=True)
+        logged = await a.gate.admit(ask("logged"), stream_owned=False)
+        await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
         # When the replica renews what it holds and passes on an access-log entry
-        a.gate.renew_held()
-        a.gate.renew(Alive("logged", E1, logged.ticket))
+        a.gate.renew_owned_streams()
+        a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
         # Then only the one nobody reports is gone; what is withdrawn is renewed no more
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["held", "logged"]
         a.gate.withdraw("held", held)
-        a.gate.renew_held()
+        a.gate.renew_owned_streams()
         await until(lambda: _one_runs(it))
 
 
@@ -144,13 +144,15 @@ async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: 
         assert (await it.state())["in_flight"] == {E1: 0}
 
 
-async def test_what_runs_is_restored_from_its_ticket_after_the_state_was_lost(fleet: OpenFleet) -> None:
+async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_was_lost(
+    fleet: OpenFleet,
+) -> None:
     # Given a placed request and a shared state that has been lost and published anew
     async with fleet("a", "b", endpoints=2) as it:
         a, b = it.replicas
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, 1, "*")
-        note = ticket.write(request, placed.detail.split(",")[0])
+        note = accounting_token.write(request, placed.detail.split(",")[0])
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", note) == "unknown"
         await a.publish(E1, E2)
@@ -173,7 +175,7 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
     # Given two that were let go without the shared state, of which one has ended
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        notes = {name: ticket.write(ask(name), E1) for name in ("ended", "runs")}
+        notes = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.bury("ended") == "buried"
         # When the replica that let them go brings both, then only the one that runs is counted
         told = [await b.store.renew(name, 1, "", note) for name, note in notes.items()]
@@ -210,13 +212,13 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
 ) -> None:
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        note = ticket.write(ask("r"), E1)
+        note = accounting_token.write(ask("r"), E1)
         # Given an end that was heard some time ago, and is told now
         assert await a.store.bury("r", ended_s) == "buried"
         # When somebody brings back what it let go, and saw alive before or since
         assert (
             await b.store.renew("r", None, "", note, seen_s) == "unknown"
-        )  # only heard of: an old ticket, it may be
+        )  # only heard of: an old accounting token, it may be
         assert await b.store.renew("r", 1, "", note, seen_s) == answer
         # Then an end that is told again says whether it has come back
         again = await a.store.bury("r", ended_s)
@@ -248,8 +250,8 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
     # Given a request that one replica let go without the shared state, and whose end another is told of
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        note = ticket.write(ask("r"), E1)
-        b.gate.settle(ended("r")._replace(ticket=note))
+        note = accounting_token.write(ask("r"), E1)
+        b.gate.settle(ended("r")._replace(accounting_token=note))
         await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
         # When the one that let it go is back, then it brings nothing
         assert await a.store.renew("r", 1, "", note) == "unknown"
@@ -270,8 +272,8 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
         "f\t1\t1.0\t1.0\tw\0\t3\tm\t10.0.0.1:8000\t0",
     ],
 )
-async def test_a_broken_ticket_restores_nothing(fleet: OpenFleet, note: str) -> None:
-    # Given no record, when a renewal brings a ticket that cannot be read, then nothing is counted
+async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, note: str) -> None:
+    # Given no record, when a renewal brings a accounting token that cannot be read, then nothing is counted
     async with fleet("a") as it:
         (a,) = it.replicas
         assert await a.store.renew("r", None, E1, note) == "unknown"
@@ -281,7 +283,7 @@ async def test_a_broken_ticket_restores_nothing(fleet: OpenFleet, note: str) -> 
 @pytest.mark.parametrize(
     ("claimed", "unready", "taken"), [(1.0, 0, 1.0), (7.0, 0, 4.0), (1e12, 0, 4.0), (7.0, 2, 4.0)]
 )
-async def test_a_ticket_takes_back_no_more_than_an_admission_gives(
+async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
     # Given a bound of four, also where some of its endpoints are down at the moment
@@ -289,37 +291,40 @@ async def test_a_ticket_takes_back_no_more_than_an_admission_gives(
         (a,) = it.replicas
         for address in (E1, E2)[:unready]:
             await a.store.mark(address, "down", True)
-        # When a ticket claims more
-        assert await a.store.renew("r", None, E1, ticket.write(ask("r", cost=claimed), E1)) == "restored"
+        # When a accounting token claims more
+        assert (
+            await a.store.renew("r", None, E1, accounting_token.write(ask("r", cost=claimed), E1))
+            == "restored"
+        )
         # Then it has no more than all of it, and gives it back
         assert (await it.state())["stock"] == taken
         await a.settle("r")
         assert await it.at_rest()
 
 
-async def test_a_ticket_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
+async def test_a_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as it:
         (a,) = it.replicas
         nowhere = "192.0.2.7:80"
-        # Given tickets for an endpoint that nobody knows, then they restore nothing
-        assert await a.store.renew("r", None, "", ticket.write(ask("r"), nowhere)) == "unknown"
-        assert await a.store.renew("r", None, nowhere, ticket.write(ask("r"), nowhere)) == "unknown"
+        # Given accounting tokens for an endpoint that nobody knows, then they restore nothing
+        assert await a.store.renew("r", None, "", accounting_token.write(ask("r"), nowhere)) == "unknown"
+        assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), nowhere)) == "unknown"
         # And one that is told to be served there counts where it was placed
-        assert await a.store.renew("r", None, nowhere, ticket.write(ask("r"), E1)) == "restored"
+        assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state())["in_flight"] == {E1: 1}
         await a.settle("r")
         assert await it.at_rest()
 
 
-async def test_an_old_ticket_of_an_ended_request_does_not_bring_it_back(fleet: OpenFleet) -> None:
+async def test_an_old_accounting_token_of_an_ended_request_does_not_bring_it_back(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as it:
         a, b = it.replicas
         # Given a request that was let go without the shared state, and has ended
-        note = ticket.write(ask("r"), E1)
-        b.gate.settle(ended("r")._replace(ticket=note))
+        note = accounting_token.write(ask("r"), E1)
+        b.gate.settle(ended("r")._replace(accounting_token=note))
         buried = it.keys.prefix + "buried"
         await until(lambda: it.redis.zscore(buried, "r"))
-        # When its ticket is told again, however much later while its end is remembered
+        # When its accounting token is told again, however much later while its end is remembered
         await it.redis.zincrby(buried, -SETTINGS["lease_ms"] - 9_000, "r")
         assert await a.store.renew("r", None, E1, note) == "unknown"
         # And an end that is told again takes nothing from anybody
@@ -331,11 +336,11 @@ async def test_a_restored_request_of_a_held_stream_can_be_withdrawn(fleet: OpenF
     # Given a held stream whose record is lost
     async with fleet("a") as it:
         (a,) = it.replicas
-        placement = await a.gate.admit(ask("r"), held=True)
+        placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
         # When it is renewed and then taken back, then nothing is left
-        a.gate.renew_held()
+        a.gate.renew_owned_streams()
         await until(lambda: _one_runs(it))
         a.gate.withdraw("r", placement)
         await until(it.at_rest)
@@ -354,12 +359,12 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-async def test_a_damaged_ticket_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
+async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
     # Given a request in flight
     async with fleet("a") as it:
         (a,) = it.replicas
         await a.admit("r")
-        # When the access log tells of one that nobody knows, with a ticket that is damaged
+        # When the access log tells of one that nobody knows, with a accounting token that is damaged
         assert await a.store.renew("x", None, "", damaged) == "unknown"
         # Then the one in flight is counted as before, and nothing else is
         assert await it.counts() == (1, 0, [1])
@@ -408,7 +413,7 @@ async def test_an_endpoint_that_is_none_moves_nothing(fleet: OpenFleet) -> None:
         # When the access log tells of endpoints that no address can be
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
-            assert await a.store.renew("lost", None, served, ticket.write(ask("lost"), E1)) in (
+            assert await a.store.renew("lost", None, served, accounting_token.write(ask("lost"), E1)) in (
                 "restored", "renewed",
             )  # fmt: skip
         # Then both count where they were placed, and end there

@@ -9,7 +9,7 @@ import pytest
 from script_backends import url_of, valkey, wire
 from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
 from picker_fleet.state.scripts import load_library
@@ -104,7 +104,7 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
         await it.redis.function_load(without)
         # When a renewal or an admission and the same request's end are sent together
         if forgotten == "renew":
-            note = ticket.write(ask("r"), E1)
+            note = accounting_token.write(ask("r"), E1)
             await asyncio.gather(
                 _next(lambda: a.store.renew("r", None, "", note)),
                 _next(lambda: a.store.settle("r", Outcome.COMPLETED)),

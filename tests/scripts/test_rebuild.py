@@ -10,7 +10,7 @@ from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, Server
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Alive, InferenceRequest, Placement
 from picker_fleet.state.store import Verdict
@@ -31,10 +31,10 @@ async def filled(
 ) -> "tuple[list[Placement], list[asyncio.Task[Placement]]]":
     """`streams` held streams and then `waiters` waiting, round the replicas."""
     gates = [replica.gate for replica in it.replicas]
-    held = [await gates[i % len(gates)].admit(ask(f"s{i}"), held=True) for i in range(streams)]
+    held = [await gates[i % len(gates)].admit(ask(f"s{i}"), stream_owned=True) for i in range(streams)]
     waiting = []
     for i in range(waiters):
-        waiting.append(asyncio.create_task(gates[i % len(gates)].admit(ask(f"q{i}"), held=False)))
+        waiting.append(asyncio.create_task(gates[i % len(gates)].admit(ask(f"q{i}"), stream_owned=False)))
         await until(lambda so_far=i + 1: _queue_is(it, so_far))
     return held, waiting
 
@@ -116,7 +116,7 @@ async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFle
         (a,) = it.replicas
         await it.redis.flushall()
         # When a request comes, then it has the state published at once and is placed
-        assert (await a.gate.admit(ask("r"), held=False)).endpoints
+        assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
 
 
@@ -124,7 +124,7 @@ async def test_access_log_entries_restore_what_no_replica_holds(fleet: OpenFleet
     # Given a stream that only Envoy knows of, and a state that was lost
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as it:
         a, b = it.replicas
-        placement = await a.gate.admit(ask("r", workload="w"), held=False)
+        placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 0))
 
@@ -133,7 +133,7 @@ async def test_access_log_entries_restore_what_no_replica_holds(fleet: OpenFleet
 
         await until(published)
         # When its periodic entry comes to another replica, then it is counted where it runs
-        b.gate.renew(Alive("r", placement.endpoints[0], placement.ticket))
+        b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until(lambda: _accounted(it, 1))
         assert (await it.state())["in_flight"][placement.endpoints[0]] == 1
         # And its final entry ends it
@@ -215,7 +215,7 @@ async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFlee
 
 
 ENDPOINT = "e:1"
-TICKET = ticket.write(ask("r"), ENDPOINT)
+TOKEN = accounting_token.write(ask("r"), ENDPOINT)
 WINDOW_MS = LEASE_MS + 10_000  # after a loss: what runs has given a sign of life by then
 HOUR_MS = 3_600_000
 
@@ -231,21 +231,23 @@ def server(valkey_url: str) -> Iterator[Server]:
 def settled(server: Server) -> bool:
     """The server has been the pool's for long, and nobody has been away."""
     server.calm(WINDOW_MS + SECOND_MS)
-    return server.report("nobody", TICKET) == "unknown"
+    return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_a_ticket_of_a_request_that_has_ended_restores_nothing_in_a_calm_fleet(server: Server) -> None:
+def test_a_accounting_token_of_a_request_that_has_ended_restores_nothing_in_a_calm_fleet(
+    server: Server,
+) -> None:
     assert settled(server)
-    # Given a request that has ended, and its ticket
+    # Given a request that has ended, and its accounting token
     server.admit("r")
-    assert server.report("r", TICKET) == "renewed"
+    assert server.report("r", TOKEN) == "renewed"
     assert server.end("r") == "settled m"
     # When it is told again, at once and later, then it is not counted
     for _ in range(10):
-        assert server.report("r", TICKET) == "unknown"
+        assert server.report("r", TOKEN) == "unknown"
         server.calm(10 * SECOND_MS)
     # But a replica whose own stream it is brings it back at any time
-    assert server.report("r", TICKET, attempt="1") == "restored"
+    assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
 def test_what_was_given_up_unheard_comes_back_with_its_sign_of_life_and_ends_for_good(server: Server) -> None:
@@ -257,9 +259,9 @@ def test_what_was_given_up_unheard_comes_back_with_its_sign_of_life_and_ends_for
     assert not server.knows("r")
     server.calm(HOUR_MS // 2)
     # When it is seen alive, then it counts, and when it has ended it does not come back
-    assert server.report("r", TICKET) == "restored"
+    assert server.report("r", TOKEN) == "restored"
     assert server.end("r") == "settled llama"
-    assert server.report("r", TICKET) == "unknown"
+    assert server.report("r", TOKEN) == "unknown"
 
 
 def test_what_was_given_up_is_forgotten_with_its_end_and_in_an_hour(server: Server) -> None:
@@ -272,19 +274,19 @@ def test_what_was_given_up_is_forgotten_with_its_end_and_in_an_hour(server: Serv
     assert server.end("ends") == "unknown"
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
-    assert server.report("ends", TICKET) == "unknown"
+    assert server.report("ends", TOKEN) == "unknown"
     # And the other is forgotten in an hour
     server.calm(HOUR_MS)
     assert server.sweep()
-    assert server.report("stays", TICKET) == "unknown"
+    assert server.report("stays", TOKEN) == "unknown"
     assert not server.exists("unheard")
 
 
-def test_a_damaged_record_of_a_request_that_runs_is_made_good_by_its_ticket(server: Server) -> None:
+def test_a_damaged_record_of_a_request_that_runs_is_made_good_by_its_accounting_token(server: Server) -> None:
     assert settled(server)
     server.admit("r")
     server.damage("r")
-    assert server.report("r", TICKET) == "restored"
+    assert server.report("r", TOKEN) == "restored"
 
 
 def test_after_the_state_was_lost_what_runs_comes_back_for_a_lease(server: Server) -> None:
@@ -295,9 +297,9 @@ def test_after_the_state_was_lost_what_runs_comes_back_for_a_lease(server: Serve
     server.publish()
     server.beat()
     # When it is seen alive, then it counts; and past the time by which all that runs has been, no more
-    assert server.report("r", TICKET) == "restored"
+    assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
-    assert server.report("late", TICKET) == "unknown"
+    assert server.report("late", TOKEN) == "unknown"
 
 
 def test_after_a_failover_that_lost_the_last_writes_what_they_placed_comes_back(server: Server) -> None:
@@ -309,9 +311,9 @@ def test_after_a_failover_that_lost_the_last_writes_what_they_placed_comes_back(
     server.restart()
     server.passes(20 * SECOND_MS)
     server.beat()
-    assert server.report("r", TICKET) == "restored"
+    assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
-    assert server.report("late", TICKET) == "unknown"
+    assert server.report("late", TOKEN) == "unknown"
 
 
 def test_when_a_replica_comes_back_what_it_has_seen_alive_is_believed(server: Server) -> None:
@@ -319,17 +321,17 @@ def test_when_a_replica_comes_back_what_it_has_seen_alive_is_believed(server: Se
     # Given the fleet's only replica, which could not reach the server for longer than it is believed
     server.passes(2 * SILENCE_MS)
     server.beat()
-    assert server.report("r", TICKET) == "restored"
+    assert server.report("r", TOKEN) == "restored"
     # And one that is new, which can have seen nothing, changes nothing
     assert settled(server)
     server.call("heartbeat", "new", "{}", SILENCE_MS, "")
-    assert server.report("other", TICKET) == "unknown"
+    assert server.report("other", TOKEN) == "unknown"
 
 
 def test_what_was_let_go_without_the_shared_state_is_believed_for_a_lease_by_anybody(server: Server) -> None:
     assert settled(server)
     # Given requests let go by a replica that alone is without the shared state
-    note = ticket.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
+    note = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
     # When the access log tells another one of the first in time, then it counts
     server.calm(5 * SECOND_MS)
     assert server.report("r", note) == "restored"

@@ -35,7 +35,7 @@ class Clients:
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def ask(self, name: str, **about: Any) -> None:
-        await self.gate.admit(ask(name, flow=f"{name} {'x' * 2000}", **about), held=False)
+        await self.gate.admit(ask(name, flow=f"{name} {'x' * 2000}", **about), stream_owned=False)
         self.running.append(name)
 
     async def fill(self) -> WritesRefused:
@@ -104,8 +104,8 @@ async def test_who_waits_in_a_full_redis_expires_in_time(server: int, pool: str)
     async with running(url_of(server), pool, "a", upper_per=1, listening=True) as it:
         (a,) = it.replicas
         # Given one that waits on a server that has no room since
-        await a.gate.admit(ask("runs"), held=False)
-        waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), held=False))
+        await a.gate.admit(ask("runs"), stream_owned=False)
+        waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), stream_owned=False))
         await until(lambda: a.gate.waiting == 1)
         await it.redis.config_set("maxmemory", 1)
         # When its time is up, then it is told so

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, ask
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.request import Outcome
 from picker_fleet.state.keys import Keys
@@ -104,7 +104,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.bury("ended elsewhere")
         await it.redis.hset(it.keys.prefix + "requests", "damaged", "x")
         await a.store.renew("damaged", None, "", "")
-        await a.store.renew("lost", None, "", ticket.write(ask("lost"), "10.0.0.1:8000"))
+        await a.store.renew("lost", None, "", accounting_token.write(ask("lost"), "10.0.0.1:8000"))
         await a.store.suspect("lost")
         # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
         await b.admit("limited", flow="limited", limit=1)

@@ -170,16 +170,16 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # And what one has routed, the other knows: the data is there without a restart
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())
-        placement = await a.sturdy.admit(prompted("r2"), held=False)
+        placement = await a.failover.admit(prompted("r2"), stream_owned=False)
 
         has_it = f"{placement.endpoints[0]}=0.9000,"
         await until(lambda: b.chooser.choose(prompted("r3")).candidates.startswith(has_it))
         for number in range(8):
-            same = await b.sturdy.admit(prompted(f"r4-{number}"), held=False)
+            same = await b.failover.admit(prompted(f"r4-{number}"), stream_owned=False)
             assert same.endpoints[0] == placement.endpoints[0]
-            b.sturdy.withdraw(f"r4-{number}", same)
+            b.failover.withdraw(f"r4-{number}", same)
         # And at weight 0 it is off again, for all
         await others.change({"scheduling": {"scorers": {"prefix-affinity": 0}}})
         await until(lambda: not (a.chooser.needs_prefix_hashes or b.chooser.needs_prefix_hashes))
         assert b.chooser.choose(prompted("r5")).candidates == "*"
-        a.sturdy.withdraw("r2", placement)
+        a.failover.withdraw("r2", placement)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from script_fleet import SETTINGS
 
 from picker_fleet.config import Settings
-from picker_fleet.live_config import published
+from picker_fleet.live_config import shared_settings
 from picker_fleet.state import schema
 from picker_fleet.state.arrival import pack
 from picker_fleet.state.scripts import Library, load_library
@@ -62,7 +62,7 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
             assert isinstance(reply, list)
             return reply
 
-        settings = json.dumps(published(Settings(), {}))
+        settings = json.dumps(shared_settings(Settings(), {}))
         endpoint = ("10.0.0.1:8000", json.dumps({"labels": {}, "draining": False}))
         born = call("publish", "r-1", "c-1", "e-1", settings, *endpoint)[0]
         counters = server.hget(key, "counters")
@@ -89,7 +89,7 @@ def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
 
 FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 ENDPOINTS = ("a:1", "b:1", "c:1")
-TICKET = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
+TOKEN = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
 
 
 class Mixed:
@@ -131,10 +131,10 @@ class Mixed:
         self._renew(version, name, endpoint, "")
 
     def restore(self, version: int, name: str, endpoint: str) -> None:
-        self._renew(version, name, "", TICKET.format(endpoint))
+        self._renew(version, name, "", TOKEN.format(endpoint))
 
-    def _renew(self, version: int, name: str, endpoint: str, ticket: str) -> None:
-        self.call(version, "renew", name, "", endpoint, ticket, *(["0"] if version else []))
+    def _renew(self, version: int, name: str, endpoint: str, accounting_token: str) -> None:
+        self.call(version, "renew", name, "", endpoint, accounting_token, *(["0"] if version else []))
 
     def settle(self, version: int, name: str) -> None:
         self.call(version, "settle", name, "completed", "", "")
@@ -196,7 +196,7 @@ def test_given_a_former_version_beside_the_present_one_when_both_work_then_every
                         mixed.settle(version, name)
             mixed.audit()
             assert mixed.counts() == (0, 0, 0)
-            # And the present version knows that the former is about, and takes tickets without a signature
+            # And the present version knows that the former is about, and takes unsigned tokens
             assert mixed.beat(1)[17] == 1
         finally:
             mixed.clear()
@@ -225,7 +225,7 @@ def test_given_a_request_that_makes_room_then_its_owner_is_told_in_a_word_that_i
             mixed.clear()
 
 
-def test_given_the_present_version_alone_then_tickets_must_be_signed(valkey_url: str) -> None:
+def test_given_the_present_version_alone_then_accounting_tokens_must_be_signed(valkey_url: str) -> None:
     with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
         mixed = Mixed(server, "alone")
         # Given a former version that has gone an hour ago

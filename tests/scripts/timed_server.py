@@ -107,9 +107,9 @@ class Server:
     def exists(self, name: str) -> bool:
         return bool(self._client.exists(f"{self._prefix}{name}"))
 
-    def report(self, name: str, ticket: str, attempt: str = "") -> str:
+    def report(self, name: str, accounting_token: str, attempt: str = "") -> str:
         """What a sign of life is answered."""
-        reply: bytes = self.call("renew", "a", name, attempt, "", ticket, "0")[4]
+        reply: bytes = self.call("renew", "a", name, attempt, "", accounting_token, "0")[4]
         return reply.decode()
 
     def end(self, name: str) -> str:

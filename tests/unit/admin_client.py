@@ -48,7 +48,7 @@ class View:
     def identity(self) -> dict[str, str]:
         return {"replica": "r-1", "pool": "default"}
 
-    def poke(self) -> None:
+    def heartbeat_now(self) -> None:
         """As a membership's."""
 
 

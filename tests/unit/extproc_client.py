@@ -23,7 +23,7 @@ from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.telemetry.decisions import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
-PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), ticket="ticket-1")
+PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
 
 
 class ScriptedGate:
@@ -45,8 +45,8 @@ class ScriptedGate:
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
-        self.admitted.append((request, held))
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
+        self.admitted.append((request, stream_owned))
         self.ages_s.append(age_s)
         self.asked.set()
         try:
@@ -62,7 +62,7 @@ class ScriptedGate:
         self.routed.append(subset)
         if self.error is not None:
             raise self.error
-        return Placement(endpoints=PLACEMENT.endpoints, ticket="")
+        return Placement(endpoints=PLACEMENT.endpoints, accounting_token="")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         assert placement == PLACEMENT._replace(session=self.session, waited_s=self.waited_s)

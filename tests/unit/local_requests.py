@@ -4,7 +4,7 @@ from typing import Any
 
 from picker_fleet.config import parse
 from picker_fleet.failover.local_queue import Rules, rules_of
-from picker_fleet.live_config import Effective
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Band, InferenceRequest, Workload
 
 
@@ -19,4 +19,4 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
 
 def rules(live: int = 1, **queue: Any) -> Rules:
     """Of a configuration with `queue` as its `fair_request_queue`."""
-    return rules_of(Effective(parse({"fair_request_queue": queue}), {}), live)
+    return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live)

@@ -29,7 +29,7 @@ class ScriptedStore:
         self.buried: list[str] = []
         self.answering = True  # ends are taken
         self.renewing = "renewed"
-        self.alive: list[tuple[str, str]] = []  # what was renewed, with tickets
+        self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.born, self.version = "0", ""
@@ -79,9 +79,9 @@ class ScriptedStore:
         return _answered("ended")
 
     def renew(
-        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
-        self.alive.append((request_id, ticket))
+        self.alive.append((request_id, accounting_token))
         return _answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:

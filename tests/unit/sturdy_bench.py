@@ -11,8 +11,8 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.gate import SturdyGate
-from picker_fleet.live_config import Effective
+from picker_fleet.failover.gate import FailoverGate
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock
@@ -33,7 +33,7 @@ class FickleStore(ScriptedStore):
         self.away = self.silent = self.deaf = False
         self.ages_s: list[float] = []
         self.renewed: list[str] = []
-        self.notes: list[str] = []  # the tickets of those renewals
+        self.notes: list[str] = []  # the accounting tokens of those renewals
         self.unsent: list[str] = []
         self.admitting = [Verdict("placed", E1)]
 
@@ -48,15 +48,15 @@ class FickleStore(ScriptedStore):
         return await super().admit(request, attempt, candidates, age_s)
 
     def renew(
-        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
         self.renewed.append(request_id)
-        self.notes.append(ticket)
+        self.notes.append(accounting_token)
         if self.deaf:
             lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             lost.set_exception(StateUnavailable("away"))
             return lost
-        return super().renew(request_id, attempt, served, ticket, ago_s)
+        return super().renew(request_id, attempt, served, accounting_token, ago_s)
 
     def unsent_ends(self) -> list[str]:
         return self.unsent
@@ -76,13 +76,13 @@ def gate_over(
     metrics: Metrics,
     cell: SnapshotCell,
     silence: Silence,
-    poke: Callable[[], None] = lambda: None,
+    heartbeat_now: Callable[..., None] = lambda **_: None,
     replica: str = "a",
     config: Mapping[str, Any] | None = None,
-) -> SturdyGate:
+) -> FailoverGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
-    effective = Effective(parse(config or {}), {})
-    return SturdyGate(
+    effective = EffectiveConfig(parse(config or {}), {})
+    return FailoverGate(
         store,
         shared,
         replica=replica,
@@ -93,8 +93,7 @@ def gate_over(
         report_s=0.0,
         effective=lambda: effective,
         load=lambda: {E1: 3, E2: 1},
-        poke=poke,
-        glance=lambda: None,
+        heartbeat_now=heartbeat_now,
         via=NoPeers(),
     )
 
@@ -127,8 +126,8 @@ class Bench:
         self.now_s += 10.0
         assert self.awake.just_woke
 
-    def _poked(self) -> None:
-        self.pokes += 1
+    def _poked(self, *, full: bool = True) -> None:
+        self.pokes += full
 
     def tell_peers(self, told: Sequence[str] | None = None, **degraded: bool) -> None:
         """What the live replicas say: those named that they are degraded, and all which returns they have
@@ -140,8 +139,10 @@ class Bench:
         self.gate.peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None) -> None:
-        note = placement.ticket if placement is not None else ""
-        self.gate.settle(Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, ticket=note))
+        note = placement.accounting_token if placement is not None else ""
+        self.gate.settle(
+            Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=note)
+        )
 
     @property
     def free(self) -> float:

@@ -9,7 +9,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from metrics_page import page_of
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.extproc import accesslog
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.signing import Keyring
@@ -22,8 +22,8 @@ NOTE = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
 
 
 def signed(request_id: str) -> str:
-    """The ticket of `request_id`."""
-    return ticket.signed(NOTE, request_id, KEYS)
+    """The accounting token of `request_id`."""
+    return accounting_token.signed(NOTE, request_id, KEYS)
 
 
 class Book:
@@ -45,7 +45,7 @@ class Book:
     def withdraw(self, request_id: str) -> None:
         raise AssertionError("the access log withdraws nothing")
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         raise AssertionError("the access log admits nothing")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
@@ -145,18 +145,22 @@ async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_
             completion_tokens=100,
             duration_s=3.5,
             first_byte_s=0.25,
-            ticket=signed("from-picker"),
+            accounting_token=signed("from-picker"),
         )
     ]
 
 
 async def test_given_no_id_of_the_picker_when_an_entry_comes_then_envoys_request_id_is_the_id() -> None:
     assert await told(batch(entry())) == [
-        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None, ticket=signed("req-1"))
+        Completion(
+            "req-1", Outcome.COMPLETED, 200, None, None, None, None, None, accounting_token=signed("req-1")
+        )
     ]
 
 
-async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_with_its_ticket() -> None:
+async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_with_its_accounting_token() -> (
+    None
+):
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
     assert await told(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
@@ -288,7 +292,9 @@ async def test_given_senseless_values_when_an_entry_ends_then_they_count_as_unkn
     message = entry()
     spoil(message)
     assert await told(batch(message)) == [
-        Completion("req-1", Outcome.COMPLETED, 200, None, None, None, None, None, ticket=signed("req-1"))
+        Completion(
+            "req-1", Outcome.COMPLETED, 200, None, None, None, None, None, accounting_token=signed("req-1")
+        )
     ]
 
 
@@ -301,7 +307,7 @@ def raised(message: Entry) -> None:
 
 
 def of_a_stranger(message: Entry) -> None:
-    picker(message, {"ticket": ticket.signed(NOTE, "req-1", Keyring())})
+    picker(message, {"ticket": accounting_token.signed(NOTE, "req-1", Keyring())})
 
 
 def stripped(message: Entry) -> None:
@@ -332,7 +338,7 @@ def picker(message: Entry, fields: dict[str, object]) -> None:
         (missing, "no-ticket"),
     ],
 )
-def test_an_entry_without_a_ticket_of_the_fleet_is_counted_and_changes_nothing(
+def test_an_entry_without_a_accounting_token_of_the_fleet_is_counted_and_changes_nothing(
     spoil: Callable[[Entry], None], reason: str, kind: str
 ) -> None:
     gate, metrics, message = Book(), Metrics(), entry(kind)
@@ -342,25 +348,29 @@ def test_an_entry_without_a_ticket_of_the_fleet_is_counted_and_changes_nothing(
     assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page_of(metrics).decode()
 
 
-def test_a_ticket_is_good_over_rotations_and_those_of_an_older_version_while_it_is_about() -> None:
+def test_a_accounting_token_is_good_over_rotations_and_those_of_an_older_version_while_it_is_about() -> None:
     keys, newcomer = Keyring(), Keyring()
     # Given a fleet whose key is followed by two others, one a day
     keys.take("0a" * 16)
-    first = ticket.signed(NOTE, "r", keys)
+    first = accounting_token.signed(NOTE, "r", keys)
     keys.take(f"{'0b' * 16} {'0a' * 16}")
-    announced = ticket.signed(NOTE, "r", keys)
+    announced = accounting_token.signed(NOTE, "r", keys)
     keys.take(f"{'0c' * 16} {'0b' * 16} {'0a' * 16}")
-    # Then its tickets are those of the first until the next is known to all, and all stay good
-    assert first == announced != ticket.signed(NOTE, "r", keys)
+    # Then its accounting tokens are those of the first until the next is known to all, and all stay good
+    assert first == announced != accounting_token.signed(NOTE, "r", keys)
     newcomer.take(keys.offer().split(" ", 1)[1])
-    for note in (first, ticket.with_trace(first, "00-trace"), ticket.signed(NOTE, "r", keys)):
-        assert ticket.checked(note, "r", newcomer) == (note, "")
+    for note in (
+        first,
+        accounting_token.with_trace(first, "00-trace"),
+        accounting_token.signed(NOTE, "r", keys),
+    ):
+        assert accounting_token.checked(note, "r", newcomer) == (note, "")
     # And one without a signature while a version that makes none is about; its trace stays apart
-    assert ticket.checked(NOTE, "r", newcomer) == (NOTE, "unsigned")
+    assert accounting_token.checked(NOTE, "r", newcomer) == (NOTE, "unsigned")
     newcomer.accepts_unsigned = True
-    note, fault = ticket.checked(f"{NOTE}\t00-trace", "r", newcomer)
-    assert (ticket.split_trace(note), fault) == ((f"{NOTE}\t", "00-trace"), "")
-    assert ticket.checked(NOTE, "r", newcomer) == (f"{NOTE}\t", "")
+    note, fault = accounting_token.checked(f"{NOTE}\t00-trace", "r", newcomer)
+    assert (accounting_token.split_trace(note), fault) == ((f"{NOTE}\t", "00-trace"), "")
+    assert accounting_token.checked(NOTE, "r", newcomer) == (f"{NOTE}\t", "")
 
 
 async def test_given_garbage_between_entries_when_it_comes_then_the_others_are_not_lost() -> None:
@@ -392,7 +402,7 @@ async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None
     assert await call.code() is not grpc.StatusCode.OK
 
 
-def test_a_client_gone_without_a_ticket_is_only_suspected() -> None:
+def test_a_client_gone_without_a_accounting_token_is_only_suspected() -> None:
     gate, metrics = Book(), Metrics()
     gone, refused = bare(request_id="gone", status=0), bare(request_id="refused", status=503)
     gone.common_properties.response_flags.downstream_connection_termination = True

@@ -28,7 +28,7 @@ class Poked:
     def __init__(self) -> None:
         self.pokes = 0
 
-    def poke(self) -> None:
+    def heartbeat_now(self) -> None:
         self.pokes += 1
 
 

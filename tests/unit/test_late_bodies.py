@@ -20,7 +20,7 @@ async def test_given_the_shared_state_when_asked_then_it_says_whose_the_place_is
     answer: str, own: bool
 ) -> None:
     bench = Bench()
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     bench.store.renewing = answer
     assert await bench.gate.confirm("r", placement, 2.0) is own
     # And what is lost is not restored past the bound
@@ -32,7 +32,7 @@ async def test_given_a_shared_place_when_redis_is_away_then_it_is_kept_while_its
     age_s: float,
 ) -> None:
     bench = Bench()
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     bench.store.deaf = True
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     # And it costs the replica's own purse nothing: it is in flight as far as that counts
@@ -45,7 +45,7 @@ async def test_given_a_shared_place_when_redis_is_away_then_it_is_kept_while_its
 async def test_given_a_place_paid_for_here_when_redis_is_away_then_it_is_kept_however_old() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     free = bench.free
     assert await bench.gate.confirm("r", placement, 2 * LEASE_S)
     assert bench.free == free
@@ -65,7 +65,7 @@ async def test_given_the_way_back_when_asked_then_the_shared_state_is_told_of_ow
     # Given a replica on its way back, which has let one go by itself
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("mine"), held=False)
+    placement = await bench.gate.admit(ask("mine"), stream_owned=False)
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -76,7 +76,7 @@ async def test_given_the_way_back_when_asked_then_the_shared_state_is_told_of_ow
         bench.store.notes.clear()
         # When its body ends late, then it is its own, and the shared state counts it
         assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
-        assert bench.store.notes == [placement.ticket]
+        assert bench.store.notes == [placement.accounting_token]
         # And one whose lease has run out is not, and does not come back
         assert not await bench.gate.confirm("old", placement, 2 * LEASE_S)
-        assert bench.store.notes == [placement.ticket, ""]
+        assert bench.store.notes == [placement.accounting_token, ""]

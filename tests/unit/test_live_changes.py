@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from picker_fleet import live_config
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError
-from picker_fleet.live_config import published
+from picker_fleet.live_config import shared_settings
 
 CONFIGURED = parse(
     {
@@ -52,7 +52,7 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
 
 
 def test_given_settings_when_published_then_every_name_of_the_scripts_is_there() -> None:
-    assert published(parse({}), {"gold": 3.0}) == {
+    assert shared_settings(parse({}), {"gold": 3.0}) == {
         "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
         "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "lease_ms": 15_000,
         "silence_ms": 5_000,
@@ -70,7 +70,9 @@ def test_given_settings_when_published_then_every_name_of_the_scripts_is_there()
 def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset(
     after: str | None, ms: int
 ) -> None:
-    assert published(parse({"fair_request_queue": {"starvation_after": after}}), {})["starvation_ms"] == ms
+    assert (
+        shared_settings(parse({"fair_request_queue": {"starvation_after": after}}), {})["starvation_ms"] == ms
+    )
 
 
 def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:

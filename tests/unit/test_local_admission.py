@@ -10,7 +10,7 @@ from local_requests import ask, rules
 from metrics_page import samples
 from scripted_store import until
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.waiting import Wait
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
@@ -20,7 +20,7 @@ from picker_fleet.failover.journal import Outbox, Placed
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.local_picker import LocalPicker, pick
 from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.live_config import Effective
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Alive, Band, Completion, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.telemetry.metrics import Metrics
@@ -29,7 +29,7 @@ E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 
 
 def ended(request_id: str, note: str = "") -> Completion:
-    return Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, ticket=note)
+    return Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=note)
 
 
 def gate_of(free: float, bound: float = 100.0, **queue: Any) -> LocalGate:
@@ -64,7 +64,7 @@ def test_given_any_course_of_an_outage_when_counted_then_in_flight_and_free_neve
     running = [f"before-{n}" for n in range(min(before, bound))]
     purses = [Purse(share(bound - len(running), live=live, rank=rank, whole=True)) for rank in range(live)]
     books = [Outbox() for _ in range(live)]
-    note = ticket.write(ask(), E1)
+    note = accounting_token.write(ask(), E1)
     # When replicas place, hear ends (also again), lend to each other, and lose what is lent on the way
     for n, (what, who, which) in enumerate(events):
         one, other = who % live, which % live
@@ -84,10 +84,10 @@ def test_given_any_course_of_an_outage_when_counted_then_in_flight_and_free_neve
 
 def test_given_an_end_when_heard_then_it_frees_what_its_request_had_taken_and_says_if_it_is_known() -> None:
     book = Outbox()
-    note = ticket.write(ask(cost=7.0), E1)
+    note = accounting_token.write(ask(cost=7.0), E1)
     assert book.ended(ended("before"), note) == 7.0
     assert book.ended(ended("before"), note) is None
-    # one that was placed here needs no ticket
+    # one that was placed here needs no accounting token
     book.placed("here", Placed(3, note, E2, 5.0, 0.0))
     assert book.endpoint_of("here") == E2
     assert book.ended(ended("here"), "") == 5.0
@@ -103,7 +103,7 @@ def test_given_one_that_was_taken_back_when_another_replica_lets_it_go_then_its_
     None
 ):
     book = Outbox(lambda: 9.0)
-    note = ticket.write(ask(), E1)
+    note = accounting_token.write(ask(), E1)
     book.placed("redriven", Placed(1, note, E1, 1.0, 9.0))
     book.withdrawn("redriven")
     assert (book.in_flight(0.0), book.ends()) == ([], [])
@@ -116,7 +116,7 @@ def test_given_one_that_was_taken_back_when_another_replica_lets_it_go_then_its_
 def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_ended_is_told() -> None:
     now_s = 6.0
     book = Outbox(lambda: now_s)
-    note = ticket.write(ask(), E1)
+    note = accounting_token.write(ask(), E1)
     for name in ("mine", "over", "old"):
         book.placed(name, Placed(9, note, E1, 1.0, 0.0))
     book.placed("new", Placed(10, note, E1, 1.0, 8.0))
@@ -136,12 +136,12 @@ def test_given_what_was_seen_when_redis_returns_then_all_that_runs_and_all_that_
     assert (book.in_flight(0.0), book.take_ended()) == ([], [])
 
 
-def test_given_a_text_that_is_no_ticket_when_asked_then_it_costs_nothing() -> None:
-    note = ticket.write(ask(cost=2.5), E1)
-    assert (ticket.cost_of(note), ticket.model_of(note)) == (2.5, "m")
+def test_given_a_text_that_is_no_accounting_token_when_asked_then_it_costs_nothing() -> None:
+    note = accounting_token.write(ask(cost=2.5), E1)
+    assert (accounting_token.cost_of(note), accounting_token.model_of(note)) == (2.5, "m")
     for text in ("", "a\tb", "a\tb\tc\tinf\te\tf\tg\th\ti", "a\tb\tc\t-1\te\tf\tg\th\ti", "a\tb\tc\tx"):
-        assert ticket.cost_of(text) == 0.0
-    assert ticket.model_of("a\tb") == ""
+        assert accounting_token.cost_of(text) == 0.0
+    assert accounting_token.model_of("a\tb") == ""
 
 
 def test_given_loads_when_picked_then_the_least_loaded_first_and_scores_count() -> None:
@@ -190,7 +190,7 @@ async def test_given_more_than_the_bound_when_earned_then_it_is_not_kept() -> No
     assert gate.cost_of(10.0) == 3.0
     # Under `unit: tokens` one request takes its share of the bound at most
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 1000}})
-    gate.open(50.0, 1000.0, rules_of(Effective(settings, {}), 1))
+    gate.open(50.0, 1000.0, rules_of(EffectiveConfig(settings, {}), 1))
     assert (gate.cost_of(1e6), gate.cost_of(100.0)) == (250.0, 100.0)
 
 

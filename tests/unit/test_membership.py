@@ -12,7 +12,7 @@ from scripted_store import ScriptedStore, until
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import Settings, parse
 from picker_fleet.endpoints.snapshot import Endpoint, SnapshotCell
-from picker_fleet.live_config import Effective, published
+from picker_fleet.live_config import EffectiveConfig, shared_settings
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -31,14 +31,14 @@ class Member:
             shared, metrics=self.metrics, endpoints=cell, fallbacks=1, on_unknown_pool=lambda: None
         )
         self.membership = Membership(
-            shared, self.gate, settings, endpoints=cell, metrics=self.metrics, about={"host": "h"}
+            shared, self.gate, settings, endpoints=cell, metrics=self.metrics, replica_info={"host": "h"}
         )
 
     async def follows(self, condition: Any) -> None:
         """Beat until `condition` holds."""
 
         def beaten() -> bool:
-            self.membership.poke()
+            self.membership.heartbeat_now()
             return bool(condition())
 
         await until(beaten)
@@ -60,20 +60,20 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
 async def test_given_an_unknown_pool_when_joined_then_the_whole_configuration_is_published() -> None:
     store = ScriptedStore()
     async with member(store):
-        assert store.published[0] == published(CONFIGURED, {})
+        assert store.published[0] == shared_settings(CONFIGURED, {})
         assert store.tunings == 0
 
 
 async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_followed_and_shown() -> None:
     store = ScriptedStore()
     async with member(store) as one:
-        assert one.membership.effective == Effective(CONFIGURED, {})
+        assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
         # When a change comes through the shared state
         await store.tune(
             {"weights": {"gold": 3}, "upper_per": 11, "lower_per": 9}, {**WIDER, "weights.gold": 3}
         )
-        await one.follows(lambda: one.membership.tuned.version == "1")
+        await one.follows(lambda: one.membership.live_config.version == "1")
 
         # Then the replica's view has it, and the watermark it reports
         effective = one.membership.effective
@@ -83,15 +83,15 @@ async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_follow
 
         # And when it is taken back, then the configuration is in force again
         await store.tune(dict.fromkeys(store.overrides), dict.fromkeys(store.note))
-        await one.follows(lambda: one.membership.tuned.version == "2")
-        assert one.membership.effective == Effective(CONFIGURED, {})
+        await one.follows(lambda: one.membership.live_config.version == "2")
+        assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
 
 async def test_given_changes_and_a_pause_when_the_shared_state_is_lost_then_they_are_brought_back() -> None:
     store = ScriptedStore()
     async with member(store) as one:
         await store.tune({"total_capacity": 2000, "paused": 1}, DEEPER)
-        await one.follows(lambda: one.membership.tuned.version == "1")
+        await one.follows(lambda: one.membership.live_config.version == "1")
 
         # When Redis forgets everything, then the replica publishes and makes the changes anew
         store.lose()
@@ -105,7 +105,7 @@ async def test_given_a_replica_that_joins_late_when_another_publishes_then_chang
     store = ScriptedStore()
     async with member(store) as one:
         await store.tune({"total_capacity": 2000}, DEEPER)
-        await one.follows(lambda: one.membership.tuned.version == "1")
+        await one.follows(lambda: one.membership.live_config.version == "1")
 
         # When the state is lost, and a replica without memory publishes first
         store.lose()
@@ -136,8 +136,8 @@ async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_live
     store.note = {"fair_request_queue.total_capacity": 10}
     store.overrides = {"total_capacity": 10}
     async with member(store) as one:
-        await one.follows(lambda: one.membership.tuned.version == "1")
-        assert one.membership.effective == Effective(CONFIGURED, {})
+        await one.follows(lambda: one.membership.live_config.version == "1")
+        assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
         assert store.overrides == {"total_capacity": 10}
 
 

@@ -7,7 +7,7 @@ import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
@@ -64,7 +64,7 @@ class Bench:
         """A request that waits for its turn; `placing` is what asking for its place will bring."""
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
-        task = asyncio.create_task(self.gate.admit(ask(), held=False))
+        task = asyncio.create_task(self.gate.admit(ask(), stream_owned=False))
         await until(lambda: self.count("epp_queue_length", "model=m", "target_model=m-v2"))
         return task
 
@@ -89,7 +89,7 @@ async def test_given_a_refusal_when_admitted_then_the_error_brings_its_retry_aft
     bench = Bench()
     bench.store.admitting = [Verdict("refused", detail)]
     with pytest.raises(error) as caught:
-        await bench.gate.admit(ask(), held=False)
+        await bench.gate.admit(ask(), stream_owned=False)
     assert caught.value.retry_after_s == int(detail.split()[1])
     assert caught.value.reason == reason
     labels = (f"error_type={code}", "model=m", "target_model=m-v2")
@@ -109,7 +109,7 @@ async def test_given_a_queued_request_when_it_must_go_then_its_client_is_told_at
     task = await bench.queued()
 
     # When it has to make room for a higher band, or an operator takes it out
-    bench.gate.hear(news, "r")
+    bench.gate.on_notification(news, "r")
 
     # Then it ends so, is counted by band as what it is, and waits no more
     with pytest.raises(error) as caught:
@@ -128,8 +128,8 @@ async def test_given_a_queued_request_when_it_must_go_then_its_client_is_told_at
 async def test_given_news_of_another_version_when_heard_then_the_request_waits_on() -> None:
     bench = Bench()
     task = await bench.queued(PLACED)
-    assert not bench.gate.hear("a word that nobody knows", "r")
-    assert bench.gate.hear("granted", "r")
+    assert not bench.gate.on_notification("a word that nobody knows", "r")
+    assert bench.gate.on_notification("granted", "r")
     assert (await task).endpoints == (E1,)
 
 
@@ -137,7 +137,7 @@ async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_
     bench = Bench()
     bench.gate.retry_after_s = 4
     task = await bench.queued()
-    bench.gate.hear("expired", "r")
+    bench.gate.on_notification("expired", "r")
     with pytest.raises(ExpiredTtl) as caught:
         await task
     assert caught.value.retry_after_s == 4
@@ -150,11 +150,11 @@ async def test_given_a_clients_own_deadline_when_it_passes_then_the_answer_is_50
     bench = Bench()
     bench.store.admitting = [QUEUED if when != "admitted" else Verdict("expired", "")]
     bench.store.placing = [Verdict("expired", "")]
-    task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), held=False))
+    task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
     # When that passes while it waits, before it could be placed, or before it arrived
     if when != "admitted":
         await until(lambda: bench.gate.waiting)
-        bench.gate.hear("expired" if when == "waiting" else "granted", "r")
+        bench.gate.on_notification("expired" if when == "waiting" else "granted", "r")
     # Then it is told so, and it is not the queue that has expired it
     with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
@@ -167,11 +167,11 @@ async def test_given_a_grant_that_cannot_be_placed_when_sent_back_then_it_waits_
     # Given a granted request whose flow turns out to be at its limit
     bench = Bench()
     task = await bench.queued(QUEUED, PLACED)
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     await until(lambda: bench.store.placing == [PLACED])
 
     # When it is granted once more, then it is asked for again and placed; it was admitted only once
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     assert (await task).endpoints == (E1,)
     assert len(bench.store.admitted) == 1
 
@@ -181,12 +181,12 @@ async def test_given_a_next_grant_before_the_reply_is_read_when_sent_back_then_i
     bench = Bench()
     task = await bench.queued(QUEUED, PLACED)
     bench.store.placement.clear()
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
 
     # When the next grant comes together with the answer that sends it back
     bench.store.placement.set()
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
 
     # Then it is placed without any further news
     assert (await task).endpoints == (E1,)
@@ -196,7 +196,7 @@ async def test_given_a_placement_under_way_when_registering_again_then_it_is_lef
     bench = Bench()
     task = await bench.queued(PLACED)
     bench.store.placement.clear()
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
     assert await bench.gate.register_again()
     assert len(bench.store.admitted) == 1
@@ -209,7 +209,7 @@ async def test_given_a_process_that_slept_when_a_stream_ends_then_it_is_not_brou
     bench = Bench()
     task = await bench.queued(GONE)
     bench.gate.awake.woke()
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
     # When Envoy has given it up meanwhile
     await asyncio.sleep(0)
@@ -250,18 +250,18 @@ async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_i
     bench = Bench()
     older = await bench.queued(QUEUED, PLACED)
     bench.store.placement.clear()
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
 
     # When Envoy brings the request on a newer stream, and the older is sent back to wait
-    newer = asyncio.create_task(bench.gate.admit(ask(), held=False))
+    newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
     await until(lambda: len(bench.store.admitted) == 2)
     bench.store.placement.set()
     with pytest.raises(ClientGone):
         await older
 
     # Then the newer has its turn
-    bench.gate.hear("granted", "r")
+    bench.gate.on_notification("granted", "r")
     assert (await newer).endpoints == (E1,)
 
 
@@ -282,14 +282,12 @@ async def test_given_usage_when_settled_then_a_stock_of_tokens_learns_the_real_c
     assert bench.store.settled == [("r", actual, learned)]
 
 
-async def test_given_a_cost_that_lacks_its_answer_when_placed_then_the_ticket_has_the_default_for_it() -> (
-    None
-):
+async def test_accounting_token_adds_the_default_answer_to_a_cost_that_lacks_it() -> None:
     bench = Bench(256)
     bench.store.admitting = [PLACED]
-    placement = await bench.gate.admit(ask(cost=10.0, learn=True, limit=4), held=False)
-    assert placement.ticket.split("\t")[:9] == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
+    placement = await bench.gate.admit(ask(cost=10.0, learn=True, limit=4), stream_owned=False)
+    assert placement.accounting_token.split("\t")[:9] == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
 
 
-def test_given_a_whole_cost_when_a_ticket_is_written_then_nothing_is_added() -> None:
-    assert ticket.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"
+def test_given_a_whole_cost_when_a_accounting_token_is_written_then_nothing_is_added() -> None:
+    assert accounting_token.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"

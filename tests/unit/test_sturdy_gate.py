@@ -9,7 +9,7 @@ from metrics_page import page_of, samples
 from scripted_store import until
 from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
 from picker_fleet.failover import outage, tombstones
 from picker_fleet.failover.outage import Mode
@@ -29,17 +29,17 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     bench = Bench()
     bench.store.away = True
     # When requests come
-    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(3)]
-    # Then three are placed, where there is least, with fallbacks and a ticket
+    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
+    # Then three are placed, where there is least, with fallbacks and a accounting token
     assert bench.gate.mode is Mode.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
     assert {each.endpoints[0] for each in placed} <= {E1, E2}
-    assert all(each.ticket for each in placed)
+    assert all(each.accounting_token for each in placed)
     # And what may have been asked of the shared state for the first is taken back
     assert bench.store.cancelled == [("0", "cancelled")]
     # When one ends, whoever placed it, then the next one goes
-    waiting = asyncio.create_task(bench.gate.admit(ask("next"), held=False))
+    waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=False))
     await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
@@ -51,7 +51,7 @@ async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> No
     bench = Bench(config={"request_queue_controller": {"enabled": False}})
     bench.store.away = True
     # When far more come, then all are placed, evenly as far as this replica knows
-    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(20)]
+    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(20)]
     status = bench.gate.status()
     assert bench.gate.mode is Mode.LOCAL
     assert status is not None
@@ -66,7 +66,7 @@ async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> No
 async def test_given_refusals_that_envoy_tells_of_when_alone_then_they_are_no_ends() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("placed"), held=False)
+    placement = await bench.gate.admit(ask("placed"), stream_owned=False)
     # When the log tells of one that was never placed, and twice of one that was
     bench.end("refused")
     for _ in range(2):
@@ -83,29 +83,29 @@ async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
     bench = Bench(pulse=None)
     bench.store.away = True
     with pytest.raises(StateUnavailable):
-        await bench.gate.admit(ask(), held=False)
+        await bench.gate.admit(ask(), stream_owned=False)
     assert bench.gate.status() is None
 
 
 async def test_given_what_was_placed_since_the_last_beat_when_lost_then_it_counts() -> None:
     bench = Bench()
     for n in range(2):
-        await bench.gate.admit(ask(f"shared {n}"), held=False)
+        await bench.gate.admit(ask(f"shared {n}"), stream_owned=False)
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), held=False)
+    await bench.gate.admit(ask("alone"), stream_owned=False)
     assert bench.free == 0.0
 
 
 async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_places() -> None:
     bench = Bench(replace(PULSE, stock=10.0))
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     # Given an end that is not on its way yet, and one that may have arrived
     bench.store.answering = False
     bench.end("r", placement)
     bench.end("sent", placement)
     bench.store.unsent = ["r"]
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), held=False)
+    await bench.gate.admit(ask("alone"), stream_owned=False)
     assert bench.free == 0.0
     assert bench.gate.status()["let_go"] == 1  # type: ignore[index]
 
@@ -113,7 +113,7 @@ async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_place
 async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() -> None:
     bench = Bench(replace(PULSE, paused=True))
     bench.store.away = True
-    task = asyncio.create_task(bench.gate.admit(ask(), held=False))
+    task = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
     await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -125,10 +125,10 @@ async def test_given_waiting_requests_when_redis_is_silent_then_they_go_over_wit
     async with watched(bench):
         # Given one that waits for its turn in the shared queue, and one whose admission is not answered
         bench.store.admitting = [Verdict("queued", "30000")]
-        queued = asyncio.create_task(bench.gate.admit(ask("queued"), held=False))
+        queued = asyncio.create_task(bench.gate.admit(ask("queued"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
         bench.store.silent = True
-        asked = asyncio.create_task(bench.gate.admit(ask("asked"), held=False))
+        asked = asyncio.create_task(bench.gate.admit(ask("asked"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 2)
         # When that silence is proven
         bench.gate.away("silence", "no answer in time")
@@ -145,7 +145,7 @@ async def test_given_an_admission_without_an_answer_when_its_time_is_up_then_it_
         bench.store.silent = True
         # When a request's time is up, then it has its answer, and is taken back
         with pytest.raises(ExpiredTtl):
-            await bench.gate.admit(ask("r", ttl_s=0.1), held=False)
+            await bench.gate.admit(ask("r", ttl_s=0.1), stream_owned=False)
         assert bench.gate.mode is Mode.SHARED
     assert bench.store.cancelled == [("r", "cancelled")]
 
@@ -188,7 +188,7 @@ async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_n
     bench = Bench()
     async with watched(bench):
         bench.store.admitting = [Verdict("queued", "30000")]
-        task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+        task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
         # When both cancel the same wait, in either order
         cancels = [bench.shared.give_up, task.cancel]
@@ -218,9 +218,9 @@ def waits(bench: Bench) -> dict[str, float]:
 async def test_given_a_wait_in_the_shared_queue_when_refused_then_it_counts_once_as_failed(news: str) -> None:
     bench = Bench()
     bench.store.admitting = [Verdict("queued", "30000")]
-    task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
-    bench.shared.hear(news, "r")
+    bench.shared.on_notification(news, "r")
     with pytest.raises(RequestError):
         await task
     assert waits(bench) == {"false": 1}
@@ -233,11 +233,11 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
     # Given one that waits in the shared queue of a fleet whose places are all taken
     bench = Bench(replace(PULSE, stock=10.0))
     bench.store.admitting = [Verdict("queued", "30000")]
-    task = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
     # When Redis goes, and it waits on by itself
     bench.store.away = True
-    other = asyncio.create_task(bench.gate.admit(ask("other"), held=False))
+    other = asyncio.create_task(bench.gate.admit(ask("other"), stream_owned=False))
     await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 2)  # type: ignore[index]
     # Then no client has left, and nothing is counted of a wait that goes on
     assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
@@ -255,7 +255,7 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
     waited_s = placement.waited_s
     assert waited_s is not None
     bench.gate.settle(
-        Completion("r", outcome, 200, E1, 1, 1, 0.1, 0.1, "", placement.ticket, 0.1, waited_s, "m")
+        Completion("r", outcome, 200, E1, 1, 1, 0.1, 0.1, "", placement.accounting_token, 0.1, waited_s, "m")
     )
     await until(lambda: waits(bench))
     assert waits(bench) == {"true" if outcome is Outcome.COMPLETED else "false": 1}
@@ -268,7 +268,7 @@ async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_count
     # Given a replica alone, without a place to give, and one that waits
     bench = Bench(replace(PULSE, stock=10.0))
     bench.store.away = True
-    task = asyncio.create_task(bench.gate.admit(ask("r", band=Band.SHEDDABLE), held=False))
+    task = asyncio.create_task(bench.gate.admit(ask("r", band=Band.SHEDDABLE), stream_owned=False))
     await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
     # When its time is up, it has to make room, or its client leaves
     if how == "left":
@@ -287,7 +287,7 @@ async def test_given_a_process_that_stood_still_when_its_question_was_given_up_t
     # Given that nothing ran in it for a while, as between SIGSTOP and SIGCONT, and its question was given up
     bench.stand_still()
     bench.store.away = True
-    asking = asyncio.create_task(bench.gate.admit(ask("r"), held=False))
+    asking = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await eventually(lambda: len(bench.store.ages_s) >= 3)
     # Then it does not go by itself: it was away, not Redis
     assert bench.gate.mode is Mode.SHARED
@@ -301,7 +301,7 @@ async def test_given_a_process_that_stood_still_when_a_stream_ends_then_it_is_no
     # Given two streams that came while nothing ran in it
     bench.stand_still()
     given_up, wanted = (
-        asyncio.create_task(bench.gate.admit(ask(name), held=False)) for name in ("gone", "here")
+        asyncio.create_task(bench.gate.admit(ask(name), stream_owned=False)) for name in ("gone", "here")
     )
     # When Envoy has given one of them up since
     await asyncio.sleep(0)
@@ -319,7 +319,7 @@ async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_
 ):
     bench = Bench()
     bench.store.away = True
-    await bench.gate.admit(ask("r"), held=False)
+    await bench.gate.admit(ask("r"), stream_owned=False)
     bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
@@ -329,19 +329,19 @@ async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_
         bench.stand_still()
         # When a decision cannot be had, then it goes by itself, and does not wait on its way for ever
         bench.store.away = True
-        assert (await bench.gate.admit(ask("s"), held=False)).endpoints
+        assert (await bench.gate.admit(ask("s"), stream_owned=False)).endpoints
         assert bench.gate.mode is Mode.LOCAL
 
 
 async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
     bench = Bench()
     bench.store.away = True
-    placed = [await bench.gate.admit(ask(str(n)), held=False) for n in range(3)]
+    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
     bench.end("over", placed[0])
-    placed.append(await bench.gate.admit(ask("3"), held=False))
-    waiting = asyncio.create_task(bench.gate.admit(ask("waits"), held=False))
+    placed.append(await bench.gate.admit(ask("3"), stream_owned=False))
+    waiting = asyncio.create_task(bench.gate.admit(ask("waits"), stream_owned=False))
     await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
-    bench.gate.renew(Alive("old", E1, placed[0].ticket))
+    bench.gate.renew(Alive("old", E1, placed[0].accounting_token))
     bench.tell_peers(b=True)
     async with watched(bench):
         await eventually(lambda: bench.pokes)
@@ -373,9 +373,9 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
 async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_each_counts_once() -> None:
     bench = Bench()
     # Given one let in by the shared state, and one without it
-    await bench.gate.admit(ask("shared"), held=False)
+    await bench.gate.admit(ask("shared"), stream_owned=False)
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), held=False)
+    await bench.gate.admit(ask("alone"), stream_owned=False)
     bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
@@ -383,7 +383,7 @@ async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_eac
             bench.gate.beat(PULSE, 0.001)
         await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
         # When one is let in on the way back, by this replica's purse and the shared state
-        await bench.gate.admit(ask("both"), held=False)
+        await bench.gate.admit(ask("both"), stream_owned=False)
         assert bench.gate.mode is Mode.RETURNING
     # Then there are three
     assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
@@ -393,7 +393,7 @@ async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_eac
 async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
     bench = Bench()
     bench.store.away = True
-    await bench.gate.admit(ask("a"), held=False)
+    await bench.gate.admit(ask("a"), stream_owned=False)
     free = bench.free
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -401,7 +401,7 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
             bench.gate.beat(PULSE, 0.001)
         await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
         # When the next decision fails, then the place it had paid for is spent alone
-        assert (await bench.gate.admit(ask("b"), held=False)).endpoints
+        assert (await bench.gate.admit(ask("b"), stream_owned=False)).endpoints
         assert bench.gate.mode is Mode.LOCAL
         assert bench.free == free - 1
 
@@ -410,11 +410,11 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
 async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_is_kept() -> None:
     # Given a replica on its way back, that has heard more ends than its part of the bound
     bench = Bench(replace(PULSE, stock=10.0))
-    placed = await bench.gate.admit(ask("from before"), held=False)
+    placed = await bench.gate.admit(ask("from before"), stream_owned=False)
     bench.store.away = True
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await bench.gate.admit(ask("alone"), held=False)
+            await bench.gate.admit(ask("alone"), stream_owned=False)
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -429,7 +429,7 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
         bench.store.away = True
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await bench.gate.admit(ask("once more"), held=False)
+                await bench.gate.admit(ask("once more"), stream_owned=False)
         # Then its part of what was free is all it has
         assert bench.gate.mode is Mode.LOCAL
         assert bench.free == 0
@@ -443,7 +443,7 @@ async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_
     # Given a full pool, and a replica that Redis answers again, which has heard ends and told nothing yet
     full = replace(PULSE, stock=10.0)
     bench = Bench(full)
-    placed = await bench.gate.admit(ask("before"), held=False)
+    placed = await bench.gate.admit(ask("before"), stream_owned=False)
     bench.gate.away("silence", "it went")
     bench.tell_peers(b=True, told=())
     async with watched(bench):
@@ -469,7 +469,7 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
     # Given a replica on its way back whose places are all paid to requests that wait in the shared queue
     bench = Bench()
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), held=False)
+    await bench.gate.admit(ask("alone"), stream_owned=False)
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -478,7 +478,9 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
         await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
         bench.store.admitting = [Verdict("queued", "30000")]
         free = int(bench.free)
-        waiting = [asyncio.create_task(bench.gate.admit(ask(f"w{n}"), held=False)) for n in range(free)]
+        waiting = [
+            asyncio.create_task(bench.gate.admit(ask(f"w{n}"), stream_owned=False)) for n in range(free)
+        ]
         await until(lambda: bench.shared.waiting == free > 0)
         if shared:
             bench.tell_peers()
@@ -501,16 +503,14 @@ async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_t
     assert bench.gate.mode is Mode.SHARED
 
 
-async def test_given_a_placement_alone_when_its_end_is_told_to_the_shared_state_then_its_ticket_is_dead() -> (
-    None
-):
+async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
-    # Given one let in by the shared state, and one without it, whose ticket says when
-    shared = await bench.gate.admit(ask("shared"), held=False)
+    # Given one let in by the shared state, and one without it, whose accounting token says when
+    shared = await bench.gate.admit(ask("shared"), stream_owned=False)
     bench.store.away = True
-    alone = await bench.gate.admit(ask("alone"), held=False)
-    assert not ticket.is_alone(shared.ticket)
-    assert ticket.is_alone(alone.ticket)
+    alone = await bench.gate.admit(ask("alone"), stream_owned=False)
+    assert not accounting_token.is_alone(shared.accounting_token)
+    assert accounting_token.is_alone(alone.accounting_token)
     async with watched(bench):
         bench.store.away = False
         for _ in range(2):
@@ -526,7 +526,7 @@ async def test_given_a_placement_alone_when_its_end_is_told_to_the_shared_state_
 async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     free = bench.free
     bench.gate.withdraw("r", placement)
     bench.end("r", placement)
@@ -534,11 +534,11 @@ async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_on
 
 
 async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_free() -> None:
-    # Given a stream (`standard`) from before, whose end brings no ticket
+    # Given a stream (`standard`) from before, whose end brings no accounting token
     bench = Bench(replace(PULSE, stock=10.0))
-    await bench.gate.admit(ask("stream"), held=True)
+    await bench.gate.admit(ask("stream"), stream_owned=True)
     bench.store.away = True
-    waiting = asyncio.create_task(bench.gate.admit(ask("next"), held=True))
+    waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=True))
     await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
     bench.end("stream")
     assert (await waiting).endpoints
@@ -547,10 +547,12 @@ async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_fre
 async def test_given_an_endpoint_that_cannot_be_connected_to_when_alone_then_it_is_left_alone() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("r"), held=False)
+    placement = await bench.gate.admit(ask("r"), stream_owned=False)
     failed = placement.endpoints[0]
     bench.gate.settle(
-        Completion("r", Outcome.UPSTREAM_FAILED, 503, None, None, None, 0.1, 0.1, failed, placement.ticket)
+        Completion(
+            "r", Outcome.UPSTREAM_FAILED, 503, None, None, None, 0.1, 0.1, failed, placement.accounting_token
+        )
     )
     for n in range(3):
-        assert failed not in (await bench.gate.admit(ask(str(n)), held=False)).endpoints
+        assert failed not in (await bench.gate.admit(ask(str(n)), stream_owned=False)).endpoints

@@ -46,7 +46,7 @@ class Bench:
         self.store = Told()
         self.ends = Tombstones(
             cast(Store, self.store), "a", report_s=REPORT_S, may_tell=lambda: self.shared,
-            may_free=lambda: self.free, poke=self._poked, clock=lambda: self.now_s,
+            may_free=lambda: self.free, heartbeat_now=self._poked, clock=lambda: self.now_s,
         )  # fmt: skip
 
     def _poked(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.traced import TracedGate
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError, TotalCapacity
@@ -26,7 +26,7 @@ NOT_SAMPLED = PARENT[:-2] + "00"
 REQUEST = InferenceRequest(
     "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
 )
-OWN = ticket.signed(ticket.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
+OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
 
 
 class Inner:
@@ -36,7 +36,7 @@ class Inner:
         self.fault: Exception | None = None
         self.told: list[Any] = []
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         if self.fault is not None:
             raise self.fault
         return Placement(("10.0.0.1:8000",), OWN, 1)
@@ -96,9 +96,9 @@ async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callab
     # Given a sampler that takes nothing by itself
     traced = tracing(sample=0.0)
     # When a request comes that its client traces, and one whose client says no
-    await traced.gate.admit(REQUEST._replace(trace=PARENT), held=False)
-    await traced.gate.admit(REQUEST._replace(trace=NOT_SAMPLED), held=False)
-    await traced.gate.admit(REQUEST, held=False)
+    await traced.gate.admit(REQUEST._replace(trace=PARENT), stream_owned=False)
+    await traced.gate.admit(REQUEST._replace(trace=NOT_SAMPLED), stream_owned=False)
+    await traced.gate.admit(REQUEST, stream_owned=False)
     # Then the first has a span in its client's trace, and the others have none
     (span,) = traced.memory.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE_ID
@@ -112,22 +112,24 @@ async def test_a_malformed_traceparent_is_as_good_as_none(
     tracing: Callable[..., Tracing], parent: str
 ) -> None:
     traced = tracing()
-    await traced.gate.admit(REQUEST._replace(trace=parent), held=False)
+    await traced.gate.admit(REQUEST._replace(trace=parent), stream_owned=False)
     (span,) = traced.memory.get_finished_spans()
     assert span.parent is None
 
 
-async def test_the_ticket_carries_the_trace_to_whoever_settles(tracing: Callable[..., Tracing]) -> None:
+async def test_the_accounting_token_carries_the_trace_to_whoever_settles(
+    tracing: Callable[..., Tracing],
+) -> None:
     # Given a request placed by one replica
     placing, settling = tracing(), tracing(sample=0.0)
-    placement = await placing.gate.admit(REQUEST, held=False)
+    placement = await placing.gate.admit(REQUEST, stream_owned=False)
     decide = placing.spans()["decide"]
     # When another hears of its life and its end
-    settling.gate.renew(Alive("r-1", None, placement.ticket))
-    settling.gate.settle(ended(ticket=placement.ticket))
+    settling.gate.renew(Alive("r-1", None, placement.accounting_token))
+    settling.gate.settle(ended(accounting_token=placement.accounting_token))
     settling.traces.settled("r-1", done("settled llama"))
-    # Then what it passes on has the ticket as it was written
-    assert [told.ticket for told in settling.inner.told] == [OWN, OWN]
+    # Then what it passes on has the accounting token as it was written
+    assert [told.accounting_token for told in settling.inner.told] == [OWN, OWN]
     # And its span is a child of the decision
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
     span = settling.spans()["settle"]
@@ -137,16 +139,16 @@ async def test_the_ticket_carries_the_trace_to_whoever_settles(tracing: Callable
     assert span.attributes["picker.verdict"] == "settled"
 
 
-async def test_a_stream_that_is_held_needs_no_ticket(tracing: Callable[..., Tracing]) -> None:
+async def test_a_stream_that_is_held_needs_no_accounting_token(tracing: Callable[..., Tracing]) -> None:
     traced = tracing()
-    await traced.gate.admit(REQUEST, held=True)
+    await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
     traced.traces.settled("r-1", done("settled llama"))
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
     spans = traced.spans()
     assert spans["settle"].parent.span_id == spans["decide"].context.span_id
     # And nothing of it is kept
-    assert not traced.gate._held
+    assert not traced.gate._traceparents
     assert not traced.traces._settling
 
 
@@ -154,7 +156,7 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tra
     traced = tracing()
     traced.inner.fault = TotalCapacity("full")
     with pytest.raises(TotalCapacity):
-        await traced.gate.admit(REQUEST, held=False)
+        await traced.gate.admit(REQUEST, stream_owned=False)
     span = traced.spans()["decide"]
     assert span.status.description == "total_capacity"
     assert traced.traces.live("r-1") is None
@@ -176,11 +178,11 @@ async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable
     assert {span.parent.span_id for span in spans[:-1]} == {spans[-1].context.span_id}
 
 
-def test_a_ticket_without_a_trace_is_taken_as_it_is() -> None:
-    assert ticket.split_trace(OWN) == (OWN, "")
-    assert ticket.split_trace("") == ("", "")
-    assert ticket.split_trace(ticket.with_trace(OWN, PARENT)) == (OWN, PARENT)
-    assert ticket.endpoint_of(ticket.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
+def test_a_accounting_token_without_a_trace_is_taken_as_it_is() -> None:
+    assert accounting_token.split_trace(OWN) == (OWN, "")
+    assert accounting_token.split_trace("") == ("", "")
+    assert accounting_token.split_trace(accounting_token.with_trace(OWN, PARENT)) == (OWN, PARENT)
+    assert accounting_token.endpoint_of(accounting_token.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
 
 
 def test_the_header_is_read_only_where_it_is_wanted() -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from picker_fleet import live_config
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, StateUnavailable
-from picker_fleet.live_config import Tuned
+from picker_fleet.live_config import LiveConfig
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
 
@@ -26,14 +26,14 @@ class FleetControls:
         self._changing = asyncio.Lock()
 
     async def config(self) -> dict[str, Any]:
-        return self._shown(Tuned(*await self._store.tuned()))
+        return self._shown(LiveConfig(*await self._store.tuned()))
 
     async def change(self, patch: Mapping[str, Any]) -> dict[str, Any]:
         changes = live_config.flattened(patch)
         async with self._changing:
             for _ in range(_TRIES):
-                tuned = Tuned(*await self._store.tuned())
-                wanted = live_config.overrides(self._settings, live_config.merged(tuned.note, changes))
+                tuned = LiveConfig(*await self._store.tuned())
+                wanted = live_config.overrides(self._settings, live_config.merged(tuned.changes, changes))
                 version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:
                     break
@@ -50,27 +50,27 @@ class FleetControls:
 
     async def drain(self, address: str, on: bool) -> bool:
         done = await self._store.mark(address, "drained", on) == "marked"
-        self._membership.poke()
+        self._membership.heartbeat_now()
         return done
 
     async def _tune(self, overrides: Mapping[str, Any], note: Mapping[str, Any]) -> str:
         version = await self._store.tune(overrides, note)
         if not version:
             raise StateUnavailable("the pool is not known yet: no replica has published its settings")
-        self._membership.poke()
+        self._membership.heartbeat_now()
         return version
 
-    def _shown(self, tuned: Tuned) -> dict[str, Any]:
+    def _shown(self, tuned: LiveConfig) -> dict[str, Any]:
         settings, weights = self._settings, {}
         try:
-            effective = live_config.applied(self._settings, tuned.note)
+            effective = live_config.applied(self._settings, tuned.changes)
             settings, weights = effective.settings, dict(effective.weights)
         except ConfigError:
             pass  # changed under another configuration than this replica's; `changes` shows what
         return {
             "config": _without_secrets(settings.model_dump(mode="json")),
             "weights": weights,
-            "changes": live_config.nested(tuned.note),
+            "changes": live_config.nested(tuned.changes),
             "paused": bool(tuned.overrides.get("paused")),
             "tuned_version": tuned.version,
             "live": list(live_config.LIVE),

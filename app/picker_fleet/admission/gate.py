@@ -8,7 +8,7 @@ from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 class Gate(Protocol):
     """Admission and placement of requests; every implementation is safe to call from one event loop."""
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """Wait for the request's turn and its endpoints; its place in the queue is that of one which came
         `age_s` ago.
 
@@ -48,7 +48,7 @@ class Gate(Protocol):
         ...
 
     def suspect(self, request_id: str) -> None:
-        """The request's client may have gone: an entry without a ticket says so. Returns at once."""
+        """The request's client may have gone: an entry without a token says so. Returns at once."""
         ...
 
     def renew(self, alive: Alive) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -26,11 +26,11 @@ _MOST_TOLD_BYTES = 16_000  # of names, about
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _OwnedStream:
     """A placed request whose stream this replica holds; the only one who can renew its lease."""
 
     attempt: int
-    ticket: str
+    accounting_token: str
     served: str
 
 
@@ -89,7 +89,7 @@ class ServiceMeter:
             self._seconds.popleft()
 
 
-class RunningRequests:
+class PlacedRequests:
     """What `SharedGate` knows of them; its parts are described there. One event loop."""
 
     def __init__(
@@ -114,35 +114,35 @@ class RunningRequests:
         self._chooser = chooser
         self.awake = awake
         self._attempts = itertools.count(1)
-        self._held: dict[str, _Held] = {}
+        self._owned_streams: dict[str, _OwnedStream] = {}
 
     def placed_elsewhere(
-        self, request: InferenceRequest, endpoints: tuple[str, ...], *, held: bool
+        self, request: InferenceRequest, endpoints: tuple[str, ...], *, stream_owned: bool
     ) -> Placement:
         """The placement of a request that was admitted without the shared state."""
-        return self._placement(request, next(self._attempts), endpoints, held, self._store.now_ms())
+        return self._placement(request, next(self._attempts), endpoints, stream_owned, self._store.now_ms())
 
     def _placement(
         self,
         request: InferenceRequest,
         attempt: int,
         endpoints: tuple[str, ...],
-        held: bool,
+        stream_owned: bool,
         alone_ms: int | None = None,
     ) -> Placement:
         self._service.note(request.band, request.flow, request.cost)
-        written = ticket.write(request, endpoints[0], self.answer_tokens, alone_ms)
-        note = ticket.signed(written, request.id, self._keys)
-        if held:
-            self._held[request.id] = _Held(attempt, note, endpoints[0])
+        written = accounting_token.write(request, endpoints[0], self.answer_tokens, alone_ms)
+        note = accounting_token.signed(written, request.id, self._keys)
+        if stream_owned:
+            self._owned_streams[request.id] = _OwnedStream(attempt, note, endpoints[0])
         return Placement(endpoints, note, attempt, self._chooser.session_token(endpoints[0]))
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # Without its ticket: a place that is lost may be another's, and restored would be one too many (G1).
+        # Without its token: a place that is lost may be another's, and restored would be one too many (G1).
         return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        self._held.pop(request_id, None)
+        self._owned_streams.pop(request_id, None)
         self._cancel(request_id, placement.attempt, "withdrawn")
 
     def settle(self, completion: Completion, then: Callable[[], object] = lambda: None) -> None:
@@ -153,19 +153,19 @@ class RunningRequests:
             if not answer.cancelled() and answer.exception() is None:
                 self._settled(completion, note, answer.result())
 
-        note = completion.ticket or self.held_ticket(completion.id)
+        note = completion.accounting_token or self.accounting_token_of(completion.id)
         self.ended(completion)
         self._tell_end(completion).add_done_callback(settled)
 
-    def held_ticket(self, request_id: str) -> str:
-        """The ticket of a request whose stream this replica holds; '' if it holds none."""
-        held = self._held.get(request_id)
-        return held.ticket if held is not None else ""
+    def accounting_token_of(self, request_id: str) -> str:
+        """The accounting token of a request whose stream this replica holds; '' if it holds none."""
+        owned = self._owned_streams.get(request_id)
+        return owned.accounting_token if owned is not None else ""
 
     def ended(self, completion: Completion) -> None:
         """Account for an end as far as this replica is concerned."""
-        held = self._held.pop(completion.id, None)
-        if held is not None or completion.ticket:  # else it was never placed
+        owned = self._owned_streams.pop(completion.id, None)
+        if owned is not None or completion.accounting_token:  # else it was never placed
             self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
@@ -193,12 +193,12 @@ class RunningRequests:
         what, _, model = reply.partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
-            if ticket.is_alone(note):  # who has seen it is not to bring it back
+            if accounting_token.is_alone(note):  # who has seen it is not to bring it back
                 self._bury(completion)
         elif what == "unknown" and note:
             # Placed without the shared state, or lost with it, or its lease had ended. It is told of once.
-            self._metrics.completed(completion, ticket.model_of(note))
-            if completion.ticket:  # who placed it may not hear that it is over
+            self._metrics.completed(completion, accounting_token.model_of(note))
+            if completion.accounting_token:  # who placed it may not hear that it is over
                 self._bury(completion)
 
     def suspect(self, request_id: str) -> None:
@@ -213,14 +213,14 @@ class RunningRequests:
 
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.
-        note = "" if self.awake.just_woke else alive.ticket
+        note = "" if self.awake.just_woke else alive.accounting_token
         ignore_loss(self._store.renew(alive.id, None, alive.served or "", note))
 
-    def renew_held(self) -> list[asyncio.Future[str]]:
+    def renew_owned_streams(self) -> list[asyncio.Future[str]]:
         """Renew every lease that this replica's own streams keep; the answers, which nobody has to await."""
         answers = [
-            self._store.renew(request_id, held.attempt, held.served, held.ticket)
-            for request_id, held in self._held.items()
+            self._store.renew(request_id, owned.attempt, owned.served, owned.accounting_token)
+            for request_id, owned in self._owned_streams.items()
         ]
         for answer in answers:
             ignore_loss(answer)

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from picker_fleet.admission.placed_requests import RunningRequests, ServiceMeter, ignore_loss
+from picker_fleet.admission.placed_requests import PlacedRequests, ServiceMeter, ignore_loss
 from picker_fleet.admission.waiting import Wait, Waiter, refusal, tell
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
@@ -41,7 +41,7 @@ _NEWS = frozenset(("granted", "expired", "preempted", "evicted"))
 _TAKEN_OVER = "taken over by a newer stream"
 
 
-class SharedGate(RunningRequests):
+class SharedGate(PlacedRequests):
     """`admission.gate.Gate` over `Store`. One event loop.
 
     `answer_tokens` is what an answer costs by default where the stock counts tokens, None where it counts
@@ -91,7 +91,7 @@ class SharedGate(RunningRequests):
         await self._any_queued.wait()
 
     async def admit(
-        self, request: InferenceRequest, *, held: bool, age_s: float = 0.0, wait: Wait | None = None
+        self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
     ) -> Placement:
         """As `Gate.admit`; `wait` is told that the request is queued."""
         task = asyncio.current_task()
@@ -128,7 +128,7 @@ class SharedGate(RunningRequests):
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), held)
+        return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), stream_owned)
 
     def give_up(self) -> None:
         """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
@@ -264,7 +264,7 @@ class SharedGate(RunningRequests):
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
-    def hear(self, what: str, request_id: str) -> bool:
+    def on_notification(self, what: str, request_id: str) -> bool:
         """News of a waiting request: granted, expired, preempted, evicted. Repeated or late news, or a word
         of another version, changes nothing.
 
@@ -274,7 +274,7 @@ class SharedGate(RunningRequests):
         waiter = self._waiting.get(request_id)
         if waiter is not None:
             return what in _NEWS and tell(waiter.news, Verdict(what, ""))
-        if what == "granted" and request_id not in self._held:
+        if what == "granted" and request_id not in self._owned_streams:
             ignore_loss(self._store.disclaim(request_id))
         return False
 
@@ -291,7 +291,7 @@ class SharedGate(RunningRequests):
         if self.awake.just_woke:
             await self.awake.pause()  # as in `_admit_known`
         # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
-        renewed = await asyncio.gather(*self.renew_held(), return_exceptions=True)
+        renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
@@ -327,7 +327,7 @@ _LONGEST_S = 0.1
 _EASE = 1.1
 
 
-class Inbox:
+class NotificationPoller:
     """Looks into this replica's inbox for `gate`; see `run`. The heartbeat empties it."""
 
     def __init__(self, store: Store, gate: SharedGate) -> None:
@@ -350,5 +350,5 @@ class Inbox:
             for what, request_id in await self._store.news():
                 # A grant stays there until its placement has been answered.
                 if not self._gate.is_placing(request_id):
-                    late += self._gate.hear(what, request_id)
+                    late += self._gate.on_notification(what, request_id)
         return late

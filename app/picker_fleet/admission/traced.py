@@ -1,14 +1,14 @@
 """Tracing of requests around the gate and the shared state; put in place only where it is configured, so that
 it costs nothing where it is not.
 
-The trace goes with the ticket, as a field after those that `lua/renew.lua` reads: so the replica that hears
+The trace goes with the token, as a field after those that `lua/renew.lua` reads: so the replica that hears
 of a request's end, whichever it is, adds its span to the same trace.
 """
 
 import asyncio
 from typing import Any
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
@@ -23,14 +23,14 @@ class TracedGate:
     def __init__(self, gate: Gate, traces: Traces) -> None:
         self._gate = gate
         self._traces = traces
-        self._held: dict[str, str] = {}  # request whose stream is held here -> its traceparent
+        self._traceparents: dict[str, str] = {}  # request whose stream is held here -> its traceparent
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         live = self._traces.begin(request)
         if live is None:
-            return await self._gate.admit(request, held=held, age_s=age_s)
+            return await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         try:
-            placement = await self._gate.admit(request, held=held, age_s=age_s)
+            placement = await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         except RequestError as error:
             live.end(None, error.code)
             raise
@@ -41,35 +41,37 @@ class TracedGate:
             self._traces.decided(request.id, live)
         live.end(placement)
         parent = live.parent
-        if held:
-            self._held[request.id] = parent
-        return placement._replace(ticket=ticket.with_trace(placement.ticket, parent))
+        if stream_owned:
+            self._traceparents[request.id] = parent
+        return placement._replace(
+            accounting_token=accounting_token.with_trace(placement.accounting_token, parent)
+        )
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._gate.route(subset)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        own, _ = ticket.split_trace(placement.ticket)
-        return await self._gate.confirm(request_id, placement._replace(ticket=own), age_s)
+        own, _ = accounting_token.split_trace(placement.accounting_token)
+        return await self._gate.confirm(request_id, placement._replace(accounting_token=own), age_s)
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        self._held.pop(request_id, None)
+        self._traceparents.pop(request_id, None)
         self._gate.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
-        own, parent = ticket.split_trace(completion.ticket)
-        parent = parent or self._held.pop(completion.id, "")
+        own, parent = accounting_token.split_trace(completion.accounting_token)
+        parent = parent or self._traceparents.pop(completion.id, "")
         if parent:
             self._traces.settling(parent, completion)
-            completion = completion._replace(ticket=own)
+            completion = completion._replace(accounting_token=own)
         self._gate.settle(completion)
 
     def suspect(self, request_id: str) -> None:
         self._gate.suspect(request_id)
 
     def renew(self, alive: Alive) -> None:
-        own, parent = ticket.split_trace(alive.ticket)
-        self._gate.renew(alive._replace(ticket=own) if parent else alive)
+        own, parent = accounting_token.split_trace(alive.accounting_token)
+        self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
 
 
 class TracedStore(Store):

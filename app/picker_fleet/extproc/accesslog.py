@@ -3,7 +3,7 @@
 In `lean` and `headers` the picker sees nothing of a request after its decision, so this is how stock is
 released (G6) and leases are kept. Each Envoy worker sends batches on one long stream to any one replica;
 entries of one stream are passed on in their order. An entry that makes no sense is counted and dropped:
-it must not cost the others of its batch their place in the books (G10). So is one without a ticket that the
+it must not cost the others of its batch their place in the books (G10). So is one without a token that the
 fleet has signed for its request: whoever else reaches this port can end, renew or restore nothing.
 """
 
@@ -17,10 +17,10 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
 from picker_fleet.request import Alive, Completion, Outcome
-from picker_fleet.signing import NO_TICKET, Keyring
+from picker_fleet.signing import NO_TOKEN, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
@@ -91,16 +91,20 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: s
             ignored += 1
             continue
         # One that still waits, or was refused, has none.
-        note, fault = ticket.checked(told.ticket, told.id, keys) if told.ticket else ("", NO_TICKET)
+        note, fault = (
+            accounting_token.checked(told.accounting_token, told.id, keys)
+            if told.accounting_token
+            else ("", NO_TOKEN)
+        )
         if fault:
             metrics.access_log_rejected(fault)
-            if fault is NO_TICKET and isinstance(told, Completion) and told.outcome is Outcome.CLIENT_GONE:
-                # It left before Envoy had read the answer with the ticket, or anybody says so: no proof.
+            if fault is NO_TOKEN and isinstance(told, Completion) and told.outcome is Outcome.CLIENT_GONE:
+                # It left before Envoy had read the answer with the token, or anybody says so: no proof.
                 gate.suspect(told.id)
             ignored += 1
             continue
-        if note is not told.ticket:
-            told = told._replace(ticket=note)
+        if note is not told.accounting_token:
+            told = told._replace(accounting_token=note)
         if isinstance(told, Completion):
             gate.settle(told)
             ended += 1
@@ -115,7 +119,7 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: s
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     """What one HTTPAccessLogEntry tells; None if it tells nothing of a request's life or names no request.
 
-    The id and ticket are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
+    The id and token are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
     decision there is none, and the id is Envoy's `x-request-id`.
     """
     common = entry.common_properties
@@ -144,8 +148,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         completion_tokens=_tokens(usage, "completion_tokens"),
         duration_s=_seconds(common.time_to_last_downstream_tx_byte),
         first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
-        failed=_failed(common, served, ticket.endpoint_of(note)),
-        ticket=note,
+        failed=_failed(common, served, accounting_token.endpoint_of(note)),
+        accounting_token=note,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
         waited_s=waited_s,
         target_model="" if waited_s is None else _text(picker, "target"),

@@ -28,7 +28,7 @@ DROPPED_REASON = "x-llm-d-request-dropped-reason"
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
-# {id, ticket} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
+# {id, token} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
 # go to the client
 PICKER = "picker"
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
@@ -141,7 +141,7 @@ def placed(
     account["pressure"].string_value = pressure
     if request_id:
         account["id"].string_value = request_id
-        account["ticket"].string_value = placement.ticket
+        account["ticket"].string_value = placement.accounting_token
         if placement.session:
             account["session"].string_value = placement.session
         if placement.waited_s is not None:

@@ -43,7 +43,7 @@ class DrainGate:
             self._cancelled.add(task)
             task.cancel()
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """As `Gate.admit`; at most one at a time in a task.
 
         Raises:
@@ -56,7 +56,7 @@ class DrainGate:
             raise RuntimeError("admission needs a task")
         self._waiting.add(task)
         try:
-            return await self._gate.admit(request, held=held, age_s=age_s)
+            return await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         except asyncio.CancelledError:
             if task not in self._cancelled:
                 raise

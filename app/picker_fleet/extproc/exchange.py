@@ -395,7 +395,9 @@ class Exchange:
 
     async def _admit(self, request: InferenceRequest, came_s: float, age_s: float = 0.0) -> Placement:
         context = self._context
-        placement = await context.drain_gate.admit(request, held=self._mode == "standard", age_s=age_s)
+        placement = await context.drain_gate.admit(
+            request, stream_owned=self._mode == "standard", age_s=age_s
+        )
         self._unsent = (request.id, placement)
         self._placed_s = context.clock()
         self._pressure = codec.pressure(context.fill(), self._placed_s - came_s, request.ttl_s)

@@ -5,7 +5,7 @@ Which side it is on, and when it changes, is decided in `failover.outage`.
 
 from typing import Any
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.admission.waiting import Wait
 from picker_fleet.errors import ClientGone, StateUnavailable
 from picker_fleet.failover.journal import Placed
@@ -13,11 +13,11 @@ from picker_fleet.failover.outage import Crossing, Mode
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 
 
-class SturdyGate(Crossing):
+class FailoverGate(Crossing):
     """`admission.gate.Gate`: the shared one while it can be had, else this replica's own. One event loop.
 
     `effective` gives the configuration in force, `load` the fleet's requests by endpoint as last heard of,
-    `poke` makes the heartbeat come now, which is the probe; `glance` as well, but only for its own reply.
+    `heartbeat_now` sends a heartbeat, which is the probe of Redis; with `full=False` only its reply is read.
     """
 
     def status(self) -> dict[str, Any] | None:
@@ -48,11 +48,11 @@ class SturdyGate(Crossing):
             return 0.0
         return min(self._pulse.queued / self._effective().settings.fair_request_queue.total_capacity, 1.0)
 
-    async def admit(self, request: InferenceRequest, *, held: bool, age_s: float = 0.0) -> Placement:
+    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         # One that came before has had a place that was lost: since then it waits.
         wait = Wait(self._loop.time() - age_s, queued=age_s > 0)
         try:
-            placement = await self._admit(request, wait, held)
+            placement = await self._admit(request, wait, stream_owned)
         except ClientGone:
             raise  # a newer stream of the request goes on with its wait
         except BaseException:
@@ -64,12 +64,14 @@ class SturdyGate(Crossing):
     def _waited_s(self, wait: Wait) -> float:
         return self._loop.time() - wait.arrived_s
 
-    async def _admit(self, request: InferenceRequest, wait: Wait, held: bool) -> Placement:
+    async def _admit(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
         while True:
             if self._mode is Mode.SHARED:
                 try:
                     age_s = self._waited_s(wait)
-                    placement = await self._shared.admit(request, held=held, age_s=age_s, wait=wait)
+                    placement = await self._shared.admit(
+                        request, stream_owned=stream_owned, age_s=age_s, wait=wait
+                    )
                 except StateUnavailable:
                     if self._shared.awake.just_woke:
                         continue  # what was asked before was given up; the next one pauses first
@@ -81,11 +83,13 @@ class SturdyGate(Crossing):
                 self._busy = True
                 self._tombstones.anew(request.id)
                 return placement
-            placed = await self._admit_alone(request, wait, held)
+            placed = await self._admit_alone(request, wait, stream_owned)
             if placed is not None:
                 return placed
 
-    async def _admit_alone(self, request: InferenceRequest, wait: Wait, held: bool) -> Placement | None:
+    async def _admit_alone(
+        self, request: InferenceRequest, wait: Wait, stream_owned: bool
+    ) -> Placement | None:
         cost = self._local.cost_of(self._cost(request))
         if not await self._local.admit(request, cost, wait, alone=self._mode is Mode.LOCAL):
             return None
@@ -94,14 +98,16 @@ class SturdyGate(Crossing):
                 self._prepaid += cost
                 try:
                     age_s = self._waited_s(wait)
-                    placement = await self._shared.admit(request, held=held, age_s=age_s, wait=wait)
+                    placement = await self._shared.admit(
+                        request, stream_owned=stream_owned, age_s=age_s, wait=wait
+                    )
                 finally:
                     self._prepaid -= cost
                 self._gained += cost
             else:
                 fallbacks = self._effective().settings.scheduling.fallbacks
                 picked = self._picker.pick(request, most=1 + fallbacks)
-                placement = self._shared.placed_elsewhere(request, picked, held=held)
+                placement = self._shared.placed_elsewhere(request, picked, stream_owned=stream_owned)
         except StateUnavailable:
             self._local.earn(cost)
             self.away("failed", "a decision could not be had")
@@ -114,7 +120,7 @@ class SturdyGate(Crossing):
             endpoint = placement.endpoints[0]
             now_s = self._loop.time()
             self._outbox.placed(
-                request.id, Placed(placement.attempt, placement.ticket, endpoint, cost, now_s)
+                request.id, Placed(placement.attempt, placement.accounting_token, endpoint, cost, now_s)
             )
             self._picker.began(endpoint)
             self._let_go += 1
@@ -133,7 +139,7 @@ class SturdyGate(Crossing):
         try:
             if mode is Mode.SHARED or not own:
                 return await self._shared.confirm(request_id, placement, age_s)
-            await self._store.renew(request_id, placement.attempt, "", placement.ticket)
+            await self._store.renew(request_id, placement.attempt, "", placement.accounting_token)
         except StateUnavailable:
             self.away("failed", "a place could not be confirmed")
             if self._mode is Mode.SHARED:
@@ -147,7 +153,7 @@ class SturdyGate(Crossing):
         self._shared.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
-        note = completion.ticket or self._shared.held_ticket(completion.id)
+        note = completion.accounting_token or self._shared.accounting_token_of(completion.id)
         if note or self._outbox.knows(completion.id):
             self._tombstones.heard(completion.id)
         if self._mode is Mode.SHARED:
@@ -159,14 +165,14 @@ class SturdyGate(Crossing):
             self._shared.settle(completion)
         if not (note or self._outbox.knows(completion.id)):
             return  # the end of one that was never placed: Envoy tells of refused ones, too
-        self._picker.ended(self._outbox.endpoint_of(completion.id) or ticket.endpoint_of(note))
+        self._picker.ended(self._outbox.endpoint_of(completion.id) or accounting_token.endpoint_of(note))
         if completion.failed:
             self._picker.failed(completion.failed)
         freed = self._outbox.ended(completion, note)
         if self._mode is Mode.LOCAL:
             self._shared.ended(completion)
             if freed is not None:
-                self._metrics.completed(completion, ticket.model_of(note))
+                self._metrics.completed(completion, accounting_token.model_of(note))
         if freed is not None:
             freed = self._local.cost_of(freed)
             self._regained += freed
@@ -178,7 +184,7 @@ class SturdyGate(Crossing):
 
     def renew(self, alive: Alive) -> None:
         if self._tombstones.knows(alive.id):
-            alive = alive._replace(ticket="")  # late, or told again: it brings nothing back
+            alive = alive._replace(accounting_token="")  # late, or told again: it brings nothing back
         # What was written while this process slept may be long over.
         if self._mode is not Mode.SHARED and not self._shared.awake.just_woke:
             self._outbox.alive(alive)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from picker_fleet.admission import ticket
+from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ScriptFailed
 from picker_fleet.request import Alive, Completion
 from picker_fleet.state.store import Store
@@ -29,7 +29,7 @@ class Placed:
     """A request that this replica let go, at `placed_s`."""
 
     attempt: int
-    ticket: str
+    accounting_token: str
     endpoint: str
     cost: float
     placed_s: float
@@ -42,7 +42,7 @@ class Running(NamedTuple):
     id: str
     attempt: int | None
     served: str
-    ticket: str
+    accounting_token: str
     seen_s: float
 
 
@@ -71,14 +71,14 @@ class Outbox:
         return placed.cost
 
     def alive(self, alive: Alive) -> None:
-        if alive.ticket and self._ended.get(alive.id) is None:
+        if alive.accounting_token and self._ended.get(alive.id) is None:
             _keep(self._alive, alive.id, (alive, self._clock()))
 
     def ended(self, completion: Completion, note: str) -> float | None:
         """What the end of a request frees, in the stock's unit: 0 for one that never ran, None if it has been
         heard before, or has freed its place here by being withdrawn.
 
-        `note` is its ticket, '' if none came with the end.
+        `note` is its accounting token, '' if none came with the end.
         """
         if self._ended.get(completion.id) is not None:
             return None
@@ -88,7 +88,7 @@ class Outbox:
         placed = self._placed.pop(completion.id, None)
         if withdrawn:
             return None
-        return placed.cost if placed is not None else ticket.cost_of(note)
+        return placed.cost if placed is not None else accounting_token.cost_of(note)
 
     def knows(self, request_id: str) -> bool:
         """Whether it has been seen to run."""
@@ -109,10 +109,10 @@ class Outbox:
         for name, placed in self._placed.items():
             seen_s = self._alive[name][1] if name in self._alive else placed.placed_s
             if seen_s >= since_s:
-                found.append(Running(name, placed.attempt, "", placed.ticket, seen_s))
+                found.append(Running(name, placed.attempt, "", placed.accounting_token, seen_s))
         for name, (alive, seen_s) in self._alive.items():
             if name not in self._placed and seen_s >= since_s:
-                found.append(Running(name, None, alive.served or "", alive.ticket, seen_s))
+                found.append(Running(name, None, alive.served or "", alive.accounting_token, seen_s))
         return found
 
     def ends(self) -> list[Completion]:
@@ -142,7 +142,7 @@ async def bring(store: Store, outbox: Outbox, report_s: float, clock: Callable[[
     running = outbox.in_flight(clock() - unseen_s(report_s))
     for at in range(0, len(running), _AT_ONCE):
         asked = [
-            store.renew(each.id, each.attempt, each.served, each.ticket, clock() - each.seen_s)
+            store.renew(each.id, each.attempt, each.served, each.accounting_token, clock() - each.seen_s)
             for each in running[at : at + _AT_ONCE]
         ]
         for answer in asked:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from picker_fleet.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
-from picker_fleet.live_config import Effective
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Band, InferenceRequest
 
 _CREDIT = 1 - 1e-9  # ten tenths are not quite one
@@ -52,7 +52,7 @@ class Rules:
         return self.wait_weight * waited + self.criticality_weight * request.workload.criticality / 5
 
 
-def rules_of(effective: Effective, live: int) -> Rules:
+def rules_of(effective: EffectiveConfig, live: int) -> Rules:
     """The rules in force, the capacities divided among `live` replicas, with room for one at least."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
     return Rules(

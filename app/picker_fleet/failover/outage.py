@@ -31,7 +31,7 @@ from picker_fleet.failover.local_picker import LocalPicker
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.peers import ASK_S, Borrower, Fleetmates, Peers
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.live_config import Effective
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Completion
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state.silence import Silence
@@ -66,7 +66,7 @@ _NEXT: Mapping[tuple[Mode, Event], Mode] = {
 
 
 class Crossing:
-    """Watches the shared state and changes sides; `SturdyGate` works on the side it is on. One event loop."""
+    """Watches the shared state and changes sides; `FailoverGate` works on its side. One event loop."""
 
     def __init__(
         self,
@@ -79,17 +79,15 @@ class Crossing:
         chooser: EndpointChooser,
         silence: Silence,
         report_s: float,
-        effective: Callable[[], Effective],
+        effective: Callable[[], EffectiveConfig],
         load: Callable[[], Mapping[str, int]],
-        poke: Callable[[], None],
-        glance: Callable[[], None],
+        heartbeat_now: Callable[..., None],
         via: Peers,
     ) -> None:
         self._store, self._shared = store, shared
         self._metrics = metrics
         self._report_s = report_s
-        self._effective, self._fleet_load, self._poke = effective, load, poke
-        self._glance = glance
+        self._effective, self._fleet_load, self._heartbeat_now = effective, load, heartbeat_now
         self._loop = asyncio.get_running_loop()
         self._silence = silence
         self._mates = Fleetmates(replica)
@@ -105,7 +103,7 @@ class Crossing:
             report_s=report_s,
             may_tell=lambda: self._mode is not Mode.LOCAL,
             may_free=lambda: self._mode is Mode.SHARED or self._told,
-            poke=poke,
+            heartbeat_now=heartbeat_now,
             clock=self._loop.time,
         )
         self._picker = LocalPicker(chooser, endpoints, self._loop.time)
@@ -117,7 +115,9 @@ class Crossing:
         self._regained = 0.0  # by ends since Redis answers again, which it has heard, too
         self._prepaid = 0.0  # by those who wait in the shared queue, too, on the way back
         self._busy = False
-        self._unanswered: dict[str, tuple[Completion, str]] = {}  # ends it has not confirmed, with tickets
+        self._unanswered: dict[
+            str, tuple[Completion, str]
+        ] = {}  # ends it has not confirmed, with accounting tokens
         self._bound = self._share = 0.0
         self._let_go = 0  # requests, since the shared state was lost
         self._left_s = self._back_s = 0.0
@@ -191,11 +191,11 @@ class Crossing:
     def _tick(self) -> None:
         self._shared.drop_expired()
         if self._mode is not Mode.SHARED:
-            self._poke()
+            self._heartbeat_now()
         elif self._busy:
             # What is known of the stock is never much older than what this replica has done to it.
             self._busy = False
-            self._glance()
+            self._heartbeat_now(full=False)
         if self._mode is Mode.RETURNING and self._all_told():
             self._go(Event.ALL_TOLD, "all-told")
 
@@ -278,16 +278,16 @@ class Crossing:
 
     def _note_told(self) -> None:
         """All that runs has been told: what has ended may be given back."""
-        self._shared.renew_held()
+        self._shared.renew_owned_streams()
         for completion in self._outbox.ends():
             self._shared.tell_end(completion)
         self._told = True
         self._tombstones.free()
-        self._poke()
+        self._heartbeat_now()
 
     async def _others_told(self) -> None:
         """Wait until the others have told of the ends they heard while this replica heard none of them."""
-        self._poke()
+        self._heartbeat_now()
         await self._tombstones.others_told(self._mates.live)
 
     def _all_told(self) -> bool:
@@ -309,7 +309,7 @@ class Crossing:
         self._local.release_all()
         self._metrics.degraded(False)
         _log.info("shared operation again, after %.1f s", self._loop.time() - self._left_s)
-        self._poke()
+        self._heartbeat_now()
 
 
 async def tell_what_runs(

@@ -29,7 +29,7 @@ class Tombstones:
     loop.
 
     `may_tell` says whether this replica has the shared state, `may_free` whether it has also told it of
-    everything that it let go without it. `poke` makes the heartbeat come now.
+    everything that it let go without it. `heartbeat_now` makes the heartbeat come now.
     """
 
     def __init__(
@@ -40,12 +40,17 @@ class Tombstones:
         report_s: float,
         may_tell: Callable[[], bool],
         may_free: Callable[[], bool],
-        poke: Callable[[], None],
+        heartbeat_now: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replica = store, replica
         self._keep_s = 2 * unseen_s(report_s)
-        self._may_tell, self._may_free, self._poke, self._clock = may_tell, may_free, poke, clock
+        self._may_tell, self._may_free, self._heartbeat_now, self._clock = (
+            may_tell,
+            may_free,
+            heartbeat_now,
+            clock,
+        )
         # When each end was heard, and the life of the shared state that has been told of it.
         self._ends: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._back: set[str] = set()  # of them, those that another replica has brought back
@@ -112,7 +117,7 @@ class Tombstones:
         if self._may_free():
             self.free()
         self._answered |= returns & self._returns
-        self._poke()
+        self._heartbeat_now()
 
     def begin_return(self) -> None:
         """This replica is on its way back, perhaps again."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from picker_fleet import live_config
-from picker_fleet.admission.shared_gate import Inbox, SharedGate
+from picker_fleet.admission.shared_gate import NotificationPoller, SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
-from picker_fleet.live_config import Effective, Tuned, published
+from picker_fleet.live_config import EffectiveConfig, LiveConfig, shared_settings
 from picker_fleet.sections import Leases
 from picker_fleet.state.store import Pulse, Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -44,7 +44,7 @@ class Watch(Protocol):
 class Membership:
     """Keeps this replica known and the pool's shared facts in step; see `run`. One event loop.
 
-    `about` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
+    `replica_info` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
     `on_effective` hears the configuration with the live changes in it, whenever those are another.
 
     `on_suspects` is called with endpoints where requests in flight may have ended unheard.
@@ -60,9 +60,9 @@ class Membership:
         *,
         endpoints: SnapshotCell,
         metrics: Metrics,
-        about: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        replica_info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         watch: Watch | None = None,
-        on_effective: Callable[[Effective], object] = lambda _: None,
+        on_effective: Callable[[EffectiveConfig], object] = lambda _: None,
         on_suspects: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
         self._store = store
@@ -70,30 +70,30 @@ class Membership:
         self._settings = settings
         self._cell = endpoints
         self._metrics = metrics
-        self._about = about if callable(about) else lambda: about
+        self._replica_info = replica_info if callable(replica_info) else lambda: replica_info
         self._watch = watch
         self._on_effective = on_effective
         self._on_suspects = on_suspects
         self._state: dict[str, Any] = {}
-        self._glancing = False
+        self._brief = False
         self._loop = asyncio.get_running_loop()
         self._read_s = -math.inf  # when the whole state was last read
-        self._shared = published(settings, {})
+        self._shared = shared_settings(settings, {})
         self._config_version = _version(self._shared)
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
         self._born = ""
         self._lives = 0  # of the connection to the shared state, as of the last heartbeat
         self._forgotten = False  # the shared state has yet to be told again what this replica holds
-        self._poke = asyncio.Event()
+        self._now = asyncio.Event()
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
         self._left = False
         self._live: Sequence[str] = ()
         self._in_flight: Mapping[str, int] = {}
-        self._tuned = Tuned()
+        self._live_config = LiveConfig()
         self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
-        self._effective = Effective(settings, {})
+        self._effective = EffectiveConfig(settings, {})
 
     @property
     def pulse(self) -> Pulse | None:
@@ -111,12 +111,12 @@ class Membership:
         return self._in_flight
 
     @property
-    def tuned(self) -> Tuned:
+    def live_config(self) -> LiveConfig:
         """The live changes, as of the last heartbeat."""
-        return self._tuned
+        return self._live_config
 
     @property
-    def effective(self) -> Effective:
+    def effective(self) -> EffectiveConfig:
         """The configuration with the live changes in it, as of the last heartbeat."""
         return self._effective
 
@@ -170,16 +170,12 @@ class Membership:
         self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
         facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
         self._discovered_version = _version(facts)
-        self._poke.set()
+        self._now.set()
 
-    def poke(self) -> None:
-        """Beat now rather than at the next interval."""
-        self._poke.set()
-
-    def glance(self) -> None:
-        """Beat now, but leave the rest of what a beat looks after to the next one."""
-        self._glancing = True
-        self._poke.set()
+    def heartbeat_now(self, *, full: bool = True) -> None:
+        """Send a heartbeat now rather than at the next interval; unless `full`, read only its own reply."""
+        self._brief = self._brief or not full
+        self._now.set()
 
     async def run(self) -> None:
         """Beat, sweep and renew until cancelled. Faults of Redis are waited out, never raised."""
@@ -188,7 +184,7 @@ class Membership:
             tasks.create_task(self._beat_forever(leases.heartbeat))
             tasks.create_task(self._sweep_forever())
             tasks.create_task(self._renew_forever(leases.inflight / _RENEWALS))
-            tasks.create_task(Inbox(self._store, self._gate).run())
+            tasks.create_task(NotificationPoller(self._store, self._gate).run())
 
     async def leave(self, deadline_s: float) -> None:
         """Say goodbye, so that nobody waits out this replica's silence."""
@@ -200,7 +196,7 @@ class Membership:
     async def _beat_forever(self, interval_s: float) -> None:
         while True:
             began_s = self._loop.time()
-            self._poke.clear()
+            self._now.clear()
             if self._left:
                 return
             try:
@@ -214,11 +210,11 @@ class Membership:
                 # From beat to beat: a grant whose wake-up was lost waits no longer than one interval.
                 rest_s = interval_s - (self._loop.time() - began_s)
                 async with asyncio.timeout(max(rest_s, interval_s / 2)):
-                    await self._poke.wait()
+                    await self._now.wait()
 
     async def _beat(self) -> None:
         silence_s = self._settings.leases.replica_silence
-        glancing, self._glancing = self._glancing, False
+        brief, self._brief = self._brief, False
         pulse = await self._heartbeat(silence_s)
         unknown = pulse.born == "0"
         # A new connection may lead to a server that lacks the last of what the former one took.
@@ -244,7 +240,7 @@ class Membership:
         self._born = pulse.born
         self._known.set()
         await self._follow(pulse)
-        if glancing and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
+        if brief and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
             return
         state = await self._read()
         self._live, self._in_flight = state["replicas"], state["in_flight"]
@@ -253,7 +249,7 @@ class Membership:
 
     async def _heartbeat(self, silence_s: float) -> Pulse:
         clock = self._loop.time
-        about = dict(self._about())
+        about = dict(self._replica_info())
         served = about.pop("served", None)
         about |= self._watch.says() if self._watch is not None else {"degraded": False}
         parts = [about] if served is None else [about, {"served": served}]
@@ -274,17 +270,17 @@ class Membership:
         """Take over live changes; bring them back if they were lost with the shared state."""
         if (pulse.born, pulse.tuned_version) == self._followed:
             return
-        if not pulse.tuned_version and self._tuned.overrides:
-            await self._store.tune(self._tuned.overrides, self._tuned.note)
-        self._take(pulse.born, Tuned(*await self._store.tuned()))
+        if not pulse.tuned_version and self._live_config.overrides:
+            await self._store.tune(self._live_config.overrides, self._live_config.changes)
+        self._take(pulse.born, LiveConfig(*await self._store.tuned()))
 
-    def _take(self, born: str, tuned: Tuned) -> None:
-        self._tuned, self._followed = tuned, (born, tuned.version)
+    def _take(self, born: str, tuned: LiveConfig) -> None:
+        self._live_config, self._followed = tuned, (born, tuned.version)
         try:
-            self._effective = live_config.applied(self._settings, tuned.note)
+            self._effective = live_config.applied(self._settings, tuned.changes)
         except ConfigError as fault:
             _log.warning("live changes do not fit this replica's configuration: %s", fault)
-            self._effective = Effective(self._settings, {})
+            self._effective = EffectiveConfig(self._settings, {})
         self._on_effective(self._effective)
 
     def _differs(self, pulse: Pulse) -> bool:
@@ -300,10 +296,10 @@ class Membership:
             endpoints_version=self._discovered_version,
         )
         # What was changed live may mean other numbers under this configuration than under the last one.
-        tuned = Tuned(*await self._store.tuned())
+        tuned = LiveConfig(*await self._store.tuned())
         with contextlib.suppress(ConfigError):
-            wanted = live_config.overrides(self._settings, tuned.note)
-            if tuned.note and wanted != {name: tuned.overrides.get(name) for name in wanted}:
+            wanted = live_config.overrides(self._settings, tuned.changes)
+            if tuned.changes and wanted != {name: tuned.overrides.get(name) for name in wanted}:
                 await self._store.tune(live_config.replacing(tuned.overrides, wanted), {})
 
     async def _sweep_forever(self) -> None:
@@ -331,7 +327,7 @@ class Membership:
     async def _renew_forever(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            self._gate.renew_held()
+            self._gate.renew_owned_streams()
 
 
 def _unseen_s(leases: Leases) -> float:

@@ -14,7 +14,7 @@ _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)  # an address that is nobody's (RFC 5737)
 
 
-class Introduction:
+class ReplicaInfo:
     """Called, it gives the JSON object that docs/redis-schema.md lists under `about`."""
 
     def __init__(self, gate: SharedGate, service: ServiceMeter, clock_s: Callable[[], float]) -> None:

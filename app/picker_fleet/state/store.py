@@ -183,12 +183,12 @@ class Store:
         return self._link.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
-        self, request_id: str, attempt: int | None, served: str, ticket: str, ago_s: float = 0.0
+        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
         """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it. It was
         last seen alive `ago_s` ago."""
         mine = "" if attempt is None else attempt
-        return self._link.submit("renew", (request_id, mine, served, ticket, _milliseconds(ago_s)))
+        return self._link.submit("renew", (request_id, mine, served, accounting_token, _milliseconds(ago_s)))
 
     async def heartbeat(self, about: str, silence_s: float) -> Pulse:
         signing = self._signing

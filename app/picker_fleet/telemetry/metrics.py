@@ -107,7 +107,9 @@ class Metrics:
 
         self._entries = counters("access_log_entries", "Entries Envoy sent, by what they told.", ("kind",))
         self._rejected = counters(
-            "access_log_rejected", "Entries without a ticket of the fleet, by what is wrong.", ("reason",)
+            "access_log_rejected",
+            "Entries without a accounting token of the fleet, by what is wrong.",
+            ("reason",),
         )
         self._calls = histograms("redis_call_seconds", "One batched script call.", _REDIS, ("script",))
         self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
@@ -175,7 +177,7 @@ class Metrics:
         self._entries.add((kind,), n)
 
     def access_log_rejected(self, reason: str) -> None:
-        """An entry was ignored for its ticket; `reason` is one of `signing.FAULTS`."""
+        """An entry was ignored for its accounting token; `reason` is one of `signing.FAULTS`."""
         self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:

@@ -107,10 +107,12 @@ def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
     common.intermediate_log_entry = dice.random() < 0.3
     entry.response.response_code.value = dice.choice((0, 200, 503, 2**32 - 1))
     if dice.random() < 0.5:
-        ticket = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
-        ticket[dice.randrange(9)] = dice.choice(("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10"))
+        accounting_token = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
+        accounting_token[dice.randrange(9)] = dice.choice(
+            ("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10")
+        )
         common.metadata.filter_metadata["picker"].update(
-            {"ticket": "\t".join(ticket[: dice.randrange(7, 11)])}
+            {"ticket": "\t".join(accounting_token[: dice.randrange(7, 11)])}
         )
     if dice.random() < 0.5:
         usage = {"prompt_tokens": dice.choice(_NUMBERS), "completion_tokens": dice.choice(_NUMBERS)}

@@ -87,7 +87,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
         assert (await here.admin("/api/v1/pause", method="POST")).is_success
         callers = [await Caller.ask(here.url, 20) for _ in range(3)]
         await here.eventually(lambda: _holds(here, "queued", 3), what="three that wait")
-        # When their clients leave and they are placed while Envoy stands still: its log has no ticket of them
+        # When their clients leave and they are placed while Envoy stands still: its log has no token of them
         envoy.suspend()
         try:
             for caller in callers:
