@@ -14,7 +14,7 @@ from picker_fleet.endpoints.metrics_page import engine_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
-from picker_fleet.extproc import shares
+from picker_fleet.extproc import budget_transfer
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.replica.endpoint_health import Probes
@@ -152,7 +152,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         effective=lambda: membership.effective,
         load=lambda: membership.in_flight,
         heartbeat_now=lambda *, full=True: membership.heartbeat_now(full=full),
-        via=shares.GrpcPeers(settings.pool, signing),
+        via=budget_transfer.GrpcPeers(settings.pool, signing),
     )
     replica_info = ReplicaInfo(shared, service, clock)
 

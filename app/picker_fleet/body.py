@@ -1,14 +1,12 @@
 """The members of a request's JSON body, without building what is in them.
 
-The decoder tells each key of the outermost object in its turn and gives every value as the bytes it was
-written in; whatever is inside is checked to be JSON and passed over. So a body costs about its own size,
-whatever it nests, and one whose used keys come twice is refused: whoever reads it after the picker, and takes
-the other one, would run another model.
+The decoder reports each key of the outermost object in order and returns each value as its raw bytes; nested
+values are validated and skipped. So a body costs about its own size, however deep it nests. A body that has a
+used key twice is refused: a server that takes the other one would run another model.
 
-The keys come by `Enum._missing_`, which msgspec calls for each key that it cannot look up. Here that is every
-key: what could be looked up are names made at random when the process starts. That takes 1 µs a key, which is
-most of what a small body costs; so small bodies are built whole where nothing in them is in doubt
-(`simple_members`; docs/decisions.md, 21).
+msgspec calls `Enum._missing_` for each key that it cannot look up. Here that is every key, since the enum's
+own names are random. That takes 1 µs a key, which is most of what a small body costs; so small bodies are
+decoded whole where no key can be duplicated (`simple_members`; docs/decisions.md, 21). Called by intake.
 """
 
 import enum
@@ -27,10 +25,10 @@ MODEL = "model"
 MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
 MAX_KEY_CHARS = 256
 
-# From here on a body is read through a copy without letters beyond ASCII: a key of its size with one such
-# letter would take four bytes a letter.
+# A larger body is read through a copy that is ASCII only: a key of its size with one other letter would take
+# four bytes a letter.
 _LARGE_BYTES = 1024 * 1024
-_SMALL_BYTES = 4096  # what is in one may cost thirty times its size
+_SMALL_BYTES = 4096  # a decoded body may take thirty times its size
 _PLAIN = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
@@ -54,7 +52,7 @@ _keys: list[str] = []  # of the body that is being read: decoding is one step of
 
 
 class _Key(enum.Enum):
-    """Its members stand for the first, the second, … key of a body, whatever they are called."""
+    """Its members stand for the first, the second, … key of a body, whatever their names."""
 
     __hash__ = object.__hash__  # an Enum's own takes as long as all the rest
 
@@ -74,10 +72,10 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 
 
 def simple_members(text: bytes) -> dict[str, Any] | None:
-    """The members of a small body that has a model and no key twice, anywhere; None where that is in doubt.
+    """The members of a small body that has a model and no key twice at any depth; None if in doubt.
 
-    Written again it has as many quotes as it came with: a member that comes twice has been dropped, and its
-    key's with it. A quote or a key may be spelt otherwise by `\\u` alone.
+    Encoded again, such a body has as many quotes as before: a duplicated member is dropped with the quotes of
+    its key. Only a `\\u` escape can spell a quote or a key otherwise.
     """
     if len(text) > _SMALL_BYTES or (b"\\" in text and b"\\u" in text):
         return None
@@ -102,7 +100,7 @@ class Body:
 
     @property
     def values(self) -> Mapping[str, msgspec.Raw | memoryview]:
-        """The JSON text of each key's value. Strings in it may be no UTF-8: whoever reads them finds that.
+        """The JSON text of each key's value. Strings in it may be invalid UTF-8; the reader checks.
 
         Raises:
             BadRequest: it is no JSON object, or one that is not to be read.

@@ -1,9 +1,8 @@
-"""What comes in, made into an `InferenceRequest`. Pure: ids and chance come in as arguments.
+"""Turns headers and a body into an `InferenceRequest`. Pure: ids and random numbers are injected.
 
-Names and meanings are docs/protocol.md; both spellings of a header count, the gateway's first.
-Faults of a body or header are `BadRequest` and name what is wrong (G10). The one lenient part is the
-workload context (docs/specification.md): whatever is in it, the request goes
-on, as an anonymous workload of criticality 3 if need be.
+Called by an exchange for each request. docs/protocol.md lists the headers; both spellings of a header count,
+the gateway's first. A malformed body or header is a `BadRequest` that names it (G10). Only the workload
+context is lenient (docs/specification.md): a malformed one makes an anonymous workload of criticality 3.
 """
 
 import math
@@ -16,11 +15,11 @@ from typing import NamedTuple
 
 import orjson
 
-from picker_fleet import header_trust
+from picker_fleet import allowlist
+from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
 from picker_fleet.body import MODEL, Body, simple_members
 from picker_fleet.config import Model, Objective, Settings
 from picker_fleet.errors import BadRequest
-from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE, REWRITE
 from picker_fleet.request import Band, InferenceRequest, Workload, finite_number
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
@@ -32,8 +31,8 @@ REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
 FORWARDED_FOR = "x-forwarded-for"
 TTL = ("x-llm-d-inference-ttl",)
-# A client's own deadline. The last is the timeout of the route by which another Envoy has sent the request;
-# Envoys pass it on only from whoever they take for internal.
+# A client's own deadline. The last is the route timeout of another Envoy before this one, which an Envoy
+# passes on only from internal peers.
 REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
@@ -43,7 +42,7 @@ TRACE = "traceparent"
 HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
 )
-_PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these ask for nothing
+_PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these set nothing
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _TIMES = frozenset((*TTL, *DEADLINES))
 
@@ -77,8 +76,8 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `read` is the body, as it came if it is a simple one; None if Envoy read it (`headers`). `body_bytes` is
-    its length, 0 if that is not known; `answer_tokens` the longest answer it allows, None if it sets no
+    `read` is the parsed body, or its bytes if it is a simple one; None if Envoy read it (`headers`).
+    `body_bytes` is its length, 0 if unknown; `answer_tokens` the longest answer it allows, None if it sets no
     maximum.
     """
 
@@ -151,7 +150,7 @@ def read_subset(hint: object) -> tuple[str, ...]:
 def wanted_headers(settings: Settings) -> frozenset[str]:
     """The headers (lower-case) that requests are read for under `settings`."""
     traces = {TRACE} if settings.tracing.enabled else frozenset()
-    return HEADERS | header_trust.trusted(settings.extproc.trusted_headers) | traces
+    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces
 
 
 class Intake:
@@ -276,25 +275,25 @@ def _deadline_s(headers: Mapping[str, bytes]) -> float:
     Raises:
         BadRequest: one of them is malformed; the message names it.
     """
-    told_s = math.inf
+    deadline_s = math.inf
     if text := _text(headers, (REQUEST_TIMEOUT,)):
-        told_s = _duration_s(REQUEST_TIMEOUT, text)
+        deadline_s = _duration_s(REQUEST_TIMEOUT, text)
     if text := _text(headers, (GRPC_TIMEOUT,)):
         match = _GRPC_TIMEOUT.fullmatch(text)
         if match is None:
             raise BadRequest(
                 f"header {GRPC_TIMEOUT}: {text[:40]!r} is no gRPC timeout: write 500m, 30S or 5M"
             )
-        told_s = min(told_s, int(match[1]) * _GRPC_UNIT_S[match[2]])
+        deadline_s = min(deadline_s, int(match[1]) * _GRPC_UNIT_S[match[2]])
     if text := _text(headers, (ROUTE_TIMEOUT,)):
         if not _WHOLE_MS.fullmatch(text):
             raise BadRequest(f"header {ROUTE_TIMEOUT}: {text[:40]!r} is no number of milliseconds")
-        told_s = min(told_s, int(text) / 1000 or math.inf)
-    return max(told_s, _MIN_TTL_S)
+        deadline_s = min(deadline_s, int(text) / 1000 or math.inf)
+    return max(deadline_s, _MIN_TTL_S)
 
 
 def _duration_s(name: str, text: str) -> float:
-    """The duration that header `name` tells, above zero."""
+    """The duration in header `name`, above zero."""
     try:
         seconds = duration_s(text)
     except ValueError as fault:
@@ -329,7 +328,7 @@ def _answer_tokens(fields: Mapping[str, object]) -> int | None:
         if value is None:
             continue
         if type(value) is int and 1 <= value <= _MOST_ANSWER_TOKENS:
-            return value  # as nearly every one is
+            return value  # the common case
         number = finite_number(value)
         if number is not None and number >= 1:
             return int(min(number, _MOST_ANSWER_TOKENS))
@@ -348,9 +347,9 @@ def _numbers(body: Body) -> dict[str, object]:
 
 
 def _workload(text: str, request_id: str) -> Workload:
-    """The workload that the header's `text` tells; an anonymous one is named after its only request."""
-    told = _short_context(text) if len(text) <= _SHORT_CONTEXT else _context(text)
-    return told if told.registered else told._replace(id=f"auto-{request_id}")
+    """The workload in the header's `text`; an anonymous one is named after its only request."""
+    workload = _short_context(text) if len(text) <= _SHORT_CONTEXT else _context(text)
+    return workload if workload.registered else workload._replace(id=f"auto-{request_id}")
 
 
 def _context(text: str) -> Workload:

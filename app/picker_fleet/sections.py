@@ -16,10 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from picker_fleet.allowlist import PathRule, path_rule, trusted_name
 from picker_fleet.endpoints.metrics_page import engine_of
 from picker_fleet.errors import ConfigError
-from picker_fleet.header_trust import trusted_name
-from picker_fleet.paths import PathRule, path_rule
 from picker_fleet.request import Band
 from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name
 from picker_fleet.state.address import redis_url

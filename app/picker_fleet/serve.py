@@ -28,15 +28,15 @@ from picker_fleet.admin.fleet_lists import FleetLists
 from picker_fleet.admin.fleet_view import FleetView
 from picker_fleet.admin.snapshot import Snapshots
 from picker_fleet.admin.standing import Lookout
+from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.assembly import assemble
 from picker_fleet.config import Settings, load
 from picker_fleet.endpoints.discovery import source_of
-from picker_fleet.extproc import accesslog, eds, shares
+from picker_fleet.extproc import accesslog, budget_transfer, eds
 from picker_fleet.extproc.context import DrainGate, ExchangeContext
 from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines, new_flow_limit, read_limit
 from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.intake import Intake
-from picker_fleet.paths import AllowedPaths
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.scheduling.chooser import ScoringChooser
 from picker_fleet.state.wakeups import listen
@@ -100,7 +100,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         extra=(
             accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),
             eds.handler(parts.endpoints),
-            shares.handler(
+            budget_transfer.handler(
                 settings.pool, parts.failover.lend, parts.signing, lambda: parts.replica_info.grpc
             ),
         ),

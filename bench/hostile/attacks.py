@@ -19,7 +19,7 @@ from envoy.service.accesslog.v3 import als_pb2
 
 from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
 from picker_fleet.extproc.accesslog import SERVICE as ACCESS_LOG
-from picker_fleet.extproc.shares import SERVICE as SHARES
+from picker_fleet.extproc.budget_transfer import SERVICE as SHARES
 
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
 _PATIENCE_S = 40.0  # longer than anybody here may take to answer or to hang up

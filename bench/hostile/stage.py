@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
+from picker_fleet.allowlist import FAIRNESS_ID
 from picker_fleet.config import parse
-from picker_fleet.header_trust import FAIRNESS_ID
 from picker_tools.local_fleet.envoy import Envoy, build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey

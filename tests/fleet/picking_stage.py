@@ -16,8 +16,8 @@ from page_server import PageServer, answered, serving
 from picking_case import Ask, Case, Server
 from picking_talk import PATIENT_S, Names, Played, Talk
 
+from picker_fleet.allowlist import STEERING
 from picker_fleet.config import parse
-from picker_fleet.header_trust import STEERING
 from picker_fleet.scheduling.chooser import REFRESH_S
 from picker_fleet.serve import Bound, new_incarnation, serve
 

@@ -1,4 +1,4 @@
-"""Envoy's side of ext_proc for tests: messages as Envoy builds them, and a gate that does as it is told."""
+"""Envoy's side of ext_proc for tests: messages as Envoy builds them, and a scripted gate."""
 
 import asyncio
 import itertools
@@ -12,13 +12,13 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
+from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
 from picker_fleet.extproc.context import DrainGate, ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
-from picker_fleet.paths import AllowedPaths
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.telemetry.decisions import DecisionLines
 
@@ -37,11 +37,11 @@ class ScriptedGate:
         self.admitted: list[tuple[InferenceRequest, bool]] = []
         self.routed: list[tuple[str, ...] | None] = []
         self.cancelled: list[str] = []
-        self.ages_s: list[float] = []  # of what was admitted, in the same order
+        self.ages_s: list[float] = []  # one for each admitted request
         self.confirmed: list[tuple[str, float]] = []
-        self.keeping = True  # placements are still their requests' own
-        self.session = ""  # what clients are told
-        self.waited_s: float | None = None  # what placements say of their time in the queue
+        self.keeping = True  # leases of placements are still valid
+        self.session = ""  # the session token sent to clients
+        self.waited_s: float | None = None  # the time in the queue of placements
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
 

@@ -1,4 +1,4 @@
-"""The access log over real gRPC: what each entry tells the gate, in order, whatever comes between."""
+"""The access log over real gRPC: what each entry reports to the gate, in order."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,26 +18,26 @@ from picker_fleet.telemetry.metrics import Metrics
 Entry = accesslog_pb2.HTTPAccessLogEntry
 METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"
 KEYS = Keyring()
-NOTE = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
+FIELDS = "flow\t1\t1.0\t1.0\t\t3\tllama\t10.0.0.1:8000\t0"
 
 
 def signed(request_id: str) -> str:
     """The accounting token of `request_id`."""
-    return accounting_token.signed(NOTE, request_id, KEYS)
+    return accounting_token.signed(FIELDS, request_id, KEYS)
 
 
-class Book:
-    """A gate that writes down what it is told."""
+class RecordingGate:
+    """Records what the access log reports."""
 
     def __init__(self) -> None:
-        self.told: list[Completion | Alive] = []
+        self.reported: list[Completion | Alive] = []
         self.suspected: list[str] = []
 
     def settle(self, completion: Completion) -> None:
-        self.told.append(completion)
+        self.reported.append(completion)
 
     def renew(self, alive: Alive) -> None:
-        self.told.append(alive)
+        self.reported.append(alive)
 
     def suspect(self, request_id: str) -> None:
         self.suspected.append(request_id)
@@ -85,7 +85,6 @@ def full() -> Entry:
 
 
 def test_who_served_is_read_from_the_configured_namespace() -> None:
-    # Given an entry of an Envoy that keeps it in a namespace of its own
     message = full()
     message.common_properties.metadata.filter_metadata["gateway.lb"].update(
         {accesslog.SERVED_KEY: "10.0.0.3:80"}
@@ -104,7 +103,7 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 
 
 @asynccontextmanager
-async def serving(gate: Book, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(gate: RecordingGate, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((accesslog.handler(gate, metrics, KEYS),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -126,16 +125,16 @@ async def send(channel: grpc.aio.Channel, *messages: bytes) -> als_pb2.StreamAcc
     return await call
 
 
-async def told(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[Completion | Alive]:
-    gate = Book()
+async def reported(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[Completion | Alive]:
+    gate = RecordingGate()
     async with serving(gate, Metrics()) as channel:
         raw = [message if isinstance(message, bytes) else message.SerializeToString() for message in messages]
         await send(channel, *raw)
-    return gate.told
+    return gate.reported
 
 
-async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_it_tells() -> None:
-    assert await told(batch(full())) == [
+async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
+    assert await reported(batch(full())) == [
         Completion(
             id="from-picker",
             outcome=Outcome.COMPLETED,
@@ -150,45 +149,43 @@ async def test_given_a_final_entry_when_it_comes_then_the_gate_settles_all_that_
     ]
 
 
-async def test_given_no_id_of_the_picker_when_an_entry_comes_then_envoys_request_id_is_the_id() -> None:
-    assert await told(batch(entry())) == [
+async def test_without_an_id_from_the_picker_envoys_request_id_counts() -> None:
+    assert await reported(batch(entry())) == [
         Completion(
             "req-1", Outcome.COMPLETED, 200, None, None, None, None, None, accounting_token=signed("req-1")
         )
     ]
 
 
-async def test_given_a_periodic_entry_when_it_comes_then_the_lease_is_renewed_with_its_accounting_token() -> (
-    None
-):
+async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> None:
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
-    assert await told(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
+    assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
 
 
-async def test_given_an_envoy_without_entry_types_when_it_reports_then_the_intermediate_mark_counts() -> None:
+async def test_without_an_entry_type_the_intermediate_flag_decides() -> None:
     alive, over = entry("NotSet", "a"), entry("NotSet", "b")
     alive.common_properties.intermediate_log_entry = True
-    first, second = await told(batch(alive, over))
+    first, second = await reported(batch(alive, over))
     assert first == Alive("a", None, signed("a"))
     assert isinstance(second, Completion)
 
 
-async def test_given_a_request_that_still_waits_when_it_is_reported_alive_then_nothing_is_renewed() -> None:
-    # or each access-log interval would cost Redis as much as there are waiters
-    assert await told(batch(bare("DownstreamPeriodic"))) == []
+async def test_a_periodic_entry_of_a_queued_request_renews_nothing() -> None:
+    # Else each access-log interval would cost Redis one call a waiter.
+    assert await reported(batch(bare("DownstreamPeriodic"))) == []
 
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
-async def test_given_another_kind_of_entry_when_it_comes_then_it_is_ignored(kind: str) -> None:
-    assert await told(batch(entry(kind))) == []
+async def test_other_kinds_of_entries_are_ignored(kind: str) -> None:
+    assert await reported(batch(entry(kind))) == []
 
 
-async def test_given_entries_of_one_request_when_they_come_then_their_order_is_kept() -> None:
+async def test_entries_are_reported_in_order() -> None:
     ids = [f"r{number}" for number in range(50)]
     messages = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
-    heard = await told(*messages)
-    assert [(type(item), item.id) for item in heard] == [
+    items = await reported(*messages)
+    assert [(type(item), item.id) for item in items] == [
         (kind, one) for one in ids for kind in (Alive, Completion)
     ]
 
@@ -206,31 +203,29 @@ async def test_given_entries_of_one_request_when_they_come_then_their_order_is_k
         (None, 404, Outcome.COMPLETED),
     ],
 )
-async def test_given_flags_and_status_when_an_entry_ends_then_the_outcome_follows(
-    flag: str | None, status: int, outcome: Outcome
-) -> None:
+async def test_flags_and_status_decide_the_outcome(flag: str | None, status: int, outcome: Outcome) -> None:
     message = entry(status=status)
     if flag is not None:
         setattr(message.common_properties.response_flags, flag, True)
-    (completion,) = await told(batch(message))
+    (completion,) = await reported(batch(message))
     assert isinstance(completion, Completion)
     assert (completion.outcome, completion.status) == (outcome, status)
 
 
-async def test_given_no_served_key_when_an_entry_ends_then_the_upstream_address_is_used() -> None:
+async def test_without_served_metadata_the_upstream_address_counts() -> None:
     message = entry()
     socket = message.common_properties.upstream_remote_address.socket_address
     socket.address, socket.port_value = "fd00::1", 8000
-    (completion,) = await told(batch(message))
+    (completion,) = await reported(batch(message))
     assert completion.served == "[fd00::1]:8000"
 
 
-async def test_what_an_endpoint_took_is_told_without_the_wait_before_it() -> None:
+async def test_service_time_excludes_the_wait_in_the_queue() -> None:
     message = full()
     common = message.common_properties
     common.time_to_first_upstream_tx_byte.FromMilliseconds(3000)
     common.time_to_last_upstream_rx_byte.FromMilliseconds(3400)
-    (completion, unknown) = await told(batch(message, full()))
+    (completion, unknown) = await reported(batch(message, full()))
     assert isinstance(completion, Completion)
     assert completion.duration_s == 3.5
     assert completion.service_s == pytest.approx(0.4)
@@ -250,7 +245,7 @@ async def test_what_an_endpoint_took_is_told_without_the_wait_before_it() -> Non
         ("", False, 0, ""),
     ],
 )
-async def test_given_a_picked_endpoint_when_it_did_not_serve_then_it_is_told_of_as_failed(
+async def test_a_picked_endpoint_that_did_not_serve_is_reported_as_failed(
     served: str, flag: bool, attempts: int, failed: str
 ) -> None:
     message = entry()
@@ -258,7 +253,7 @@ async def test_given_a_picked_endpoint_when_it_did_not_serve_then_it_is_told_of_
         message.common_properties.metadata.filter_metadata["envoy.lb"].update({accesslog.SERVED_KEY: served})
     message.common_properties.response_flags.upstream_connection_failure = flag
     message.common_properties.upstream_request_attempt_count = attempts
-    (completion,) = await told(batch(message))
+    (completion,) = await reported(batch(message))
     assert isinstance(completion, Completion)
     assert completion.failed == failed
 
@@ -286,12 +281,12 @@ def negative_time(message: Entry) -> None:
 
 
 @pytest.mark.parametrize("spoil", [nan_usage, text_usage, huge_usage, negative_time])
-async def test_given_senseless_values_when_an_entry_ends_then_they_count_as_unknown(
+async def test_invalid_values_count_as_unknown(
     spoil: Callable[[Entry], None],
 ) -> None:
     message = entry()
     spoil(message)
-    assert await told(batch(message)) == [
+    assert await reported(batch(message)) == [
         Completion(
             "req-1", Outcome.COMPLETED, 200, None, None, None, None, None, accounting_token=signed("req-1")
         )
@@ -307,11 +302,11 @@ def raised(message: Entry) -> None:
 
 
 def of_a_stranger(message: Entry) -> None:
-    picker(message, {"ticket": accounting_token.signed(NOTE, "req-1", Keyring())})
+    picker(message, {"ticket": accounting_token.signed(FIELDS, "req-1", Keyring())})
 
 
 def stripped(message: Entry) -> None:
-    picker(message, {"ticket": NOTE})
+    picker(message, {"ticket": FIELDS})
 
 
 def odd(message: Entry) -> None:
@@ -338,73 +333,72 @@ def picker(message: Entry, fields: dict[str, object]) -> None:
         (missing, "no-ticket"),
     ],
 )
-def test_an_entry_without_a_accounting_token_of_the_fleet_is_counted_and_changes_nothing(
+def test_an_entry_without_a_valid_accounting_token_is_counted_and_changes_nothing(
     spoil: Callable[[Entry], None], reason: str, kind: str
 ) -> None:
-    gate, metrics, message = Book(), Metrics(), entry(kind)
+    gate, metrics, message = RecordingGate(), Metrics(), entry(kind)
     spoil(message)
     accesslog.take([message, entry(kind, "next")], gate, metrics, KEYS)
-    assert [item.id for item in gate.told] == ["next"]
+    assert [item.id for item in gate.reported] == ["next"]
     assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page_of(metrics).decode()
 
 
-def test_a_accounting_token_is_good_over_rotations_and_those_of_an_older_version_while_it_is_about() -> None:
+def test_accounting_tokens_stay_valid_over_key_rotations_and_an_upgrade() -> None:
     keys, newcomer = Keyring(), Keyring()
-    # Given a fleet whose key is followed by two others, one a day
     keys.take("0a" * 16)
-    first = accounting_token.signed(NOTE, "r", keys)
+    first = accounting_token.signed(FIELDS, "r", keys)
     keys.take(f"{'0b' * 16} {'0a' * 16}")
-    announced = accounting_token.signed(NOTE, "r", keys)
+    announced = accounting_token.signed(FIELDS, "r", keys)
     keys.take(f"{'0c' * 16} {'0b' * 16} {'0a' * 16}")
-    # Then its accounting tokens are those of the first until the next is known to all, and all stay good
-    assert first == announced != accounting_token.signed(NOTE, "r", keys)
+    # A new key signs only after a whole period in which every replica learned it.
+    assert first == announced != accounting_token.signed(FIELDS, "r", keys)
     newcomer.take(keys.offer().split(" ", 1)[1])
-    for note in (
+    for token in (
         first,
         accounting_token.with_trace(first, "00-trace"),
-        accounting_token.signed(NOTE, "r", keys),
+        accounting_token.signed(FIELDS, "r", keys),
     ):
-        assert accounting_token.checked(note, "r", newcomer) == (note, "")
-    # And one without a signature while a version that makes none is about; its trace stays apart
-    assert accounting_token.checked(NOTE, "r", newcomer) == (NOTE, "unsigned")
+        assert accounting_token.checked(token, "r", newcomer) == (token, "")
+    # A token without a signature is valid while a replica of a version that does not sign runs.
+    assert accounting_token.checked(FIELDS, "r", newcomer) == (FIELDS, "unsigned")
     newcomer.accepts_unsigned = True
-    note, fault = accounting_token.checked(f"{NOTE}\t00-trace", "r", newcomer)
-    assert (accounting_token.split_trace(note), fault) == ((f"{NOTE}\t", "00-trace"), "")
-    assert accounting_token.checked(NOTE, "r", newcomer) == (f"{NOTE}\t", "")
+    token, fault = accounting_token.checked(f"{FIELDS}\t00-trace", "r", newcomer)
+    assert (accounting_token.split_trace(token), fault) == ((f"{FIELDS}\t", "00-trace"), "")
+    assert accounting_token.checked(FIELDS, "r", newcomer) == (f"{FIELDS}\t", "")
 
 
-async def test_given_garbage_between_entries_when_it_comes_then_the_others_are_not_lost() -> None:
+async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     tcp = als_pb2.StreamAccessLogsMessage()
     tcp.tcp_logs.log_entry.add().common_properties.upstream_cluster = "pool"
-    heard = await told(
+    items = await reported(
         batch(entry(request_id="first")),
         b"\xff\xff not a message",
         als_pb2.StreamAccessLogsMessage(),
         tcp,
         batch(entry(request_id=""), entry(request_id="x" * 5000), entry(request_id="last")),
     )
-    assert [item.id for item in heard] == ["first", "last"]
+    assert [item.id for item in items] == ["first", "last"]
 
 
-async def test_given_entries_when_taken_then_the_metrics_say_what_they_told() -> None:
+async def test_entries_are_counted_by_kind() -> None:
     metrics = Metrics()
     entries = [entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")]
-    accesslog.take(entries, Book(), metrics, KEYS)
+    accesslog.take(entries, RecordingGate(), metrics, KEYS)
     page = page_of(metrics).decode()
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
 
 
-async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None:
-    async with serving(Book(), Metrics()) as channel:
+async def test_an_open_access_log_stream_ends_when_the_server_stops() -> None:
+    async with serving(RecordingGate(), Metrics()) as channel:
         call = channel.stream_unary(METHOD)(timeout=30)
         await call.write(batch(entry()).SerializeToString())
     assert await call.code() is not grpc.StatusCode.OK
 
 
-def test_a_client_gone_without_a_accounting_token_is_only_suspected() -> None:
-    gate, metrics = Book(), Metrics()
+def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
+    gate, metrics = RecordingGate(), Metrics()
     gone, refused = bare(request_id="gone", status=0), bare(request_id="refused", status=503)
     gone.common_properties.response_flags.downstream_connection_termination = True
     accesslog.take([gone, refused], gate, metrics, KEYS)
-    assert (gate.told, gate.suspected) == ([], ["gone"])
+    assert (gate.reported, gate.suspected) == ([], ["gone"])

@@ -1,4 +1,4 @@
-"""The bytes of bodies that a replica holds: bounded in all, and none left after any end of an exchange."""
+"""The byte budget of request bodies: its bound holds, and every exchange gives back what it took."""
 
 import asyncio
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ LENGTHS = st.sampled_from([None, len(ASK), 600, 1000, 1024, 99999])
 
 
 @st.composite
-def talks(draw: st.DrawFn) -> list[ProcessingRequest]:
-    """What Envoy might say in one exchange, in an order that makes sense or in none."""
+def conversations(draw: st.DrawFn) -> list[ProcessingRequest]:
+    """What Envoy might send in one exchange, in a valid or an invalid order."""
     length = draw(LENGTHS)
     first = headers(
         draw(st.sampled_from(["standard", "lean", "headers", None])),
@@ -66,10 +66,10 @@ def talks(draw: st.DrawFn) -> list[ProcessingRequest]:
     return [first, *draw(st.lists(MESSAGES, max_size=6))]
 
 
-async def live(
+async def run(
     exchange: Exchange, talk: Sequence[ProcessingRequest], here: ExchangeContext, leaves: bool
 ) -> None:
-    """An exchange as the service leads it, to its end; with `leaves`, its client goes while it waits."""
+    """Run an exchange as the service does; with `leaves`, its client leaves while it waits."""
     try:
         for message in talk:
             if exchange.done:
@@ -92,35 +92,33 @@ async def live(
 
 
 @given(
-    st.lists(st.tuples(talks(), st.booleans()), min_size=1, max_size=5),
+    st.lists(st.tuples(conversations(), st.booleans()), min_size=1, max_size=5),
     st.sampled_from([None, ExpiredTtl("late"), NoEndpoints("none"), ValueError("a fault")]),
     st.sampled_from([SMALL, RENAMED]),
     st.booleans(),
 )
-def test_nothing_is_held_after_any_end_of_any_exchanges(
+def test_no_bytes_are_counted_after_all_exchanges_have_ended(
     talks: list[tuple[list[ProcessingRequest], bool]], error: Any, settings: Any, shut: bool
 ) -> None:
     async def play() -> None:
-        # Given exchanges beside each other, at a gate that places, refuses, fails, or lets them wait
         gate = ScriptedGate(error)
         here = exchange_context(gate, Counted(), settings)
         if shut:
             gate.open.clear()
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             for talk, leaves in talks:
-                tasks.create_task(live(Exchange(here), talk, here, leaves))
+                tasks.create_task(run(Exchange(here), talk, here, leaves))
             for _ in range(20):
                 await asyncio.sleep(0)
             gate.open.set()
-        # Then, however each of them ended, nothing is held
         assert here.bodies.held_bytes == 0
 
     asyncio.run(play())
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_what_does_not_fit_beside_what_waits_is_refused_until_that_has_gone_on(mode: str) -> None:
-    # Given two requests that wait, of two thirds of what may be held
+async def test_a_body_beyond_the_byte_budget_is_refused_until_others_have_gone(mode: str) -> None:
+    # Two waiting requests take two thirds of the budget.
     gate, metrics = ScriptedGate(), Counted()
     here = exchange_context(gate, metrics, SMALL)
     gate.open.clear()
@@ -129,18 +127,17 @@ async def test_what_does_not_fit_beside_what_waits_is_refused_until_that_has_gon
     for _ in range(10):
         await asyncio.sleep(0)
     assert (len(gate.admitted), here.bodies.held_bytes) == (2, 1400)
-    # When one more comes, Then it is refused as soon as its bytes are too many, and says why
     late = Exchange(here)
     assert await converse(late, headers(mode), body(ask[:600], ended=False)) == []
     answers = await converse(late, body(ask[600:]))
     immediate = answers[0].immediate_response
-    told = set_headers(immediate.headers)
+    sent = set_headers(immediate.headers)
     assert immediate.status.code == 503
-    assert told["x-llm-d-request-dropped-reason"] == "rejected-buffer-full"
-    assert int(told["retry-after"]) >= 1
+    assert sent["x-llm-d-request-dropped-reason"] == "rejected-buffer-full"
+    assert int(sent["retry-after"]) >= 1
     assert metrics.answers == [(mode, "", "buffer_full")]
     assert here.bodies.held_bytes == 1400
-    # And one that fits is taken meanwhile, and all are once the others have gone on
+    # A body that fits is accepted meanwhile, and any body once the others have gone.
     gate.open.set()
     assert parts(await converse(Exchange(here), headers(mode), body(ASK)))[0] == "request_headers"
     for task in waiting:
@@ -149,6 +146,6 @@ async def test_what_does_not_fit_beside_what_waits_is_refused_until_that_has_gon
     assert here.bodies.held_bytes == 0
 
 
-def test_a_bound_below_the_largest_body_is_no_configuration() -> None:
+def test_a_budget_below_the_largest_body_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="extproc: max_body_bytes 4096 exceeds max_buffered_bytes 2048"):
         parse({"extproc": {"max_body_bytes": 4096, "max_buffered_bytes": 2048}})

@@ -1,4 +1,4 @@
-"""EDS over real gRPC: what Envoy is told of the pool, when, and what its answers do."""
+"""EDS over real gRPC: what Envoy receives of the pool, when, and how its acknowledgements count."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -73,7 +73,7 @@ def filled(version: str, *addresses: str) -> SnapshotCell:
     return cell
 
 
-async def test_given_a_pool_when_envoy_asks_then_it_gets_the_endpoints() -> None:
+async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
     async with serving(filled("v1", "10.0.0.1:8000", "[fd00::1]:8001")) as channel:
         call = subscribe(channel)
         await call.write(asking("pool"))
@@ -84,7 +84,7 @@ async def test_given_a_pool_when_envoy_asks_then_it_gets_the_endpoints() -> None
     assert read(response) == {"pool": {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}}
 
 
-async def test_given_a_subscription_when_the_pool_changes_then_the_change_is_pushed() -> None:
+async def test_a_change_of_the_pool_is_pushed() -> None:
     cell = filled("v1", "10.0.0.1:8000")
     async with serving(cell) as channel:
         call = subscribe(channel)
@@ -100,7 +100,7 @@ async def test_given_a_subscription_when_the_pool_changes_then_the_change_is_pus
     }
 
 
-async def test_given_no_snapshot_yet_when_envoy_asks_then_nothing_is_sent_until_there_is_one() -> None:
+async def test_nothing_is_sent_before_the_first_snapshot() -> None:
     cell = SnapshotCell()
     async with serving(cell) as channel:
         call = subscribe(channel)
@@ -112,7 +112,7 @@ async def test_given_no_snapshot_yet_when_envoy_asks_then_nothing_is_sent_until_
     assert "10.0.0.1:8000" in read(response)["pool"]
 
 
-async def test_given_an_unknown_cluster_when_asked_then_its_assignment_is_empty() -> None:
+async def test_an_unknown_cluster_has_an_empty_assignment() -> None:
     async with serving(filled("v1", "10.0.0.1:8000")) as channel:
         call = subscribe(channel)
         await call.write(asking("elsewhere"))
@@ -120,7 +120,7 @@ async def test_given_an_unknown_cluster_when_asked_then_its_assignment_is_empty(
     assert read(response) == {"elsewhere": {}}
 
 
-async def test_given_a_refusal_when_envoy_sends_it_then_only_the_next_snapshot_is_sent() -> None:
+async def test_a_rejected_version_is_not_sent_again() -> None:
     cell = filled("v1", "10.0.0.1:8000")
     async with serving(cell) as channel:
         call = subscribe(channel)
@@ -128,7 +128,7 @@ async def test_given_a_refusal_when_envoy_sends_it_then_only_the_next_snapshot_i
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # a new question proves the others were read
+        await call.write(asking("pool", "more", after=first))  # its response proves that the others were read
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.2:8000"))
         third = await call.read()
@@ -137,7 +137,7 @@ async def test_given_a_refusal_when_envoy_sends_it_then_only_the_next_snapshot_i
     assert third.version_info == "v2"
 
 
-async def test_given_an_answer_to_an_older_push_when_it_comes_then_it_changes_nothing() -> None:
+async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
     cell = filled("v1", "10.0.0.1:8000")
     async with serving(cell) as channel:
         call = subscribe(channel)
@@ -151,7 +151,7 @@ async def test_given_an_answer_to_an_older_push_when_it_comes_then_it_changes_no
     assert set(read(third)) == {"pool", "fresh"}
 
 
-async def test_given_two_envoys_when_the_pool_changes_then_both_are_told() -> None:
+async def test_every_envoy_receives_a_change() -> None:
     cell = filled("v1", "10.0.0.1:8000")
     async with serving(cell) as channel:
         calls = [subscribe(channel), subscribe(channel)]
@@ -163,7 +163,7 @@ async def test_given_two_envoys_when_the_pool_changes_then_both_are_told() -> No
     assert [read(response) for response in responses] == [{"pool": {}}, {"pool": {}}]
 
 
-async def test_given_another_type_when_asked_then_the_stream_is_refused_by_name() -> None:
+async def test_another_resource_type_is_refused_by_name() -> None:
     async with serving(filled("v1")) as channel:
         call = subscribe(channel)
         await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))
@@ -173,7 +173,7 @@ async def test_given_another_type_when_asked_then_the_stream_is_refused_by_name(
     assert eds.TYPE_URL in str(caught.value.details())
 
 
-async def test_given_the_client_is_done_when_it_ends_the_stream_then_it_ends_well() -> None:
+async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
     async with serving(filled("v1")) as channel:
         call = subscribe(channel)
         await call.write(asking("pool"))
@@ -183,7 +183,7 @@ async def test_given_the_client_is_done_when_it_ends_the_stream_then_it_ends_wel
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None:
+async def test_an_open_eds_stream_ends_when_the_server_stops() -> None:
     async with serving(filled("v1")) as channel:
         call = subscribe(channel)
         await call.write(asking("pool"))
@@ -192,7 +192,7 @@ async def test_given_an_open_stream_when_the_server_stops_then_it_ends() -> None
 
 
 @pytest.mark.parametrize("method", ["DeltaEndpoints", "FetchEndpoints"])
-async def test_given_another_method_when_called_then_it_is_unimplemented(method: str) -> None:
+async def test_other_methods_are_unimplemented(method: str) -> None:
     async with serving(filled("v1")) as channel:
         call = channel.stream_stream(f"/{eds.SERVICE}/{method}")(timeout=10)
         await call.done_writing()

@@ -11,8 +11,8 @@ from local_requests import ask, rules
 from scripted_store import until
 
 from picker_fleet.admission.waiting import Wait
-from picker_fleet.extproc import shares
-from picker_fleet.extproc.shares import SERVICE, GrpcPeers, handler
+from picker_fleet.extproc import budget_transfer
+from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handler
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.peers import Borrower
 from picker_fleet.signing import Keyring
@@ -24,7 +24,7 @@ KEYS = Keyring()  # the fleet's
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are waited for as long as a busy machine may stand still."""
-    monkeypatch.setattr(shares, "_MARGIN_S", 30.0)
+    monkeypatch.setattr(budget_transfer, "_MARGIN_S", 30.0)
 
 
 @asynccontextmanager

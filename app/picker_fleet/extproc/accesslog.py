@@ -1,10 +1,10 @@
-"""Envoy's gRPC access log: signs of life and ends of requests, with usage and the endpoint that served.
+"""Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
 
-In `lean` and `headers` the picker sees nothing of a request after its decision, so this is how stock is
-released (G6) and leases are kept. Each Envoy worker sends batches on one long stream to any one replica;
-entries of one stream are passed on in their order. An entry that makes no sense is counted and dropped:
-it must not cost the others of its batch their place in the books (G10). So is one without a token that the
-fleet has signed for its request: whoever else reaches this port can end, renew or restore nothing.
+In `lean` and `headers` the picker sees nothing of a request after its decision; the access log releases its
+stock (G6) and renews its lease. Each Envoy worker sends batches on one long stream to one replica; entries of
+one stream are handled in order. A malformed entry is counted and dropped, and the rest of its batch counts
+(G10). So is an entry without the fleet's signature for its request: others who reach this port can end, renew
+or restore nothing. Served by the replica's gRPC server.
 """
 
 import logging
@@ -57,7 +57,7 @@ _MOST_TOKENS = 1e9
 def handler(gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> Any:
     """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server.
 
-    Who served is in the metadata `namespace`.
+    The metadata `namespace` says who served.
     """
 
     async def stream(_: object, context: Any) -> Any:
@@ -79,37 +79,37 @@ def handler(gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESP
 
 
 def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> None:
-    """Pass the HTTPAccessLogEntry messages `entries` on to `gate`, in their order."""
+    """Report the HTTPAccessLogEntry messages `entries` to `gate`, in order."""
     ended = alive = ignored = 0
     for entry in entries:
         try:
-            told = read(entry, namespace)
+            item = read(entry, namespace)
         except (ValueError, TypeError, OverflowError):
             _log.warning("an access-log entry could not be read", exc_info=True)
-            told = None
-        if told is None:
+            item = None
+        if item is None:
             ignored += 1
             continue
-        # One that still waits, or was refused, has none.
-        note, fault = (
-            accounting_token.checked(told.accounting_token, told.id, keys)
-            if told.accounting_token
+        # A request that still waits, or was refused, has no token.
+        token, fault = (
+            accounting_token.checked(item.accounting_token, item.id, keys)
+            if item.accounting_token
             else ("", NO_TOKEN)
         )
         if fault:
             metrics.access_log_rejected(fault)
-            if fault is NO_TOKEN and isinstance(told, Completion) and told.outcome is Outcome.CLIENT_GONE:
-                # It left before Envoy had read the answer with the token, or anybody says so: no proof.
-                gate.suspect(told.id)
+            if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
+                # Its client left before Envoy had the token, or the entry is forged: only a suspicion.
+                gate.suspect(item.id)
             ignored += 1
             continue
-        if note is not told.accounting_token:
-            told = told._replace(accounting_token=note)
-        if isinstance(told, Completion):
-            gate.settle(told)
+        if token is not item.accounting_token:
+            item = item._replace(accounting_token=token)
+        if isinstance(item, Completion):
+            gate.settle(item)
             ended += 1
         else:
-            gate.renew(told)
+            gate.renew(item)
             alive += 1
     for kind, count in (("ended", ended), ("alive", alive), ("ignored", ignored)):
         if count:
@@ -117,10 +117,10 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: s
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
-    """What one HTTPAccessLogEntry tells; None if it tells nothing of a request's life or names no request.
+    """The renewal or completion in one HTTPAccessLogEntry; None if it is neither or names no request.
 
-    The id and token are what the picker wrote into the dynamic metadata `picker`, and unchecked; before its
-    decision there is none, and the id is Envoy's `x-request-id`.
+    The id and the accounting token are what the picker wrote into the dynamic metadata `picker`, unchecked.
+    Before the decision there is none, and the id is Envoy's `x-request-id`.
     """
     common = entry.common_properties
     kind = common.access_log_type
@@ -133,9 +133,9 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if not request_id or len(request_id) > _LONGEST_ID:
         return None
     served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
-    note = _text(picker, "ticket")
+    token = _text(picker, "ticket")
     if intermediate:
-        return Alive(request_id, served, note)
+        return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
     waited_s = _waited_s(picker)
     status = entry.response.response_code.value
@@ -148,8 +148,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         completion_tokens=_tokens(usage, "completion_tokens"),
         duration_s=_seconds(common.time_to_last_downstream_tx_byte),
         first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
-        failed=_failed(common, served, accounting_token.endpoint_of(note)),
-        accounting_token=note,
+        failed=_failed(common, served, accounting_token.endpoint_of(token)),
+        accounting_token=token,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
         waited_s=waited_s,
         target_model="" if waited_s is None else _text(picker, "target"),
@@ -157,7 +157,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
 
 
 def _message(data: bytes) -> Any:
-    """The message in `data`; an empty one if it is none, so that the stream and its other entries live on."""
+    """The message in `data`; an empty one if it is malformed, so that the stream goes on."""
     try:
         return als_pb2.StreamAccessLogsMessage.FromString(data)
     except DecodeError:
@@ -180,7 +180,7 @@ def _failed(common: Any, served: str | None, picked: str) -> str:
     if served is None or served == picked:
         failed = common.HasField("response_flags") and common.response_flags.upstream_connection_failure
         return picked if failed else ""
-    # At the first attempt already: Envoy has not heard of the picked one yet, and passed it over.
+    # Another endpoint served the first attempt: Envoy did not know the picked one yet.
     return picked if common.upstream_request_attempt_count != 1 else ""
 
 
@@ -197,7 +197,7 @@ def _text(fields: Any, key: str) -> str:
 
 
 def _waited_s(fields: Any) -> float | None:
-    """The time in the queue that the picker noted; None of one that went past it."""
+    """The time in the queue that the picker recorded; None if the request was not queued."""
     value = fields.get("waited")
     if value is None or value.WhichOneof("kind") != "number_value":
         return None

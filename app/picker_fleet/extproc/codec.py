@@ -1,6 +1,6 @@
-"""The ext_proc messages: what is read from them and what is answered (docs/specification.md, 002).
+"""Reads and builds the ext_proc messages (docs/specification.md, 002). Called by an exchange.
 
-What never changes is built once; gRPC serialises a message when it is written, so sharing one is safe.
+Constant answers are built once and shared: a transport serialises a message when it is written.
 
 The first message's `protocol_config` says how much of a request and its answer Envoy sends:
 
@@ -28,8 +28,8 @@ DROPPED_REASON = "x-llm-d-request-dropped-reason"
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
-# {id, token} and, of one that was queued, {waited, target} come back in the access log; {session, pressure}
-# go to the client
+# {id, token}, and {waited, target} of a queued request, come back in the access log; {session, pressure} go
+# to the client
 PICKER = "picker"
 REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
@@ -82,10 +82,10 @@ def mode_of(message: ProcessingRequest) -> str:
 
 
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
-    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to being turned away.
+    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
 
-    It is the greater of `fill`, the part of the queue that is taken, and the part of its time to live that
-    the request has waited. Both are known here, so no request asks Redis for it.
+    The greater of `fill`, the part of the queue that is taken, and the part of its time to live that the
+    request has waited. Both are known locally, so it costs no call to Redis.
     """
     waited = waited_s / ttl_s
     greater = fill if fill > waited else waited
@@ -98,7 +98,7 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
     for field in message.headers.headers:
         name = field.key
         if name not in wanted:
-            name = name.lower()  # Envoy itself tells names in lower case
+            name = name.lower()  # Envoy itself sends lower case
         if name in wanted and name not in found:
             found[name] = field.raw_value or field.value.encode()
     return found
@@ -190,11 +190,11 @@ def request_body(body: bytes) -> Iterator[ProcessingResponse]:
         yield answer
 
 
-def response_headers(told: Mapping[str, str], *, sized: bool) -> ProcessingResponse:
-    """A model server's headers, passed on with those that the client is `told`; an empty one is left out."""
+def response_headers(added: Mapping[str, str], *, sized: bool) -> ProcessingResponse:
+    """A model server's headers, passed on with those `added` for the client; an empty one is left out."""
     answer = ProcessingResponse()
     answer.CopyFrom(RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED)
-    for name, value in told.items():
+    for name, value in added.items():
         if value:
             _overwrite(answer.response_headers.response.header_mutation, name, value)
     return answer

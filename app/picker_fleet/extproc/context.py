@@ -1,15 +1,15 @@
-"""What all exchanges of a replica share, and the gate that closes when the replica drains."""
+"""What all exchanges of a replica share, and the gate that refuses requests once the replica drains."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from picker_fleet.admission.gate import Gate
+from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings
 from picker_fleet.errors import ShuttingDown
 from picker_fleet.extproc.limits import BodyBudget, NewFlowLimit
 from picker_fleet.intake import Intake
-from picker_fleet.paths import AllowedPaths
 from picker_fleet.rates import Rates
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.telemetry.decisions import DecisionLines

@@ -1,8 +1,8 @@
 """EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
 
-State of the world over one stream an Envoy. Nothing is sent before the first snapshot has come: to an
-Envoy that lost its former replica, an empty assignment from one that has just started would mean that
-every model server is gone. Delta and fetch are not offered and answer UNIMPLEMENTED.
+State of the world, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment from a
+replica that has just started would tell Envoy that every model server is gone. Delta and fetch answer
+UNIMPLEMENTED. Served by the replica's gRPC server.
 """
 
 import asyncio
@@ -47,10 +47,9 @@ def handler(cell: SnapshotCell) -> Any:
 def assignment(name: str, snapshot: Snapshot) -> Any:
     """The ClusterLoadAssignment of cluster `name`: the snapshot's endpoints for `pool`, none for others.
 
-    A draining endpoint stays listed, marked DRAINING: `override_host` still finds it for requests placed
-    there a moment ago and for their retries (seen with Envoy 1.40), and no fallback chooses it. One that is
-    down is UNHEALTHY, which keeps Envoy's own balancing away; a request that names it is still tried there,
-    and goes on to its fallbacks when the connection fails.
+    A draining endpoint stays listed as DRAINING: `override_host` still finds it for requests placed there
+    before and for their retries (seen with Envoy 1.40), and no fallback chooses it. An endpoint that is down
+    is UNHEALTHY, so Envoy's own balancing avoids it; a request that names it is still tried there first.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
@@ -72,7 +71,7 @@ def _describe(message: Any, endpoint: Endpoint) -> None:
 
 
 class _Subscription:
-    """One Envoy's stream: which names it asked for, what it was sent last, and its answer to that."""
+    """One Envoy's stream: the names it subscribes to and the last version it was sent."""
 
     def __init__(self, cell: SnapshotCell, context: Any) -> None:
         self._cell = cell
@@ -97,7 +96,7 @@ class _Subscription:
                     if request is grpc.aio.EOF:
                         return
                     read = asyncio.ensure_future(self._context.read())
-                    due = await self._heard(request) or due
+                    due = await self._on_request(request) or due
                 if due:
                     await self._send()
         finally:
@@ -105,14 +104,14 @@ class _Subscription:
             change.cancel()
             await asyncio.wait((read, change), timeout=1)
 
-    async def _heard(self, request: Any) -> bool:
-        """Note a request; says whether it needs an answer of its own."""
+    async def _on_request(self, request: Any) -> bool:
+        """Record a request; whether it needs an answer of its own."""
         if request.type_url and request.type_url != TYPE_URL:
             await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
         if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
-            return False  # about an older response; Envoy answers the newer one as well
+            return False  # for an older response; Envoy acknowledges the newer one as well
         if request.HasField("error_detail"):
-            # Sent again it would be refused again; the next snapshot is the next chance.
+            # A resend would be refused again; the next snapshot is sent as usual.
             _log.warning(
                 "Envoy refused the endpoints: %s",
                 request.error_detail.message[:300],

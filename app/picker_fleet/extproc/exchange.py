@@ -1,14 +1,14 @@
-"""One ext_proc exchange as a state machine: messages of Envoy in, answers out; no gRPC.
+"""One ext_proc exchange as a state machine: Envoy's messages in, answers out. It knows no transport.
 
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
       └─ header-only request, headers mode ──────▲  └─── sent, lean and headers ──────────▲
 
 The mode is what Envoy says it will send (`codec.mode_of`).
 
-No answer is sent before the whole body has arrived and the request is placed: until then Envoy can repeat the
-request at another replica (G7). A placed request is withdrawn if its whole answer cannot have reached Envoy.
-If the exchange owns the response stream, the request is settled exactly once at its end (G6); the access log
-settles the others.
+No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry it
+at another replica (G7). A placed request is withdrawn if its whole answer cannot have reached Envoy. In
+`standard` the exchange settles the request exactly once at the end of the response (G6); else the access log
+does. Driven by server.ExchangeService.
 """
 
 import enum
@@ -24,6 +24,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
+from picker_fleet.allowlist import NOT_LISTED
 from picker_fleet.errors import (
     BadRequest,
     BodyStalled,
@@ -50,7 +51,6 @@ from picker_fleet.intake import (
     read_metadata,
     read_subset,
 )
-from picker_fleet.paths import NOT_LISTED
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class Step(enum.Enum):
-    """Where an exchange is; see the drawing above."""
+    """The states of the diagram above."""
 
     OPEN = enum.auto()
     BODY = enum.auto()
@@ -84,7 +84,7 @@ class _PlacedBody(NamedTuple):
     request: InferenceRequest
     placement: Placement
     length: int | None
-    came_s: float
+    arrived_s: float
     placed_s: float
 
 
@@ -130,8 +130,8 @@ class Exchange:
         self._target_model = ""
         self._placed_body: _PlacedBody | None = None
         self._placed_s = 0.0
-        self._unsent: tuple[str, Placement] | None = None  # a placement that Envoy does not know yet
-        self._pressure = ""  # as the client is told once its request is placed
+        self._unsent: tuple[str, Placement] | None = None  # a placement that Envoy does not have yet
+        self._pressure = ""  # as sent to the client once its request is placed
         self._response: Response | None = None
         self._code = ""  # of a decision that is not counted yet
         self._status = 200
@@ -161,12 +161,12 @@ class Exchange:
             part = message.WhichOneof("request")
             if self._step is _BODY and part == "request_body":
                 ended = self._keep(message.request_body)
-                del message  # a request that waits must not hold the end of its body twice
+                del message  # or a waiting request would keep the end of its body twice
                 if ended:
                     return await self._answer_body()
-                # Envoy signals a body's end in a message of its own. By its content-length a body is whole
-                # before that, so its placement begins here. Where one message answers, it is sent at once;
-                # else the end is signalled while the request is being placed.
+                # Envoy signals the end of a body in a message of its own. By its content-length the body is
+                # complete before that, so its placement begins here. Where one message answers, it is sent
+                # at once; else the signal arrives while the request is being placed.
                 if self._placed_body is None and self._body.size_bytes == self._body.content_length:
                     await self._place_body()
                     if self._in_one_message(self._body.size_bytes):
@@ -189,7 +189,7 @@ class Exchange:
             return (self._refuse(RequestError("the picker failed on this request; its log says why")),)
 
     def before_last_write(self) -> None:
-        """The last answer of a `receive` is about to be written: from here on Envoy may know it."""
+        """The last answer of a `receive` is about to be written: from here on Envoy may have it."""
         if self._code:
             context = self._context
             seconds = context.clock() - self._started_s
@@ -207,11 +207,11 @@ class Exchange:
             self._step = _DONE if self._response is None else _RESPONSE
 
     def close(self) -> None:
-        """The stream has ended, for whatever reason: release what nobody else will release."""
+        """The stream has ended, for any reason: release what is still taken."""
         if self._step is _DONE and self._unsent is None and self._response is None:
             return
         if self._request is not None and self._step in (_OPEN, _BODY, _PLACED):
-            # Envoy ends the stream of a whole request before its decision when the client has left.
+            # Envoy ended the stream before the decision: the client has left.
             context = self._context
             seconds = context.clock() - self._started_s
             context.metrics.left(self._mode, self._model, seconds, self._target_model)
@@ -239,7 +239,7 @@ class Exchange:
         self._placed_body = None
         self._body.release()
 
-    # What arrives.
+    # Messages in.
 
     def _begin(self, message: ProcessingRequest) -> bool:
         """Read the first message; whether a body follows it.
@@ -300,19 +300,21 @@ class Exchange:
         if self._step is _OPEN:
             self._mode = codec.mode_of(message)
         if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
-            # Envoy's own answer to a request that did not become whole, or had not begun: pass it on.
+            # Envoy itself answers a request that is incomplete or has not begun: pass its answer on.
             self._step = _RESPONSE
             self._drop_body()
             self._response = self._own_response("", None)
             return self._pass_on(part, message)
-        came = (part or "an empty message").replace("_", " ")
+        received = (part or "an empty message").replace("_", " ")
         wanted = "the request's headers" if self._step is _OPEN else "the rest of the request"
-        raise Unsupported(f"{came} came where {wanted} should; see processing_mode of the ext_proc filter")
+        raise Unsupported(
+            f"{received} came where {wanted} should; see processing_mode of the ext_proc filter"
+        )
 
     # Placement.
 
     async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
-        """Place a read, or a request whose body Envoy has read."""
+        """Place a read, or a request whose body Envoy has parsed."""
         if message.request_headers.end_of_stream:
             placement = await self._context.gate.route(self._subset)
             self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
@@ -341,21 +343,20 @@ class Exchange:
             body = ask.renamed(request.target_model)
             length = len(body)
             rename = ModelRename(request.target_model, ask.model)
-        del ask  # a request that waits must not hold the parsed body too
-        came_s = self._context.clock()
-        placement = await self._admit(request, came_s)
+        del ask  # or a waiting request would keep the parsed body too
+        arrived_s = self._context.clock()
+        placement = await self._admit(request, arrived_s)
         if self._mode == "standard":
             self._response = self._own_response(request.id, rename, placement)
         answer = self._answer_to(placement, request, length)
-        self._placed_body = _PlacedBody(answer, body, request, placement, length, came_s, self._placed_s)
+        self._placed_body = _PlacedBody(answer, body, request, placement, length, arrived_s, self._placed_s)
 
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[ProcessingResponse]:
-        """The answers to a whole body; `trailers` says that trailers have come after it.
+        """The answers to a complete body; `trailers` says that trailers followed it.
 
-        With trailers it goes back with the headers, in every mode, and Envoy sends the trailers on by itself.
-        Given back in chunks, it would reach the model server twice wherever the route has retries: Envoy's
-        router keeps a copy, which is sent when the answer to the trailers lets them pass (docs/decisions.md,
-        15).
+        With trailers the body goes back with the headers, in every mode, and Envoy forwards the trailers. In
+        chunks it would reach the model server twice wherever the route has retries: Envoy's router keeps a
+        copy and sends it when the answer to the trailers lets them pass (docs/decisions.md, 15).
         """
         if self._placed_body is None:
             await self._place_body()
@@ -373,15 +374,15 @@ class Exchange:
     async def _confirm(self, placed: _PlacedBody, age_s: float) -> ProcessingResponse:
         """The answer of a request placed `age_s` ago.
 
-        Nobody renews its lease before Envoy is told, so its place may be another request's by now. Then it
-        waits for a new one where it stood by its arrival (G4).
+        Nothing renews its lease before Envoy has the answer, so the lease may have expired. Then the request
+        queues again with its original arrival time (G4).
         """
         request, gate = placed.request, self._context.gate
         if await gate.confirm(request.id, placed.placement, age_s):
             return placed.answer
         gate.withdraw(request.id, placed.placement)
         self._unsent = None
-        placement = await self._admit(request, placed.came_s, self._context.clock() - placed.came_s)
+        placement = await self._admit(request, placed.arrived_s, self._context.clock() - placed.arrived_s)
         return self._answer_to(placement, request, placed.length)
 
     def _read_request(self, ask: Ask) -> InferenceRequest:
@@ -393,14 +394,14 @@ class Exchange:
         self._context.new_flows.check(request.flow, self._forwarded_for)
         return request
 
-    async def _admit(self, request: InferenceRequest, came_s: float, age_s: float = 0.0) -> Placement:
+    async def _admit(self, request: InferenceRequest, arrived_s: float, age_s: float = 0.0) -> Placement:
         context = self._context
         placement = await context.drain_gate.admit(
             request, stream_owned=self._mode == "standard", age_s=age_s
         )
         self._unsent = (request.id, placement)
         self._placed_s = context.clock()
-        self._pressure = codec.pressure(context.fill(), self._placed_s - came_s, request.ttl_s)
+        self._pressure = codec.pressure(context.fill(), self._placed_s - arrived_s, request.ttl_s)
         return placement
 
     # Answers.
@@ -453,7 +454,7 @@ class Exchange:
             started_s=self._started_s,
             placed_s=context.clock(),
             namespace=context.settings.extproc.metadata_namespace,
-            told={
+            client_headers={
                 SESSION: placement.session if placement is not None else "",
                 codec.PRESSURE: self._pressure,
             },

@@ -1,8 +1,8 @@
-"""What one client may take of a replica: bytes of bodies, time for an upload, new flows, reads.
+"""Limits what clients take of a replica: bytes of bodies, time for an upload, new flows, reads.
 
-A client that vanishes amid its upload leaves no trace, and Envoy has no deadline for it in every mode: a
-deadline of its own would include the wait in the queue. Such an upload would hold its part of
-`extproc.max_buffered_bytes` for ever and delay every drain.
+A client that vanishes during its upload leaves no trace, and Envoy's own deadline would include the wait in
+the queue. Without a deadline here such an upload would keep its part of `extproc.max_buffered_bytes` for ever
+and delay every drain.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from picker_fleet.sections import ExtProc
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _RESERVED_PART = 32  # one part in so many is kept for small bodies: a few slow large ones must not block them
 
-STALLED_S = 30.0  # without a byte; a slow upload sends some
+STALLED_S = 30.0  # without a byte
 _CHECKS = 6  # within that time
 
 _MAX_SOURCES = 10_000
@@ -30,11 +30,9 @@ _READ_BURST_S = 2.0  # unused reads are kept for this time
 
 
 class BodyBudget:
-    """The bytes of request bodies that a replica holds, `limit_bytes` at most.
+    """The bytes of request bodies in this replica, `limit_bytes` at most.
 
-    A body counts from its first byte until Envoy is told where its request goes, the wait in the queue
-    included. It is kept once, as it is sent on. Compression is not worth it: it takes the event loop 20 ms a
-    MiB.
+    A body counts from its first byte until its answer is sent, the wait in the queue included.
     """
 
     __slots__ = ("_for_large_bytes", "_limit_bytes", "held_bytes")
@@ -119,7 +117,7 @@ class BodyBuffer:
 
 
 class Upload(Protocol):
-    """Something that waits for more of its request."""
+    """A stream that waits for more of its request."""
 
     @property
     def upload_began_s(self) -> float:
@@ -146,11 +144,11 @@ class UploadDeadlines:
         self._waiting[upload] = self._clock(), task
 
     def received(self, upload: Upload) -> None:
-        """It has read something, or is over."""
+        """It has received a message, or has ended."""
         self._waiting.pop(upload, None)
 
     def has_ended(self, upload: Upload) -> bool:
-        """Whether its task was cancelled because the rest does not come; true once."""
+        """Whether its task was cancelled because the upload took too long; true once."""
         ended = upload in self._ended
         self._ended.discard(upload)
         return ended
@@ -171,8 +169,8 @@ class UploadDeadlines:
 class NewFlowLimit:
     """Lets each source begin `per_minute` new flows a minute (docs/fairness.md, "Invented ids").
 
-    Each new flow has a share of its own, so a client that may invent names could have many. A flow that has
-    been seen costs one dictionary lookup; those of `configured` are never new. `hops` is how many proxies
+    Each flow has its own fair part of the stock, so a client that invents names could take more. A known flow
+    costs one dictionary lookup; those of `configured` are never new. `hops` is how many proxies
     between clients and Envoy append to x-forwarded-for. `clock` is in seconds.
     """
 

@@ -1,4 +1,4 @@
-"""The response phases of `standard` mode: passed on one for one, read on the way, accounted at the end."""
+"""The response phases of `standard` mode: each message is passed on and read for usage."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _WANTED = frozenset((_STATUS, _ENCODING))
 
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 16_384
-_MAX_TOKENS = 1e9  # a higher number is no count, and must not be charged
+_MAX_TOKENS = 1e9  # a higher number is not a count and must not be charged
 _USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
 
@@ -31,20 +31,20 @@ class ModelRename:
     the next one; an event ends with a line break, so whole events are never delayed.
     """
 
-    __slots__ = ("_held", "_mine", "_pattern", "_spellings")
+    __slots__ = ("_kept_back", "_mine", "_pattern", "_spellings")
 
     def __init__(self, target: str, mine: str) -> None:
         names = {orjson.dumps(target), json.dumps(target).encode()}
         self._spellings = sorted(b'"model":' + space + name for name in names for space in (b"", b" "))
         self._pattern = re.compile(b"|".join(re.escape(spelling) for spelling in self._spellings))
         self._mine = b'"model":' + json.dumps(mine).encode()
-        self._held = b""
+        self._kept_back = b""
 
-    def feed(self, chunk: bytes, *, ended: bool) -> bytes:
-        """What may go out once `chunk` has come; with `ended`, all of it."""
-        data = self._pattern.sub(lambda _: self._mine, self._held + chunk)
+    def push(self, chunk: bytes, *, ended: bool) -> bytes:
+        """The bytes to send on after `chunk`; with `ended`, all that is left."""
+        data = self._pattern.sub(lambda _: self._mine, self._kept_back + chunk)
         keep = 0 if ended else self._partial(data)
-        self._held = data[len(data) - keep :]
+        self._kept_back = data[len(data) - keep :]
         return data[: len(data) - keep]
 
     def _partial(self, data: bytes) -> int:
@@ -59,8 +59,8 @@ class ModelRename:
 
 
 class UsageTail:
-    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage stands, and its first
-    4 KiB, for servers that tell it before a long text.
+    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage usually is, and its first
+    4 KiB, for servers that send it before a long text.
 
     Nothing is parsed until the end: that costs the same for one token as for ten thousand. Text inside a
     JSON string can't be mistaken for the field, because its quotes are escaped.
@@ -73,7 +73,7 @@ class UsageTail:
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
-    def feed(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes) -> None:
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._chunks.append(chunk)
@@ -82,7 +82,7 @@ class UsageTail:
             self._size -= len(self._chunks.popleft())
 
     def tokens(self) -> tuple[int | None, int | None]:
-        """(prompt, completion) tokens of the last usage that has any; None for what is not told.
+        """(prompt, completion) tokens of the last usage that has any; None for what is missing.
 
         Read from a plain JSON answer, the last SSE event with one, or the Responses API's
         `response.completed`, which calls them input and output tokens.
@@ -112,13 +112,14 @@ def _count(usage: dict[str, object], *names: str) -> int | None:
 class Response:
     """A model server's answer on its way back; settles its request exactly once (G6).
 
-    `request_id` is '' if nothing was admitted for it, and then nothing is settled. `rename` puts the client's
-    model name back, None if it was never changed. `told` are headers for the client. Times are counted
-    from `started_s`. Who served is in the metadata `namespace`. `waited_s` and `target_model` are the
+    `request_id` is '' if nothing was admitted, and then nothing is settled. `rename` restores the client's
+    model name; None if it was not changed. `client_headers` are added for the client. Times are counted
+    from `started_s`. The metadata `namespace` says who served. `waited_s` and `target_model` are the
     completion's.
     """
 
     __slots__ = (
+        "_client_headers",
         "_clock",
         "_first_byte_s",
         "_namespace",
@@ -130,7 +131,6 @@ class Response:
         "_started_s",
         "_status",
         "_target_model",
-        "_told",
         "_usage",
         "_waited_s",
         "ended",
@@ -146,13 +146,13 @@ class Response:
         started_s: float,
         placed_s: float,
         namespace: str,
-        told: Mapping[str, str],
+        client_headers: Mapping[str, str],
         waited_s: float | None = None,
         target_model: str = "",
     ) -> None:
         self.ended = False
         self._namespace = namespace
-        self._told = told
+        self._client_headers = client_headers
         self._waited_s = waited_s
         self._target_model = target_model
         self._request_id = request_id
@@ -172,10 +172,10 @@ class Response:
             return self._chunk(message.response_body)
         if part == "response_headers":
             return self._headers(message)
-        held = self._rename.feed(b"", ended=True) if self._rename is not None else b""
+        rest = self._rename.push(b"", ended=True) if self._rename is not None else b""
         self._end(Outcome.COMPLETED)
         trailers = [codec.RESPONSE_TRAILERS]
-        return [codec.response_body(held, ended=False), *trailers] if held else trailers
+        return [codec.response_body(rest, ended=False), *trailers] if rest else trailers
 
     def cut(self) -> None:
         """The stream ended before the answer did: its client is gone, or Envoy gave it up."""
@@ -193,13 +193,13 @@ class Response:
             self._rename = None  # names can't be found in compressed text
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
-        return [codec.response_headers(self._told, sized=self._rename is None)]
+        return [codec.response_headers(self._client_headers, sized=self._rename is None)]
 
     def _chunk(self, part: Any) -> list[ProcessingResponse]:
         body, ended = part.body, part.end_of_stream
-        self._usage.feed(body)
+        self._usage.add(body)
         if self._rename is not None:
-            body = self._rename.feed(body, ended=ended)
+            body = self._rename.push(body, ended=ended)
         if ended:
             self._end(Outcome.COMPLETED)
         return [codec.response_body(body, ended=ended)]

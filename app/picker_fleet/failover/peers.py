@@ -20,7 +20,7 @@ ASK_S = 0.5  # a peer that has nothing keeps the question open for so long
 
 
 class Peers(Protocol):
-    """How other replicas are reached (extproc/shares.py)."""
+    """How other replicas are reached (extproc/budget_transfer.py)."""
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
         """What the replica at `address` gives, 0 if nothing; None if it does not answer."""

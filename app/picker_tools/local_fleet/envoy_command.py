@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from picker_fleet import config
-from picker_fleet.header_trust import trusted, trusted_name
+from picker_fleet.allowlist import trusted, trusted_name
 from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.parts import MODES
 

@@ -6,12 +6,11 @@ The modes (docs/protocol.md): `standard` sends the picker both directions; `lean
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from picker_fleet.allowlist import NOT_LISTED, STEERING, PathRule, rules, untrusted
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
-from picker_fleet.header_trust import STEERING, untrusted
 from picker_fleet.intake import wanted_headers
-from picker_fleet.paths import NOT_LISTED, PathRule, rules
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.clusters import DESTINATION_HEADER, POOL, picker_grpc
 from picker_tools.local_fleet.envoy_types import (

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import yaml
 
+from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.config import Settings, parse
-from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from picker_fleet import config
+from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.errors import PickerError
-from picker_fleet.header_trust import FAIRNESS_ID, OBJECTIVE
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions
 from picker_tools.local_fleet.processes import Report

@@ -1,8 +1,14 @@
-"""Which requests may reach a model server, by method and path. Used by the picker and for Envoy's routes.
+"""Which paths reach a model server, and which request headers a client may set (docs/security.md).
 
-Paths are compared byte for byte with what the client sent, up to the `?`: model servers get the path as it
-came, so a path that has to be normalised first (`//`, `..`, `%2e`, `;x=1`, a trailing slash) is none of them.
-The one part that varies, a model's name, has letters that no server reads as anything else.
+Used by the picker for each request, by the configuration, and for Envoy's routes and header removal.
+
+Paths are compared byte for byte with what the client sent, up to the `?`. Model servers get the path
+unchanged, so a path that needs normalising (`//`, `..`, `%2e`, `;x=1`, a trailing slash) matches no rule. A
+model's name, the one variable part, has only letters that no server reads as anything else.
+
+Headers that steer a request decide its flow, its band or its model. They count only where their sender is
+trusted: `extproc.trusted_headers` names them for the picker, `picker envoy-config --trust-headers` for
+clients of an Envoy of ours, which removes the others. Both spellings of a header go together.
 """
 
 import re
@@ -107,3 +113,54 @@ class AllowedPaths:
             if method == wanted and pattern.fullmatch(bare):
                 return kind
         return None
+
+
+FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
+OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
+STEERING = (FAIRNESS_ID, OBJECTIVE, REWRITE)
+
+# Only the picker and Envoy set these; no sender is trusted with them.
+NEVER_TRUSTED = (
+    "x-gateway-destination-endpoint",
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+)
+# Any client may set these: they change nothing but its own request. Naming one as trusted changes nothing.
+ALWAYS_KEPT = (
+    "x-workload-context",
+    "x-llm-d-inference-ttl",
+    "x-request-timeout",
+    "grpc-timeout",
+    "x-envoy-expected-rq-timeout-ms",
+    "x-session-token",
+    "traceparent",
+)
+
+_TRUSTABLE = frozenset((*ALWAYS_KEPT, *(name for pair in STEERING for name in pair)))
+
+
+def trusted_name(value: object) -> str:
+    """`value` as the lower-case name of a header that can be trusted.
+
+    Raises:
+        ValueError: it is no such header; the message lists them.
+    """
+    name = value.strip().lower() if isinstance(value, str) else ""
+    if name not in _TRUSTABLE:
+        valid = ", ".join(spelling for pair in STEERING for spelling in pair)
+        why = "is never taken from a client" if name in NEVER_TRUSTED else "is no header that steers"
+        raise ValueError(f"{str(value)[:60]!r} {why}; valid: {valid}")
+    return name
+
+
+def trusted(named: Iterable[str]) -> frozenset[str]:
+    """The steering headers that count if `named` are trusted: both spellings of each."""
+    names = frozenset(named)
+    return frozenset(name for pair in STEERING if names & frozenset(pair) for name in pair)
+
+
+def untrusted(named: Iterable[str]) -> tuple[str, ...]:
+    """What is to be removed from a client's request if only `named` are trusted."""
+    kept = trusted(named)
+    return (*(name for pair in STEERING for name in pair if name not in kept), *NEVER_TRUSTED)

@@ -1,8 +1,8 @@
-"""Replicas' questions to each other while there is no shared state: one small gRPC method beside Envoy's.
+"""Budget transfers between replicas while Redis is away: one small gRPC method beside Envoy's services.
 
-A question is JSON `{"pool", "least", "most", "nonce", "signature"}`, amounts in the stock's unit; the answer
-`{"given"}`. What cannot be read is answered with nothing given; so is what the fleet has not signed for
-this replica, and what is asked again.
+A request is JSON `{"pool", "least", "most", "nonce", "signature"}`, amounts in the stock's unit; the response
+is `{"given"}`. It is 0 for a malformed or repeated request and for one without the fleet's signature for this
+replica. `handler` serves it; failover asks through `GrpcPeers`.
 """
 
 import secrets
@@ -29,38 +29,41 @@ def _signed_text(pool: str, to: str, least: float, most: float, nonce: str) -> s
 
 
 def handler(
-    pool: str, lend: Callable[[float, float], Awaitable[float]], keys: Keyring, own_address: Callable[[], str]
+    pool: str,
+    transfer: Callable[[float, float], Awaitable[float]],
+    keys: Keyring,
+    own_address: Callable[[], str],
 ) -> Any:
-    """The service as a grpc.GenericRpcHandler; `lend(least, most)` gives what can be spared of `most`.
+    """The service as a grpc.GenericRpcHandler; `transfer(least, most)` gives up to `most`.
 
-    `own_address` is where the others are told to ask this replica, host:port.
+    `own_address` is this replica's address as its peers know it, host:port.
     """
-    asked_before: OrderedDict[str, None] = OrderedDict()
+    seen_nonces: OrderedDict[str, None] = OrderedDict()
 
-    async def ask(question: bytes, _: Any) -> bytes:
-        return orjson.dumps({"given": await _given(question)})
+    async def answer(request: bytes, _: Any) -> bytes:
+        return orjson.dumps({"given": await _given(request)})
 
-    async def _given(question: bytes) -> float:
+    async def _given(request: bytes) -> float:
         try:
-            asked = orjson.loads(question[:_LONGEST_BYTES])
-            least, most = float(asked["least"]), float(asked["most"])
-            nonce = str(asked["nonce"])
+            fields = orjson.loads(request[:_LONGEST_BYTES])
+            least, most = float(fields["least"]), float(fields["most"])
+            nonce = str(fields["nonce"])
             text = _signed_text(pool, own_address(), least, most, nonce)
-            fault = keys.fault(_PURPOSE, text, str(asked["signature"]))
+            fault = keys.fault(_PURPOSE, text, str(fields["signature"]))
         except (ValueError, TypeError, KeyError):
             return 0.0
-        if fault or nonce in asked_before or not 0 < least <= most:
+        if fault or nonce in seen_nonces or not 0 < least <= most:
             return 0.0
-        asked_before[nonce] = None
-        if len(asked_before) > _NONCES_KEPT:
-            asked_before.popitem(last=False)
-        return await lend(least, most)
+        seen_nonces[nonce] = None
+        if len(seen_nonces) > _NONCES_KEPT:
+            seen_nonces.popitem(last=False)
+        return await transfer(least, most)
 
-    return grpc.method_handlers_generic_handler(SERVICE, {"Ask": grpc.unary_unary_rpc_method_handler(ask)})
+    return grpc.method_handlers_generic_handler(SERVICE, {"Ask": grpc.unary_unary_rpc_method_handler(answer)})
 
 
 class GrpcPeers:
-    """`failover.peers.Peers` over gRPC; a channel for each address, kept until `close`."""
+    """`failover.peers.Peers` over gRPC; one channel an address, kept until `close`."""
 
     def __init__(self, pool: str, keys: Keyring) -> None:
         self._pool = pool
@@ -73,7 +76,7 @@ class GrpcPeers:
             channel = self._channels[address] = grpc.aio.insecure_channel(address)
         nonce = secrets.token_hex(8)
         text = _signed_text(self._pool, address, float(least), float(most), nonce)
-        question = orjson.dumps(
+        request = orjson.dumps(
             {
                 "pool": self._pool,
                 "least": least,
@@ -83,14 +86,14 @@ class GrpcPeers:
             }
         )
         try:
-            answer = await channel.unary_unary(_ASK)(question, timeout=ASK_S + _MARGIN_S)
+            answer = await channel.unary_unary(_ASK)(request, timeout=ASK_S + _MARGIN_S)
             given = float(orjson.loads(answer)["given"])
         except (grpc.aio.AioRpcError, ValueError, TypeError, KeyError):
             return None
         return given if 0 <= given <= most else 0.0
 
     async def close(self) -> None:
-        """Close every channel; a later question opens its own anew."""
+        """Close every channel; the next `ask` opens its own."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
