@@ -18,7 +18,7 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.wakeups import listen
-from picker_tools.audit.stream import LogStream
+from picker_tools.audit.log import LogStream
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)

@@ -10,7 +10,7 @@ from redis_servers import LOOPBACK, Server, certificate, debian
 from redis_servers import running as serving
 from script_fleet import Replica, running, until
 
-from picker_tools.audit.stream import LogStream
+from picker_tools.audit.log import LogStream
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ fleet ends, whatever the test is about.
 from collections.abc import Mapping
 from typing import Any
 
-from picker_tools.audit.command import audited
+from picker_tools.audit.auditor import audited
 
 _ENABLED, _MAX_ENTRIES = "PICKER_DECISION_LOG__ENABLED", "PICKER_DECISION_LOG__MAX_ENTRIES"
 _ENTRIES = 3_000_000  # more than any test writes: the log is to be whole

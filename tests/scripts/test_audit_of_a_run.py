@@ -13,8 +13,8 @@ from script_fleet import Fleet, OpenFleet, Replica, until
 from picker_fleet.cli import main
 from picker_fleet.request import Band, Outcome
 from picker_tools.audit.auditor import audit
+from picker_tools.audit.log import LogStream
 from picker_tools.audit.report import Report
-from picker_tools.audit.stream import LogStream
 
 FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
 LIMITS = {"tight": 1}
@@ -245,7 +245,7 @@ async def test_what_is_trimmed_while_the_log_is_read_is_told(
     valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a log of several pages, of which the first has been read
-    monkeypatch.setattr("picker_tools.audit.stream.PAGE", 10)
+    monkeypatch.setattr("picker_tools.audit.log.PAGE", 10)
     async with valkey_fleet("a") as it:
         (a,) = it.replicas
         for i in range(40):

@@ -1,7 +1,8 @@
-"""Queues that break one rule each, and write their log as if they had not."""
+"""Queues that each break one rule and log as if they had not. For the tests of the auditor and of load
+reports.
+"""
 
-from queue_simulator import Lane, QueueSimulator
-from raw_entries import Request
+from queue_simulator import FlowQueue, QueueSimulator, Request
 
 
 class OverAdmits(QueueSimulator):
@@ -17,14 +18,14 @@ class FillsPastTheLowerBound(QueueSimulator):
     def dispatch(self) -> None:
         self.settings["lower_per"], before = 2, self.stock
         super().dispatch()
-        for lane in self.lanes.values():
-            if before < self.lower <= self.stock and lane.waiting and self.stock + 0.25 <= self.upper:
-                self.grant(self.head(lane), lane, "turn")
+        for flow_queue in self.flow_queues.values():
+            if before < self.lower <= self.stock and flow_queue.waiting and self.stock + 0.25 <= self.upper:
+                self.grant(self.head(flow_queue), flow_queue, "turn")
                 return
 
 
 class TakesWhilePaused(QueueSimulator):
-    """It does not look at the setting at all."""
+    """The simulator ignores the setting `paused`."""
 
 
 class ForgetsFlowLimits(QueueSimulator):
@@ -42,14 +43,22 @@ class ForgetsEndpointLimits(QueueSimulator):
 
 
 class ServesTheGreatestTag(QueueSimulator):
-    def lane_in_turn(self, band: int) -> str:
-        able = [(lane.tag, f) for (b, f), lane in self.lanes.items() if b == band and lane.waiting]
+    def flow_in_turn(self, band: int) -> str:
+        able = [
+            (flow_queue.tag, f)
+            for (b, f), flow_queue in self.flow_queues.items()
+            if b == band and flow_queue.waiting
+        ]
         return max(able)[1]
 
 
 class NeverServesFlowB(QueueSimulator):
-    def lane_in_turn(self, band: int) -> str:
-        able = [(lane.tag, f) for (b, f), lane in self.lanes.items() if b == band and lane.waiting]
+    def flow_in_turn(self, band: int) -> str:
+        able = [
+            (flow_queue.tag, f)
+            for (b, f), flow_queue in self.flow_queues.items()
+            if b == band and flow_queue.waiting
+        ]
         return min(able, key=lambda each: (each[1] == "b", each))[1]
 
 
@@ -64,16 +73,16 @@ class IgnoresWeights(QueueSimulator):
 
 
 class LeavesVirtualTimeBehind(QueueSimulator):
-    def grant(self, r: Request, lane: Lane, by: str) -> None:
+    def grant(self, r: Request, flow_queue: FlowQueue, by: str) -> None:
         v = list(self.v)
-        super().grant(r, lane, by)
+        super().grant(r, flow_queue, by)
         self.log[-1]["v"] = f"{v[r.band]:.17g}"
         self.v = v
 
 
 class ServesLowBandsFirst(QueueSimulator):
     def band_in_turn(self) -> int | None:
-        return max((b for (b, _), lane in self.lanes.items() if lane.waiting), default=None)
+        return max((b for (b, _), flow_queue in self.flow_queues.items() if flow_queue.waiting), default=None)
 
 
 class GuardsWithoutCredit(QueueSimulator):
@@ -86,8 +95,8 @@ class NeverGuards(QueueSimulator):
         return False
 
 
-class CutsTheCredit(QueueSimulator):
-    """With a share whose inverse is no whole number, the guard gets less than it."""
+class LosesGuardCredit(QueueSimulator):
+    """The guard loses what is left of its credit, so it gets less than its share of 0.4."""
 
     def __init__(self) -> None:
         super().__init__(guard_share=0.4)
@@ -96,19 +105,19 @@ class CutsTheCredit(QueueSimulator):
         return 1.0
 
 
-class GuardsTheWrongOne(QueueSimulator):
+class GuardsTheShortestOverdue(QueueSimulator):
     def guards_choice(self) -> Request:
         return self.overdue()[-1]
 
 
 class GuardsTheNewest(QueueSimulator):
     def overdue(self) -> list[Request]:
-        return [r for lane in self.lanes.values() for r in lane.waiting.values()][-1:]
+        return [r for flow_queue in self.flow_queues.values() for r in flow_queue.waiting.values()][-1:]
 
 
 class ServesTheNewest(QueueSimulator):
-    def head(self, lane: Lane) -> Request:
-        return max(lane.waiting.values(), key=lambda r: r.arrived)
+    def head(self, flow_queue: FlowQueue) -> Request:
+        return max(flow_queue.waiting.values(), key=lambda r: r.arrived)
 
 
 class BypassesTheQueue(QueueSimulator):
@@ -116,12 +125,12 @@ class BypassesTheQueue(QueueSimulator):
     def queued(self) -> int:
         return 0
 
-    def write(self, *about: object, **more: object) -> None:
-        super().write(*about, **more)  # type: ignore[arg-type]
-        self.log[-1]["queued"] = str(sum(len(lane.waiting) for lane in self.lanes.values()))
+    def write(self, *fields: object, **more: object) -> None:
+        super().write(*fields, **more)  # type: ignore[arg-type]
+        self.log[-1]["queued"] = str(sum(len(flow_queue.waiting) for flow_queue in self.flow_queues.values()))
 
 
-class DispatchesTheLate(QueueSimulator):
+class DispatchesPastTheDeadline(QueueSimulator):
     def is_late(self, r: Request) -> bool:
         return False
 
@@ -150,7 +159,7 @@ class ReturnsTooMuch(QueueSimulator):
         self.stock = max(0.0, self.stock - 1.5 * r.taken)
 
 
-class KeepsALittle(QueueSimulator):
+class KeepsRoundingError(QueueSimulator):
     def give_back(self, r: Request) -> None:
         self.stock = max(1e-13, self.stock - r.taken)
 

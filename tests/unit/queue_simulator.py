@@ -1,26 +1,67 @@
-"""A small shared queue that writes a right decision log: strict bands, weighted fair flows, first come first
-served, guard, parking, preemption, corrections, adoption. What decides is in methods of its own, so that a
-test can break one rule and nothing else.
+"""A small simulated queue that writes a correct decision log: strict bands, weighted fair flows, first come
+first served, guard, throttling, preemption, corrections, adoption. Each rule is a method of its own, so that
+`faulty_queues` breaks one rule and nothing else.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from raw_entries import NOBODY, Request, raw_entry
 
 START_US = 1_700_000_000_000_000
 
 
 @dataclass
-class Lane:
+class Request:
+    id: str
+    flow: str = ""
+    band: int = 1
+    cost: float = 1.0
+    weight: float = 1.0
+    limit: int = 0
+    arrived: int = 0
+    deadline_ms: int = 0
+    owner: str = "a"
+    due_ms: int = 0
+    state: str = "new"
+    endpoint: str = ""
+    taken: float = 0.0
+    tag: float = -1.0
+
+
+NOBODY = Request("", band=0, cost=0, owner="")
+
+
+def raw_entry(
+    event: str, r: Request, numbers: Mapping[str, float], fields: Mapping[str, str]
+) -> dict[str, str]:
+    """`numbers` are the pool's after the event; `fields` are tag, by and note."""
+    numbers = {
+        **numbers, "band": r.band, "cost": r.cost, "weight": r.weight, "arrived": r.arrived,
+        "deadline_ms": r.deadline_ms, "limit": r.limit,
+    }  # fmt: skip
+    return {
+        **{name: f"{number:.17g}" for name, number in numbers.items()},
+        **fields,
+        "event": event,
+        "request": r.id,
+        "flow": r.flow,
+        "workload": "",
+        "owner": r.owner,
+        "endpoint": r.endpoint,
+        "due_ms": str(r.due_ms) if r.due_ms else "",
+    }
+
+
+@dataclass
+class FlowQueue:
     tag: float = 0.0
     waiting: dict[str, Request] = field(default_factory=dict)
-    parked: bool = False
+    throttled: bool = False
 
 
 class QueueSimulator:
-    """`log` is what a stream would hold. Time stands still unless `wait_ms` is called."""
+    """`log` has the entries as the stream holds them. Only `advance_ms` moves the clock."""
 
     def __init__(self, endpoints: int = 2, **settings: Any) -> None:
         self.settings = {
@@ -31,31 +72,31 @@ class QueueSimulator:
         self.endpoints = [f"10.0.0.{i + 1}:8000" for i in range(endpoints)]
         self.log: list[dict[str, str]] = []
         self.requests: dict[str, Request] = {}
-        self.lanes: dict[tuple[int, str], Lane] = {}
+        self.flow_queues: dict[tuple[int, str], FlowQueue] = {}
         self.v = [0.0, 0.0, 0.0]
-        self.newcomers = [0.0, 0.0, 0.0]
+        self.new_flows = [0.0, 0.0, 0.0]
         self.now_us = START_US
         self.stock = 0.0
         self.credit = 1.0
         self._arrival = 0
         self.write("tuned", note=json.dumps(self.settings))
 
-    # What happens from outside.
+    # Calls from outside.
 
-    def wait_ms(self, wait_ms: float) -> None:
-        self.now_us += int(wait_ms * 1000)
+    def advance_ms(self, ms: float) -> None:
+        self.now_us += int(ms * 1000)
 
-    def admit(self, name: str, flow: str = "flow", *, ttl_ms: int = 60_000, **about: Any) -> None:
-        """An arrival, or the adoption of a request that is known."""
+    def admit(self, name: str, flow: str = "flow", *, ttl_ms: int = 60_000, **fields: Any) -> None:
+        """A request arrives, or a known one is adopted."""
         known = self.requests.get(name)
         if known is not None:
-            known.owner = about.get("owner", known.owner)
+            known.owner = fields.get("owner", known.owner)
             tag = self.enter(known) if known.state == "held" else None
             self.write("adopted", known, tag=tag)
             self.dispatch()
             return
         self._arrival = max(self._arrival + 1, self.now_us)
-        r = Request(name, flow, arrived=self._arrival, deadline_ms=self.now_us // 1000 + ttl_ms, **about)
+        r = Request(name, flow, arrived=self._arrival, deadline_ms=self.now_us // 1000 + ttl_ms, **fields)
         if self.queued == 0 and self.has_room(r) and not self.flow_full(r) and self.place(r):
             self.take(r)
             self.write("bypassed", r)
@@ -74,10 +115,12 @@ class QueueSimulator:
         r = self.requests[name]
         if actual is not None and r.tag >= 0:
             change = (actual - r.cost) * self.share(r) / r.cost
-            charged = min(r.tag + self.share(r), self.v[r.band])  # a lane without a tag has had none above v
-            lane = self.lanes.setdefault((r.band, r.flow), Lane(charged))
-            lane.tag += change
-            self.write("corrected", r, tag=lane.tag, note=f"{change:.17g}")
+            charged = min(
+                r.tag + self.share(r), self.v[r.band]
+            )  # a flow queue without a tag had none above v
+            flow_queue = self.flow_queues.setdefault((r.band, r.flow), FlowQueue(charged))
+            flow_queue.tag += change
+            self.write("corrected", r, tag=flow_queue.tag, note=f"{change:.17g}")
         self.end(r, "completed")
         self.dispatch()
 
@@ -85,8 +128,8 @@ class QueueSimulator:
         self.end(self.requests[name], "cancelled")
         self.dispatch()
 
-    def hold(self, name: str) -> None:
-        """Its replica is silent."""
+    def orphan(self, name: str) -> None:
+        """The request's replica is silent."""
         r = self.requests[name]
         self.leave(r)
         r.state = "held"
@@ -96,30 +139,32 @@ class QueueSimulator:
         for r in [r for r in self.requests.values() if r.state in ("queued", "held")]:
             if self.is_late(r):
                 self.end(r, "expired" if r.state == "queued" else "abandoned")
-        for (band, _), lane in self.lanes.items():
+        for (band, _), flow_queue in self.flow_queues.items():
             if self.stock == 0 and self.queued == 0:
-                self.v[band] = max(self.v[band], lane.tag)
-        self.lanes = {
-            (b, f): lane for (b, f), lane in self.lanes.items() if lane.waiting or lane.tag > self.v[b]
+                self.v[band] = max(self.v[band], flow_queue.tag)
+        self.flow_queues = {
+            (b, f): flow_queue
+            for (b, f), flow_queue in self.flow_queues.items()
+            if flow_queue.waiting or flow_queue.tag > self.v[b]
         }
 
-    def tune(self, **changes: Any) -> None:
+    def change_settings(self, **changes: Any) -> None:
         self.settings |= changes
         self.write("tuned", note=json.dumps(self.settings))
         self.dispatch()
 
     def run_dry(self) -> None:
-        """Serve everything that waits, and end it."""
+        """Serve and complete every request."""
         while self.requests:
             self.place_granted()
             placed = [r.id for r in self.requests.values() if r.state == "placed"]
             self.settle(placed[0])
 
-    # What decides.
+    # The rules.
 
     @property
     def queued(self) -> int:
-        return sum(len(lane.waiting) for lane in self.lanes.values())
+        return sum(len(flow_queue.waiting) for flow_queue in self.flow_queues.values())
 
     @property
     def upper(self) -> float:
@@ -153,26 +198,40 @@ class QueueSimulator:
 
     def band_in_turn(self) -> int | None:
         return min(
-            (b for (b, _), lane in self.lanes.items() if lane.waiting and not lane.parked), default=None
+            (
+                b
+                for (b, _), flow_queue in self.flow_queues.items()
+                if flow_queue.waiting and not flow_queue.throttled
+            ),
+            default=None,
         )
 
-    def lane_in_turn(self, band: int) -> str:
-        able = [(b, name) for (b, name), lane in self.lanes.items() if lane.waiting and not lane.parked]
-        return min((self.lanes[band, name].tag, name) for b, name in able if b == band)[1]
+    def flow_in_turn(self, band: int) -> str:
+        able = [
+            (b, name)
+            for (b, name), flow_queue in self.flow_queues.items()
+            if flow_queue.waiting and not flow_queue.throttled
+        ]
+        return min((self.flow_queues[band, name].tag, name) for b, name in able if b == band)[1]
 
-    def head(self, lane: Lane) -> Request:
-        return min(lane.waiting.values(), key=lambda r: r.arrived)
+    def head(self, flow_queue: FlowQueue) -> Request:
+        return min(flow_queue.waiting.values(), key=lambda r: r.arrived)
 
     def guard_may(self) -> bool:
         return self.credit >= 1 - 1e-9 and self.settings["guard_share"] > 0
 
     def most_credit(self) -> float:
-        """What is over when a credit is whole is not lost: the next begins with it."""
+        """Credit beyond a whole dispatch is kept for the next one."""
         return 1 + float(self.settings["guard_share"])
 
     def overdue(self) -> list[Request]:
-        """Those the guard may serve, longest overdue first."""
-        waiting = [r for lane in self.lanes.values() if not lane.parked for r in lane.waiting.values()]
+        """The requests the guard may serve, longest overdue first."""
+        waiting = [
+            r
+            for flow_queue in self.flow_queues.values()
+            if not flow_queue.throttled
+            for r in flow_queue.waiting.values()
+        ]
         late = [r for r in waiting if r.due_ms * 1000 <= self.now_us]
         return sorted(late, key=lambda r: (r.due_ms, r.arrived % 1000, r.id))
 
@@ -188,7 +247,7 @@ class QueueSimulator:
     def is_late(self, r: Request) -> bool:
         return r.deadline_ms * 1000 <= self.now_us
 
-    # What follows.
+    # What the rules are applied to.
 
     def dispatch(self) -> None:
         while self.stock < self.lower and (band := self.band_in_turn()) is not None:
@@ -196,25 +255,25 @@ class QueueSimulator:
             r = (
                 self.guards_choice()
                 if by == "guard"
-                else self.head(self.lanes[band, self.lane_in_turn(band)])
+                else self.head(self.flow_queues[band, self.flow_in_turn(band)])
             )
-            lane = self.lane(r)
+            flow_queue = self.flow_queue(r)
             if self.is_late(r):
                 self.end(r, "expired")
             elif self.flow_full(r):
-                lane.parked = True
-                self.write_lane("parked", r.band, r.flow, lane.tag)
+                flow_queue.throttled = True
+                self.write_throttling("parked", r.band, r.flow, flow_queue.tag)
             elif not self.has_room(r):
                 return
             else:
-                self.grant(r, lane, by)
+                self.grant(r, flow_queue, by)
 
-    def grant(self, r: Request, lane: Lane, by: str) -> None:
-        share, r.tag = self.share(r), lane.tag
-        del lane.waiting[r.id]
+    def grant(self, r: Request, flow_queue: FlowQueue, by: str) -> None:
+        share, r.tag = self.share(r), flow_queue.tag
+        del flow_queue.waiting[r.id]
         if by == "turn":
-            self.v[r.band] = max(self.v[r.band], lane.tag)
-        lane.tag = self.next_tag(lane.tag, share)
+            self.v[r.band] = max(self.v[r.band], flow_queue.tag)
+        flow_queue.tag = self.next_tag(flow_queue.tag, share)
         r.state = "granted"
         self.take(r)
         self.credit += self.settings["guard_share"] - (by == "guard")
@@ -230,39 +289,44 @@ class QueueSimulator:
         self.stock = max(0.0, self.stock - r.taken)
 
     def preempt(self, r: Request) -> bool:
-        lower = [o for lane in self.lanes.values() for o in lane.waiting.values() if o.band > r.band]
+        lower = [
+            o
+            for flow_queue in self.flow_queues.values()
+            for o in flow_queue.waiting.values()
+            if o.band > r.band
+        ]
         if lower:
             self.end(max(lower, key=lambda o: (o.band, o.arrived)), "preempted")
         return bool(lower)
 
-    def lane(self, r: Request) -> Lane:
-        return self.lanes.setdefault((r.band, r.flow), Lane())
+    def flow_queue(self, r: Request) -> FlowQueue:
+        return self.flow_queues.setdefault((r.band, r.flow), FlowQueue())
 
     def enter(self, r: Request) -> float | None:
-        lane = self.lane(r)
+        flow_queue = self.flow_queue(r)
         patience_ms = self.settings["starvation_ms"] or (r.deadline_ms - r.arrived // 1000) // 2
         r.due_ms = min(r.arrived // 1000 + patience_ms, r.deadline_ms)
         r.state = "queued"
-        self.requests[r.id] = lane.waiting[r.id] = r
-        if len(lane.waiting) > 1:
+        self.requests[r.id] = flow_queue.waiting[r.id] = r
+        if len(flow_queue.waiting) > 1:
             return None
-        lane.tag = self.start(r, lane.tag)
-        return lane.tag
+        flow_queue.tag = self.start(r, flow_queue.tag)
+        return flow_queue.tag
 
     def start(self, r: Request, finish: float) -> float:
         v, share = self.v[r.band], self.share(r)
         if finish > v:
             return finish
-        ahead = max(self.newcomers[r.band], v)
+        ahead = max(self.new_flows[r.band], v)
         if ahead - v >= 100 * share:
             return v + share
-        self.newcomers[r.band] = ahead + share
+        self.new_flows[r.band] = ahead + share
         return v
 
     def leave(self, r: Request) -> None:
-        lane = self.lane(r)
-        del lane.waiting[r.id]
-        lane.parked = lane.parked and bool(lane.waiting)
+        flow_queue = self.flow_queue(r)
+        del flow_queue.waiting[r.id]
+        flow_queue.throttled = flow_queue.throttled and bool(flow_queue.waiting)
 
     def end(self, r: Request, event: str) -> None:
         ran = r.state in ("granted", "placed")
@@ -272,20 +336,20 @@ class QueueSimulator:
             self.give_back(r)
         del self.requests[r.id]
         self.write(event, r)
-        for (band, name), lane in self.lanes.items():
-            if ran and r.limit and name == r.flow and lane.parked:
-                lane.parked, lane.tag = False, max(self.v[band], lane.tag)
-                self.write_lane("unparked", band, name, lane.tag)
+        for (band, name), flow_queue in self.flow_queues.items():
+            if ran and r.limit and name == r.flow and flow_queue.throttled:
+                flow_queue.throttled, flow_queue.tag = False, max(self.v[band], flow_queue.tag)
+                self.write_throttling("unparked", band, name, flow_queue.tag)
 
-    def write_lane(self, event: str, band: int, name: str, tag: float) -> None:
+    def write_throttling(self, event: str, band: int, name: str, tag: float) -> None:
         self.write(event, Request("", name, band), tag=tag)
 
     def write(
         self, event: str, r: Request = NOBODY, *, tag: float | None = None, by: str = "", note: str = ""
     ) -> None:
-        about = {"tag": "" if tag is None else f"{tag:.17g}", "by": by, "note": note}
+        fields = {"tag": "" if tag is None else f"{tag:.17g}", "by": by, "note": note}
         numbers = {
             "seq": len(self.log) + 1, "time_us": self.now_us, "v": self.v[r.band], "stock": self.stock,
             "queued": self.queued, "upper": self.upper, "lower": self.lower,
         }  # fmt: skip
-        self.log.append(raw_entry(event, r, numbers, about))
+        self.log.append(raw_entry(event, r, numbers, fields))

@@ -1,12 +1,12 @@
-"""Reading the log: every fault of an entry is named, and a log that cannot be read is told on stderr."""
+"""Parsing entries and settings: an unreadable field is named, an unreadable log is reported on stderr."""
 
 import pytest
 from queue_simulator import QueueSimulator
 
 from picker_fleet.cli import main
 from picker_tools.audit.auditor import audit
-from picker_tools.audit.entry import Entry, EntryError
-from picker_tools.audit.rules import Rules
+from picker_tools.audit.log import Entry, EntryError
+from picker_tools.audit.replay import Rules
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 
@@ -16,7 +16,7 @@ def raw(**changes: str) -> dict[str, str]:
     return {**queue.log[-1], **changes}
 
 
-def test_an_entry_has_the_types_of_its_fields() -> None:
+def test_fields_are_parsed_to_their_types() -> None:
     entry = Entry.parse(raw(tag="1.5", due_ms="7"))
     assert (entry.event, entry.request, entry.cost, entry.tag, entry.due_ms) == (
         "bypassed",
@@ -38,34 +38,34 @@ def test_an_entry_has_the_types_of_its_fields() -> None:
         ({"seq": "x" * 1000}, f"entry {'x' * 20}: seq is {'x' * 80!r}"),
     ],
 )
-def test_a_field_that_cannot_be_read_is_named(changes: dict[str, str], says: str) -> None:
+def test_an_unreadable_field_is_named(changes: dict[str, str], says: str) -> None:
     with pytest.raises(EntryError) as fault:
         audit([raw(**changes)])
     assert str(fault.value) == says
 
 
-def test_a_field_that_is_missing_is_named() -> None:
+def test_a_missing_field_is_named() -> None:
     with pytest.raises(EntryError, match="entry 2: flow is missing"):
         audit([{name: value for name, value in raw().items() if name != "flow"}])
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"guard_share": "x"}', '{"weights": {"a": null}}'])
-def test_settings_that_cannot_be_read_are_a_fault(note: str) -> None:
+def test_unreadable_settings_raise_an_entry_error(note: str) -> None:
     with pytest.raises(EntryError, match="settings cannot be read"):
         Rules.parse(note)
 
 
-def test_an_empty_table_may_come_as_a_list() -> None:
+def test_an_empty_table_may_be_a_json_list() -> None:
     assert Rules.parse('{"weights": []}').weights == {}
 
 
-def test_an_empty_log_has_nothing_to_say() -> None:
+def test_an_empty_log_has_no_violation_and_no_remark() -> None:
     report = audit([])
     assert (report.entries, report.first_seq, report.violations, report.remarks) == (0, None, 0, ())
 
 
 @pytest.mark.parametrize("url", ["redis://{host}:{port}/0", "http://{host}"])
-def test_a_server_that_cannot_be_read_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_redis_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--redis", url.format(host=LOOPBACK, port=free_port())]) == 2
     shown = capsys.readouterr()
     assert (shown.out, len(shown.err.splitlines())) == ("", 1)

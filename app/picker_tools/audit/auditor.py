@@ -1,59 +1,39 @@
-"""The whole audit: entries in, verdict on each promise out (G1–G6, docs/guarantees.md)."""
+"""The audit: replays the decision log and checks each promise (G1–G6, docs/guarantees.md).
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+Used by `picker audit`, the load generator, the fault suite and the tests.
+"""
 
-from picker_tools.audit.capacity import Capacity
-from picker_tools.audit.conservation import Conservation
-from picker_tools.audit.deadline import Deadline
-from picker_tools.audit.entry import Entry
+from collections.abc import Iterable, Mapping
+
+from picker_tools.audit.checks import Capacity, Check, Conservation, Deadline, Order
 from picker_tools.audit.fairness import Fairness
-from picker_tools.audit.finding import Finding
-from picker_tools.audit.life import Step
-from picker_tools.audit.order import Order
-from picker_tools.audit.replay import Replay
-from picker_tools.audit.report import Report
-from picker_tools.audit.rules import Rules
+from picker_tools.audit.log import Entry, LogStream, LogUnreadable
+from picker_tools.audit.replay import Replay, Rules
+from picker_tools.audit.report import Finding, Report
 from picker_tools.audit.starvation import Starvation
 
-
-class _Check(Protocol):
-    """A promise. `see` comes before the step is taken into the replay, `close` when no more will come."""
-
-    def see(self, step: Step) -> None: ...
-
-    def close(self) -> None: ...
-
-
-_CHECKS: tuple[tuple[str, str, Callable[[Finding, Replay], _Check]], ...] = (
-    ("G1", Capacity.TITLE, Capacity),
-    ("G2", Fairness.TITLE, Fairness),
-    ("G3", Starvation.TITLE, Starvation),
-    ("G4", Order.TITLE, Order),
-    ("G5", Deadline.TITLE, Deadline),
-    ("G6", Conservation.TITLE, Conservation),
-)
+_CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadline, Conservation)
 
 
 class Auditor:
-    """Takes the log entry by entry. What it keeps grows with the requests that are open, not with the log.
+    """Checks the log entry by entry. Its memory grows with the open requests, not with the log.
 
-    `settings` (JSON, as a `tuned` entry notes them) are those in force at the log's beginning, where it does
-    not tell them itself.
+    `settings` (JSON, as a `tuned` entry has them) are those in force where the log begins, if the log does
+    not show them itself.
     """
 
     def __init__(self, settings: str | None = None) -> None:
         self._log = Finding("log", "every entry is there, numbered without a gap")
-        self._findings = [Finding(promise, title) for promise, title, _ in _CHECKS]
+        self._findings = [Finding(check.PROMISE, check.TITLE) for check in _CHECKS]
         self._first: Entry | None = None
         self._from_start = False
         self._newest: Entry | None = None
-        self._last: Entry | None = None  # that the next one must follow
+        self._last: Entry | None = None  # the next entry must follow it without a gap
         self._remarks: list[str] = []
-        self._begin(Rules.parse(settings) if settings else None)
+        self._start(Rules.parse(settings) if settings else None)
 
     def take(self, raw: Mapping[str, str]) -> None:
-        """The next entry, as the stream has it.
+        """Check the next entry, given as the stream has it.
 
         Raises:
             EntryError: it cannot be read.
@@ -61,50 +41,52 @@ class Auditor:
         entry = Entry.parse(raw)
         self._log.checked += 1
         if self._last is not None and entry.seq != self._last.seq + 1:
-            self._log.blame(f"entry {entry.seq} follows {self._last.seq}", self._last, entry)
+            self._log.add(f"entry {entry.seq} follows {self._last.seq}", self._last, entry)
             self.skip(f"entries between {self._last.seq} and {entry.seq} are missing")
         self._last = self._newest = entry
         step = self._replay.step(entry)
         if self._first is None:
             self._first, self._from_start = entry, self._replay.complete
         for check in self._checks:
-            check.see(step)
+            check.check(step)
         self._replay.advance(step)
         if self._replay.rules is not None and not self._replay.rules.logged:
             self.skip(f"the log was off after entry {entry.seq}")
 
     def skip(self, why: str) -> None:
-        """Entries are missing here, and nothing is held against that: what comes is joined on the way."""
+        """Entries are missing here, which is no violation: the checks start again with the next entry."""
         self._remarks.append(why)
         self._close()
         self._last = None
-        self._begin(None)
+        self._start(None)
 
     @property
     def last_seq(self) -> int | None:
         return self._last.seq if self._last else None
 
     def report(self) -> Report:
-        """The verdict on what was taken. Nothing may be taken after it."""
+        """The findings on all entries. No entry may be taken after it."""
         self._close()
         remarks = list(self._remarks)
         if self._first is not None and not self._from_start:
             remarks.insert(0, f"begins at entry {self._first.seq}: requests that began before are ignored")
         if self._first is not None and not self._replay.settled:
-            remarks.append("lanes and order were not known at the end: G2, G3 and G4 are judged only in part")
+            remarks.append(
+                "flow queues and order were not known at the end: G2, G3 and G4 are checked only in part"
+            )
         return Report(
             entries=self._log.checked,
             first_seq=self._first.seq if self._first else None,
             last_seq=self._newest.seq if self._newest else None,
-            open_at_end=len(self._replay.lives),
+            open_at_end=len(self._replay.requests),
             remarks=tuple(remarks),
             findings=(*self._findings, self._log),
         )
 
-    def _begin(self, rules: Rules | None) -> None:
+    def _start(self, rules: Rules | None) -> None:
         self._replay = Replay(rules)
         self._checks = [
-            check(finding, self._replay) for (*_, check), finding in zip(_CHECKS, self._findings, strict=True)
+            check(finding, self._replay) for check, finding in zip(_CHECKS, self._findings, strict=True)
         ]
 
     def _close(self) -> None:
@@ -113,7 +95,7 @@ class Auditor:
 
 
 def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> Report:
-    """Replay `entries`, the decision log oldest first, and judge G1 to G6.
+    """Replay `entries`, the decision log oldest first, and check G1 to G6.
 
     `settings` as `Auditor` takes them.
 
@@ -124,3 +106,24 @@ def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> 
     for raw in entries:
         auditor.take(raw)
     return auditor.report()
+
+
+def audited(url: str, pool: str) -> Report:
+    """Check the whole decision log of `pool` that the Redis at `url` has now.
+
+    Raises:
+        LogUnreadable: there is none, or Redis does not answer.
+        EntryError: an entry cannot be read.
+    """
+    with LogStream(url, pool) as log:
+        auditor = Auditor(log.settings_throughout())
+        for page in log.pages():
+            first = page.entries[0].get("seq", "")
+            if page.trimmed and auditor.last_seq is not None and first != str(auditor.last_seq + 1):
+                auditor.skip(f"entries up to {first} were trimmed while the log was read")
+            for entry in page.entries:
+                auditor.take(entry)
+        report = auditor.report()
+    if not report.entries:
+        raise LogUnreadable(f"pool {pool!r} has no decision log (decision_log.enabled)")
+    return report

@@ -7,11 +7,9 @@ import sys
 from rich.console import Console
 
 from picker_fleet.config import Redis
-from picker_tools.audit.auditor import Auditor
-from picker_tools.audit.entry import EntryError
-from picker_tools.audit.page import show
-from picker_tools.audit.report import Report
-from picker_tools.audit.stream import LogStream, LogUnreadable
+from picker_tools.audit.auditor import audited
+from picker_tools.audit.log import EntryError, LogUnreadable
+from picker_tools.audit.report import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,24 +30,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(report, Console())
     return 1 if report.violations else 0
-
-
-def audited(url: str, pool: str) -> Report:
-    """The verdict on all of the log that the Redis at `url` has of `pool` now.
-
-    Raises:
-        LogUnreadable: there is none, or Redis does not answer.
-        EntryError: an entry cannot be read.
-    """
-    with LogStream(url, pool) as log:
-        auditor = Auditor(log.settings_throughout())
-        for page in log.pages():
-            first = page.entries[0].get("seq", "")
-            if page.trimmed and auditor.last_seq is not None and first != str(auditor.last_seq + 1):
-                auditor.skip(f"entries up to {first} were trimmed while the log was read")
-            for entry in page.entries:
-                auditor.take(entry)
-        report = auditor.report()
-    if not report.entries:
-        raise LogUnreadable(f"pool {pool!r} has no decision log (decision_log.enabled)")
-    return report

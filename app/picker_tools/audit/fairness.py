@@ -1,258 +1,468 @@
-"""G2: each turn goes to the least start tag, tags move by what was served, and the gap of service is bounded.
+"""The check of G2: each turn goes to the least start tag, tags advance by what was served, and the gap in
+service between two flows is bounded.
 
-The tags are rebuilt by the rules of docs/fairness.md and compared with those of the log; the bound itself is
-checked on what was dispatched (audit/service.py).
+The tags are rebuilt by the rules of docs/fairness.md and compared with those of the log. The bound is checked
+on what was dispatched (`Service`). This is an implementation of its own on purpose: it shares no code with
+the queue it checks.
 """
 
-from picker_tools.audit.entry import GUARD, Entry
-from picker_tools.audit.finding import Finding
-from picker_tools.audit.lanes import BANDS, Lane
-from picker_tools.audit.life import RUNNING, Life, Place, Step
-from picker_tools.audit.newcomers import Newcomers
-from picker_tools.audit.replay import Replay, same
-from picker_tools.audit.rules import Rules
-from picker_tools.audit.service import Service
-from picker_tools.audit.turns import Turns
-from picker_tools.audit.vtime import VirtualTimes
+import heapq
+from dataclasses import dataclass
+
+from picker_tools.audit.checks import Check
+from picker_tools.audit.log import GUARD, Entry
+from picker_tools.audit.replay import (
+    BANDS,
+    RUNNING,
+    FlowQueue,
+    FlowQueues,
+    OpenRequest,
+    Replay,
+    RequestState,
+    Rules,
+    Step,
+    same,
+)
+from picker_tools.audit.report import Finding
 
 
-class Fairness:
-    """Lanes whose tag is not known (the log was joined on the way, or the order was changed) are taken as the
-    log has them when they are next seen. A change of settings begins a new interval for every lane.
+class VirtualTimes:
+    """The virtual time of each band.
+
+    A turn moves it to the tag that was served. An idle band moves it to the highest finish tag. A rebase
+    lowers it together with all tags. Nothing else moves it.
     """
 
+    def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
+        """`first` is the time each band starts with; None: the first that the log shows."""
+        self._finding = finding
+        self._flow_queues = flow_queues
+        self._v: dict[int, float | None] = dict.fromkeys(BANDS, first)
+        self._knows_all = first is not None  # every flow queue was seen
+        self._idle = dict.fromkeys(BANDS, False)  # nothing has waited or run since the band's last entry
+
+    def forget_flow_queues(self) -> None:
+        """Flow queues may have tags that were not seen."""
+        self._knows_all = False
+
+    def of(self, band: int) -> float | None:
+        return self._v[band]
+
+    def accept(self, entry: Entry) -> None:
+        """Take over what `entry` shows, unchecked."""
+        self._v[entry.band] = entry.v
+        self._record_idle(entry)
+
+    def rebase(self, band: int, by: float) -> None:
+        before = self._v[band]
+        self._v[band] = None if before is None else before - by
+
+    def check(self, entry: Entry) -> float:
+        """Check what `entry` shows. Returns the virtual time before its decision."""
+        before = self._v[entry.band]
+        idle = self._idle[entry.band]
+        self.accept(entry)
+        if before is None:
+            return entry.v
+        after = before
+        if entry.event == "granted" and entry.by != GUARD and entry.tag is not None:
+            after = max(before, entry.tag)
+        if same(after, entry.v):
+            return before
+        if not (idle and entry.v > before and self._is_highest(entry)):
+            self._finding.add(
+                f"virtual time of band {entry.band} is {entry.v:g} where {after:g} follows", entry
+            )
+        return entry.v
+
+    def _is_highest(self, entry: Entry) -> bool:
+        """Whether `entry` shows the virtual time of an idle band."""
+        tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
+        return not self._knows_all or same(max(tags, default=0.0), entry.v)
+
+    def _record_idle(self, entry: Entry) -> None:
+        idle = entry.stock == 0 and entry.queued == 0
+        for band in BANDS:
+            self._idle[band] = idle or (self._idle[band] and band != entry.band)
+
+
+class TagOrder:
+    """The flow queues of each band by start tag: a heap whose outdated items are dropped when they reach the
+    top.
+    """
+
+    def __init__(self, flow_queues: FlowQueues) -> None:
+        self._flow_queues = flow_queues
+        self._heaps: dict[int, list[tuple[float, str]]] = {band: [] for band in BANDS}
+
+    def push(self, queue: FlowQueue) -> None:
+        """`queue` has a new tag, or can be served again."""
+        if queue.tag is None:
+            return
+        heap = self._heaps[queue.band]
+        heapq.heappush(heap, (queue.tag, queue.name))
+        if len(heap) > 4 * len(self._flow_queues) + 64:
+            self.rebuild(queue.band)
+
+    def rebuild(self, band: int) -> None:
+        """Order all flow queues of `band` by their present tags."""
+        heap = self._heaps[band]
+        heap[:] = [(each.tag, each.name) for each in self._flow_queues.of(band) if each.tag is not None]
+        heapq.heapify(heap)
+
+    def earlier_than(self, queue: FlowQueue, tag: float) -> FlowQueue | None:
+        """The flow queue whose turn it was before `queue` at `tag`; None if there is none."""
+        heap = self._heaps[queue.band]
+        while heap:
+            least, name = heap[0]
+            first = self._flow_queues.find((queue.band, name))
+            if first is None or not first.is_servable or first.tag != least:
+                heapq.heappop(heap)
+                continue
+            if first is queue or (least, name) >= (tag, queue.name) or (least != tag and same(least, tag)):
+                return None
+            return first
+        return None
+
+
+_FREE_STARTS = 100  # as in lua/lib/queue.lua
+
+
+class NewFlows:
+    """The start tag of flows that become backlogged without a charge.
+
+    They start at v. Together they are charged like one flow of weight 1; when too many have started, the next
+    start a share later (docs/fairness.md, "Flows without end").
+    """
+
+    def __init__(self, first: float | None) -> None:
+        """`first` is the charge each band starts with; None: unknown, so that either start is right."""
+        self._charged: dict[int, float | None] = dict.fromkeys(BANDS, first)
+
+    def rebase(self, band: int, by: float) -> None:
+        charged = self._charged[band]
+        self._charged[band] = None if charged is None else max(charged - by, 0.0)
+
+    def start(self, band: int, v: float, share: float, shown: float | None) -> float:
+        """The start tag of a flow whose next request costs `share`; `shown` is what the log has."""
+        charged = self._charged[band]
+        if charged is None:
+            return v + share if shown is not None and same(shown, v + share) else v
+        ahead = max(charged, v)
+        if ahead - v >= _FREE_STARTS * share:
+            return v + share
+        self._charged[band] = ahead + share
+        return v
+
+
+ROUNDING = 1e-9  # of the sums, relative to their size
+
+
+@dataclass(slots=True)
+class Service:
+    """The service of one flow since it became backlogged at `since`, measured against its band's virtual
+    time.
+
+    The bound is that of two flows f and g of a band, over every interval [s, e] in which both are backlogged:
+
+        W_f − W_g <= c_f + c_g + debt_f(e) + debt_g(s) + claim_f(s) + claim_g(e)
+
+    W is dispatched service by weight (the sum of shares), corrections included; c is the flow's largest
+    share. With v the band's virtual time and S a flow's start tag, debt = max(0, S − v − c) is service
+    received out of turn (by the guard, or estimated too low) and not yet worked off; claim = max(0, v − S) is
+    service still owed since a charge was corrected downwards. Without guard and corrections both are 0: the
+    bound of start-time fair queueing.
+
+    To check all pairs, each flow is measured against v. With a = W − debt − v and b = W + claim − v the left
+    side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So it is enough that for each flow,
+    for all s <= e of a time it was backlogged, a(e) − b(s) <= c (never far ahead) and a(s) − b(e) <= c (never
+    far behind): a few operations a dispatch, whatever the number of flows. a and b only fall between the
+    flow's own events, so they are checked just before and just after each of these. `served` is W since
+    `since`.
+    """
+
+    since: Entry
+    served: float
+    claim: float
+    low: float  # the least b
+    high: float  # the greatest a
+
+    @classmethod
+    def begin(cls, since: Entry, tag: float, v: float, largest: float) -> "Service":
+        claim = max(0.0, v - tag)
+        debt = max(0.0, tag - v - largest)
+        return cls(since, 0.0, claim, claim - v, -debt - v)
+
+    def before(self, tag: float, v: float, largest: float) -> str:
+        """Check just before an event of the flow. Returns what is wrong, '' if nothing is."""
+        # If v passes a tag, the flow missed its turn; that makes no new claim, so the check sees it.
+        self.claim = min(self.claim, max(0.0, v - tag))
+        return self._check_service(tag, v, largest)
+
+    def serve(self, share: float, tag: float, v: float, largest: float) -> str:
+        """`share` was dispatched, and the tag is now `tag`. Returns as `before`."""
+        self.served += share
+        self.claim = min(self.claim, max(0.0, v - tag))
+        return self._check_service(tag, v, largest)
+
+    def correct(self, change: float, tag: float, v: float, largest: float) -> str:
+        """The charge was corrected by `change`. Returns as `before`."""
+        self.served += change
+        self.claim = max(0.0, v - tag)
+        return self._check_service(tag, v, largest)
+
+    def rebase(self, by: float) -> None:
+        """All tags of the band, and v, fall by `by`."""
+        self.low += by
+        self.high += by
+
+    def _check_service(self, tag: float, v: float, largest: float) -> str:
+        debt = max(0.0, tag - v - largest)
+        a, b = self.served - debt - v, self.served + self.claim - v
+        slack = largest + ROUNDING * max(1.0, abs(v), abs(self.served))
+        if a - self.low > slack:
+            return f"{a - self.low:g} ahead of its band's virtual time; {largest:g} is the bound"
+        if self.high - b > slack:
+            return f"{self.high - b:g} behind its band's virtual time; {largest:g} is the bound"
+        self.low, self.high = min(self.low, b), max(self.high, a)
+        return ""
+
+
+class Fairness(Check):
+    """G2. An unknown tag (the log was joined midway, or the order was changed) is taken from the log when it
+    is next shown. A change of settings begins a new interval for every flow.
+    """
+
+    PROMISE = "G2"
     TITLE = "turns by least tag, service within the bound of fair queueing"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
-        self._finding = finding
-        self._replay = replay
+        super().__init__(finding, replay)
         self._rules: Rules | None = None
-        self._missed = False  # something happened that could not be judged
-        self._new_tag: float | None = None  # of a lane never seen
-        self._times: VirtualTimes | None = None
-        self._newcomers = Newcomers(None)
-        self._turns = Turns(replay.lanes)
-        self._served: dict[tuple[int, str], Service] = {}
-        self._last: dict[tuple[int, str], Entry] = {}  # what showed a lane's tag last
+        self._had_gap = False  # some entries could not be checked
+        self._new_tag: float | None = None  # of a flow queue not seen before
+        self._virtual_times: VirtualTimes | None = None
+        self._new_flows = NewFlows(None)
+        self._tag_order = TagOrder(replay.flow_queues)
+        self._services: dict[tuple[int, str], Service] = {}
+        self._tag_entries: dict[tuple[int, str], Entry] = {}  # the last entry that showed the tag
 
-    def see(self, step: Step) -> None:
+    def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
-        if self._times is None:
+        if self._virtual_times is None:
             self._new_tag = 0.0 if replay.complete else None
-            self._times = VirtualTimes(self._finding, replay.lanes, self._new_tag)
-            self._newcomers = Newcomers(self._new_tag)
+            self._virtual_times = VirtualTimes(self._finding, replay.flow_queues, self._new_tag)
+            self._new_flows = NewFlows(self._new_tag)
         if entry.event == "tuned":
             return
         if entry.event == "rebased" and entry.tag is not None:
-            self._rebase(entry.band, entry.tag, self._times)
+            self._rebase(entry.band, entry.tag, self._virtual_times)
         if not replay.settled or replay.rules is None:
-            self._missed = True
-            self._served.clear()
-            self._times.follow(entry)
+            self._had_gap = True
+            self._services.clear()
+            self._virtual_times.accept(entry)
             return
-        if self._missed:
-            self._missed = False
+        if self._had_gap:
+            self._had_gap = False
             self._forget_tags()
         if replay.rules != self._rules:
             self._rules = replay.rules
-            self._begin_anew(entry, replay.rules)
-        self._judge(step, self._times.judge(entry), replay.rules)
+            self._restart(entry, replay.rules)
+        self._check(step, self._virtual_times.check(entry), replay.rules)
 
     def close(self) -> None:
-        """Look at every lane that is still backlogged."""
+        """Check the service of every flow that is still backlogged."""
         if self._replay.last is None:
             return
-        for band, name in list(self._served):
-            self._look(self._replay.lanes.at(band, name), self._replay.last)
+        for key in list(self._services):
+            self._check_service(self._replay.flow_queues.at(key), self._replay.last)
 
-    def _judge(self, step: Step, v: float, rules: Rules) -> None:
-        entry, life = step.entry, step.life
+    def _check(self, step: Step, v: float, rules: Rules) -> None:
+        entry, request = step.entry, step.request
         if entry.event == "parked":
-            lane = self._lane(entry.band, entry.flow)
-            self._look(lane, entry)
-            self._expect(lane, lane.tag, entry)
-            self._end(lane)
+            queue = self._flow_queue(entry.band, entry.flow)
+            self._check_service(queue, entry)
+            self._expect(queue, queue.tag, entry)
+            self._end_service(queue)
         elif entry.event == "unparked":
-            lane = self._lane(entry.band, entry.flow)
-            self._expect(lane, None if lane.tag is None else max(v, lane.tag), entry)
-            self._begin(lane, entry, v)
+            queue = self._flow_queue(entry.band, entry.flow)
+            self._expect(queue, None if queue.tag is None else max(v, queue.tag), entry)
+            self._begin_service(queue, entry, v)
         elif entry.event == "corrected":
-            self._correct(entry, life, v, rules)
-        elif life is None:
+            self._correct(entry, request, v, rules)
+        elif request is None:
             return
         elif step.enters_queue:
             self._enter(entry, v, rules)
         elif step.leaves_queue:
-            lane = self._lane(entry.band, life.lane)
-            if step.now is Place.GRANTED:
-                self._serve(lane, entry, v, rules)
+            queue = self._flow_queue(entry.band, request.flow_key)
+            if step.after is RequestState.GRANTED:
+                self._serve(queue, entry, v, rules)
             else:
-                self._look(lane, entry)
-            if lane.waiting == 1:
-                self._end(lane)
+                self._check_service(queue, entry)
+            if queue.waiting == 1:
+                self._end_service(queue)
 
-    def _serve(self, lane: Lane, entry: Entry, v: float, rules: Rules) -> None:
+    def _serve(self, queue: FlowQueue, entry: Entry, v: float, rules: Rules) -> None:
         share = rules.share(entry)
-        lane.largest = max(lane.largest, share)
+        queue.largest = max(queue.largest, share)
         if entry.note and not same(_number(entry.note), share):
-            self._finding.blame(
-                f"lane {lane.name!r} charged {entry.note} where its share is {share:g}", entry
-            )
-        if lane.parked:
-            self._finding.blame(f"parked lane {lane.name!r} served", *self._evidence(lane, entry))
+            self._finding.add(f"flow {queue.name!r} charged {entry.note} where its share is {share:g}", entry)
+        if queue.throttled:
+            self._finding.add(f"throttled flow {queue.name!r} served", *self._evidence(queue, entry))
         if entry.tag is None:
-            self._finding.blame("a grant that shows no tag", entry)
+            self._finding.add("a grant that shows no tag", entry)
             return
-        self._look(lane, entry, v)
-        self._expect(lane, lane.tag, entry)
-        first = None if entry.by == GUARD else self._turns.ahead_of(lane, entry.tag)
+        self._check_service(queue, entry, v)
+        self._expect(queue, queue.tag, entry)
+        first = None if entry.by == GUARD else self._tag_order.earlier_than(queue, entry.tag)
         if first is not None:
             what = (
-                f"lane {lane.name!r} served at tag {entry.tag:g} while {first.name!r} waits at {first.tag:g}"
+                f"flow {queue.name!r} served at tag {entry.tag:g} while {first.name!r} waits at {first.tag:g}"
             )
-            self._finding.blame(what, *self._evidence(first, entry))
-        self._set_tag(lane, entry.tag + share, entry)
-        service = self._served.get((lane.band, lane.name))
+            self._finding.add(what, *self._evidence(first, entry))
+        self._set_tag(queue, entry.tag + share, entry)
+        service = self._services.get(queue.key)
         if service is None:
-            self._begin(lane, entry, entry.v)
+            self._begin_service(queue, entry, entry.v)
         else:
-            self._tell(lane, service.serve(share, entry.tag + share, entry.v, lane.largest), entry)
+            self._report(queue, service.serve(share, entry.tag + share, entry.v, queue.largest), entry)
 
     def _enter(self, entry: Entry, v: float, rules: Rules) -> None:
-        lane, share = self._lane(entry.band, rules.lane(entry.flow)), rules.share(entry)
-        lane.largest = max(lane.largest, share)
-        start = lane.tag
-        if not lane.waiting and lane.tag is not None and lane.tag <= v:
+        queue, share = self._flow_queue(entry.band, rules.flow_key(entry.flow)), rules.share(entry)
+        queue.largest = max(queue.largest, share)
+        start = queue.tag
+        if not queue.waiting and queue.tag is not None and queue.tag <= v:
             uncharged = share if entry.event == "requeued" else 0.0
             shown = None if entry.tag is None else entry.tag + uncharged
-            start = self._newcomers.start(lane.band, v, share, shown)
-        if entry.event == "requeued":  # back in its place, uncharged
-            self._adjust(lane, None if start is None else start - share, -share, entry, v)
-            if not lane.waiting:
-                self._begin(lane, entry, v)
-        elif not lane.waiting:
+            start = self._new_flows.start(queue.band, v, share, shown)
+        if entry.event == "requeued":  # back to its position, uncharged
+            self._adjust(queue, None if start is None else start - share, -share, entry, v)
+            if not queue.waiting:
+                self._begin_service(queue, entry, v)
+        elif not queue.waiting:
             if entry.tag is None:
-                self._finding.blame(f"lane {lane.name!r} becomes backlogged and shows no tag", entry)
-            self._expect(lane, start, entry)
-            self._begin(lane, entry, v)
+                self._finding.add(f"flow {queue.name!r} becomes backlogged and shows no tag", entry)
+            self._expect(queue, start, entry)
+            self._begin_service(queue, entry, v)
         elif entry.tag is not None:
-            what = f"lane {lane.name!r} starts anew though {lane.waiting} wait in it"
-            self._finding.blame(what, *self._evidence(lane, entry))
+            what = f"flow {queue.name!r} gets a new start tag while {queue.waiting} of it wait"
+            self._finding.add(what, *self._evidence(queue, entry))
 
-    def _correct(self, entry: Entry, life: Life | None, v: float, rules: Rules) -> None:
-        lane, change = self._lane(entry.band, rules.lane(entry.flow)), _number(entry.note)
-        after = None if lane.tag is None else lane.tag + change
-        if not lane.waiting and lane.tag is not None and lane.tag <= v:
-            # Its finish tag may have been forgotten; then it is the request's own charge that is corrected.
-            charged = life.granted.tag if life and life.granted else None
+    def _correct(self, entry: Entry, request: OpenRequest | None, v: float, rules: Rules) -> None:
+        queue, change = self._flow_queue(entry.band, rules.flow_key(entry.flow)), _number(entry.note)
+        after = None if queue.tag is None else queue.tag + change
+        if not queue.waiting and queue.tag is not None and queue.tag <= v:
+            # If its finish tag was forgotten, the request's own charge is corrected.
+            charged = request.grant_entry.tag if request and request.grant_entry else None
             own = None if charged is None else min(charged + rules.share(entry), v) + change
             if entry.tag is not None and (own is None or same(entry.tag, own)):
                 after = own
-        self._adjust(lane, after, change, entry, v)
+        self._adjust(queue, after, change, entry, v)
 
-    def _adjust(self, lane: Lane, after: float | None, change: float, entry: Entry, v: float) -> None:
-        """The lane's charge changes by `change`, and its tag becomes `after` (None: unknown)."""
-        self._look(lane, entry, v)
-        self._expect(lane, after, entry)
-        service = self._served.get((lane.band, lane.name))
-        if service is not None and lane.tag is not None:
-            self._tell(lane, service.correct(change, lane.tag, v, lane.largest), entry)
+    def _adjust(self, queue: FlowQueue, after: float | None, change: float, entry: Entry, v: float) -> None:
+        """The flow's charge changes by `change`, and its tag becomes `after` (None: unknown)."""
+        self._check_service(queue, entry, v)
+        self._expect(queue, after, entry)
+        service = self._services.get(queue.key)
+        if service is not None and queue.tag is not None:
+            self._report(queue, service.correct(change, queue.tag, v, queue.largest), entry)
 
-    def _expect(self, lane: Lane, tag: float | None, entry: Entry) -> None:
-        """The entry must show `tag` (None: unknown); what it shows is gone on with."""
+    def _expect(self, queue: FlowQueue, tag: float | None, entry: Entry) -> None:
+        """`entry` must show `tag` (None: unknown). The tag that it shows is taken over."""
         self._finding.checked += 1
         if entry.tag is None:
             return
         if tag is not None and not same(tag, entry.tag):
-            what = f"tag of lane {lane.name!r} is {entry.tag:.12g} where {tag:.12g} follows"
-            self._finding.blame(what, *self._evidence(lane, entry))
-            self._served.pop((lane.band, lane.name), None)
-        self._set_tag(lane, entry.tag, entry)
+            what = f"tag of flow {queue.name!r} is {entry.tag:.12g} where {tag:.12g} follows"
+            self._finding.add(what, *self._evidence(queue, entry))
+            self._services.pop(queue.key, None)
+        self._set_tag(queue, entry.tag, entry)
 
-    def _set_tag(self, lane: Lane, tag: float, entry: Entry) -> None:
-        lane.tag = tag
-        self._last[lane.band, lane.name] = entry
-        self._turns.file(lane)
+    def _set_tag(self, queue: FlowQueue, tag: float, entry: Entry) -> None:
+        queue.tag = tag
+        self._tag_entries[queue.key] = entry
+        self._tag_order.push(queue)
 
-    def _begin(self, lane: Lane, entry: Entry, v: float) -> None:
-        if lane.tag is not None:
-            self._served[lane.band, lane.name] = Service.begin(entry, lane.tag, v, lane.largest)
+    def _begin_service(self, queue: FlowQueue, entry: Entry, v: float) -> None:
+        if queue.tag is not None:
+            self._services[queue.key] = Service.begin(entry, queue.tag, v, queue.largest)
 
-    def _look(self, lane: Lane, entry: Entry, v: float | None = None) -> None:
-        """Judge the lane's service until just before `entry`."""
-        service = self._served.get((lane.band, lane.name))
-        if v is None and self._times is not None:
-            v = self._times.of(lane.band)
-        if service is not None and lane.tag is not None and v is not None:
-            self._tell(lane, service.before(lane.tag, v, lane.largest), entry)
+    def _check_service(self, queue: FlowQueue, entry: Entry, v: float | None = None) -> None:
+        """Check the flow's service until just before `entry`."""
+        service = self._services.get(queue.key)
+        if v is None and self._virtual_times is not None:
+            v = self._virtual_times.of(queue.band)
+        if service is not None and queue.tag is not None and v is not None:
+            self._report(queue, service.before(queue.tag, v, queue.largest), entry)
 
-    def _tell(self, lane: Lane, wrong: str, entry: Entry) -> None:
-        service = self._served.get((lane.band, lane.name))
+    def _report(self, queue: FlowQueue, wrong: str, entry: Entry) -> None:
+        service = self._services.get(queue.key)
         if wrong and service is not None:
-            what = f"service of lane {lane.name!r}, backlogged throughout, is {wrong}"
-            self._finding.blame(what, service.since, entry)
-            del self._served[lane.band, lane.name]
+            what = f"service of flow {queue.name!r}, backlogged throughout, is {wrong}"
+            self._finding.add(what, service.since, entry)
+            del self._services[queue.key]
 
-    def _end(self, lane: Lane) -> None:
-        """The lane is backlogged no more."""
-        self._served.pop((lane.band, lane.name), None)
-        lives, lanes = self._replay.lives, self._replay.lanes
-        if len(lanes) <= 2 * len(lives) + 1000:
+    def _end_service(self, queue: FlowQueue) -> None:
+        """The flow is no longer backlogged. Drop flow queues whose tags do not matter any more."""
+        self._services.pop(queue.key, None)
+        requests, flow_queues = self._replay.requests, self._replay.flow_queues
+        if len(flow_queues) <= 2 * len(requests) + 1000:
             return
-        charged = {(life.begun.band, life.lane) for life in lives.values() if life.place in RUNNING}
-        for each in [each for band in BANDS for each in lanes.of(band)]:
-            v = self._times.of(each.band) if self._times else None
-            # Such a finish tag says nothing any more, as in the scripts.
+        charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
+        for each in flow_queues.all():
+            v = self._virtual_times.of(each.band) if self._virtual_times else None
+            # The scripts drop a finish tag that v has passed, too.
             known = each.tag is not None and v is not None and each.tag <= v
-            if each is not lane and not each.waiting and known and (each.band, each.name) not in charged:
-                lanes.drop(each)
-                self._last.pop((each.band, each.name), None)
+            if each is not queue and not each.waiting and known and each.key not in charged:
+                flow_queues.drop(each)
+                self._tag_entries.pop(each.key, None)
 
-    def _evidence(self, lane: Lane, entry: Entry) -> list[Entry]:
-        last = self._last.get((lane.band, lane.name))
+    def _evidence(self, queue: FlowQueue, entry: Entry) -> list[Entry]:
+        last = self._tag_entries.get(queue.key)
         return [last, entry] if last else [entry]
 
-    def _lane(self, band: int, name: str) -> Lane:
-        lane = self._replay.lanes.find(band, name)
-        if lane is None:
-            lane = self._replay.lanes.at(band, name)
-            lane.tag = self._new_tag
-        return lane
+    def _flow_queue(self, band: int, name: str) -> FlowQueue:
+        queue = self._replay.flow_queues.find((band, name))
+        if queue is None:
+            queue = self._replay.flow_queues.at((band, name))
+            queue.tag = self._new_tag
+        return queue
 
-    def _begin_anew(self, entry: Entry, rules: Rules) -> None:
-        """New settings: what was served under the former ones says nothing about shares under these."""
-        self._served.clear()
-        lanes = self._replay.lanes
-        for lane in [lane for band in BANDS for lane in lanes.of(band)]:
-            lane.largest = 0.0
-        for life in self._replay.lives.values():
-            if life.place is Place.QUEUED:
-                lane = lanes.at(life.begun.band, life.lane)
-                lane.largest = max(lane.largest, rules.share(life.begun))
-        for lane in [lane for band in BANDS for lane in lanes.of(band) if lane.is_servable]:
-            v = self._times.of(lane.band) if self._times else None
+    def _restart(self, entry: Entry, rules: Rules) -> None:
+        """New settings: earlier service says nothing about shares under these."""
+        self._services.clear()
+        flow_queues = self._replay.flow_queues
+        for queue in flow_queues.all():
+            queue.largest = 0.0
+        for request in self._replay.requests.values():
+            if request.state is RequestState.QUEUED:
+                queue = flow_queues.at(request.queue_key)
+                queue.largest = max(queue.largest, rules.share(request.first_entry))
+        for queue in [queue for band in BANDS for queue in flow_queues.of(band) if queue.is_servable]:
+            v = self._virtual_times.of(queue.band) if self._virtual_times else None
             if v is not None:
-                self._begin(lane, entry, v)
+                self._begin_service(queue, entry, v)
 
     def _rebase(self, band: int, by: float, times: VirtualTimes) -> None:
-        """All tags of `band` are less by `by`; who is ahead of whom, and by how much, is as before."""
+        """All tags of `band` fall by `by`; their differences stay."""
         times.rebase(band, by)
-        self._newcomers.rebase(band, by)
-        for lane in self._replay.lanes.of(band):
-            if lane.tag is not None:
-                lane.tag -= by
-        self._turns.refile(band)
-        for (number, _), service in self._served.items():
+        self._new_flows.rebase(band, by)
+        for queue in self._replay.flow_queues.of(band):
+            if queue.tag is not None:
+                queue.tag -= by
+        self._tag_order.rebuild(band)
+        for (number, _), service in self._services.items():
             if number == band:
                 service.rebase(by)
 
     def _forget_tags(self) -> None:
         self._new_tag = None
-        self._newcomers = Newcomers(None)
-        if self._times is not None:
-            self._times.forget_lanes()
-        for lane in [lane for band in BANDS for lane in self._replay.lanes.of(band)]:
-            lane.tag = None
+        self._new_flows = NewFlows(None)
+        if self._virtual_times is not None:
+            self._virtual_times.forget_flow_queues()
+        for queue in self._replay.flow_queues.all():
+            queue.tag = None
 
 
 def _number(text: str) -> float:

@@ -1,15 +1,283 @@
-"""The state of the pool, rebuilt from the log: what is queued, held and running, lanes, settings in force.
+"""The pool's state rebuilt from the log: requests, flow queues and the settings in force.
 
-A log that does not begin with the pool's first decision is joined on the way: requests whose beginning is
-not in it are ignored, and what depends on them is not judged until the last has left.
+The checks read it before each entry is applied. A log that does not begin with the pool's first decision is
+joined midway: requests whose beginning is not in it are ignored, and what depends on them is not checked
+until the last of them has left.
 """
 
+import enum
+import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from picker_tools.audit.entry import LANES, Entry
-from picker_tools.audit.lanes import Lanes
-from picker_tools.audit.life import FROM, Life, Place, Step, place_after
-from picker_tools.audit.rules import Rules
+from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings of order and capacity, as a `tuned` entry has them (docs/redis-schema.md, `base`)."""
+
+    fairness: str = "weighted-fair"
+    ordering: str = "fcfs"
+    band_policy: str = "strict"
+    guard_share: float = 0.0
+    starvation_ms: int = 0  # 0: half the time a request has
+    upper_per: float = 0.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
+    paused: bool = False
+    claim_share: float = 1.0  # the largest part of the bound that one request takes
+    queues: bool = True  # False: the queue is switched off, and nothing takes stock
+    logged: bool = True  # False: later decisions were not written
+
+    @classmethod
+    def parse(cls, note: str) -> "Rules":
+        """The settings in `note`, a JSON object. Missing settings have the default of the scripts.
+
+        Raises:
+            EntryError: it is no JSON object, or a value has the wrong type.
+        """
+        try:
+            settings: dict[str, Any] = json.loads(note)
+            return cls(
+                fairness=str(settings.get("fairness", "weighted-fair")),
+                ordering=str(settings.get("ordering", "fcfs")),
+                band_policy=str(settings.get("band_policy", "strict")),
+                guard_share=float(settings.get("guard_share", 0)),
+                starvation_ms=int(settings.get("starvation_ms", 0)),
+                upper_per=float(settings.get("upper_per", 0)),
+                # Lua's empty table may come as an empty list.
+                weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
+                caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
+                paused=settings.get("paused") == 1,
+                claim_share=float(settings.get("claim_share", 1)),
+                queues=settings.get("queue_enabled", 1) != 0,
+                logged=settings.get("log_max", 1) != 0,
+            )
+        except (AttributeError, TypeError, ValueError) as fault:
+            raise EntryError(f"settings cannot be read: {fault}") from None
+
+    def flow_key(self, flow: str) -> str:
+        """The name of the queue that `flow` waits in: the flow itself, or '' if the band has only one."""
+        return "" if self.fairness == "none" else flow
+
+    def share(self, entry: Entry) -> float:
+        """What serving the request of `entry` costs its flow."""
+        if self.fairness == "round-robin":
+            return 1.0
+        if self.fairness == "none":
+            return entry.cost
+        return entry.cost / (self.weights.get(entry.flow) or entry.weight)
+
+    def due_ms(self, entry: Entry) -> int:
+        """When the request of `entry` becomes overdue."""
+        arrived_ms = entry.arrived // 1000
+        patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
+        return min(arrived_ms + patience_ms, entry.deadline_ms)
+
+    def ready(self, upper: float) -> int:
+        """How many ready endpoints the bound `upper` stands for."""
+        return round(upper / self.upper_per) if self.upper_per > 0 else 0
+
+    def orders_like(self, other: "Rules | None") -> bool:
+        """Whether waiting requests have the same flow queues and order under both."""
+        return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
+
+
+class RequestState(enum.StrEnum):
+    """`ORPHANED`: queued by a replica that is silent; the log calls the event `held`."""
+
+    ABSENT = "absent"
+    QUEUED = "queued"
+    ORPHANED = "orphaned"
+    GRANTED = "granted"
+    PLACED = "placed"
+
+
+_PRESENT = frozenset(RequestState) - {RequestState.ABSENT}
+RUNNING = frozenset({RequestState.GRANTED, RequestState.PLACED})
+_WAITING = frozenset({RequestState.QUEUED, RequestState.ORPHANED})
+
+# The states in which each event may happen to a request.
+STATES_BEFORE: dict[str, frozenset[RequestState]] = {
+    "queued": frozenset({RequestState.ABSENT}),
+    "bypassed": frozenset({RequestState.ABSENT}),
+    "restored": frozenset({RequestState.ABSENT}),
+    "refused": frozenset({RequestState.ABSENT, RequestState.GRANTED}),
+    "granted": frozenset({RequestState.QUEUED}),
+    "placed": frozenset({RequestState.GRANTED}),
+    "requeued": frozenset({RequestState.GRANTED}),
+    "held": frozenset({RequestState.QUEUED}),
+    "adopted": _PRESENT,
+    "moved": frozenset({RequestState.PLACED}),
+    "corrected": RUNNING,
+    "completed": RUNNING,
+    "client_gone": RUNNING,
+    "upstream_failed": RUNNING,
+    "reclaimed": RUNNING,
+    "withdrawn": _PRESENT,
+    "cancelled": _PRESENT,
+    "expired": _WAITING | {RequestState.GRANTED},
+    "abandoned": frozenset({RequestState.ORPHANED}),
+    "preempted": frozenset({RequestState.QUEUED}),
+    "evicted": _WAITING,
+}
+_STATE_AFTER = {
+    "queued": RequestState.QUEUED,
+    "requeued": RequestState.QUEUED,
+    "held": RequestState.ORPHANED,
+    "granted": RequestState.GRANTED,
+    "placed": RequestState.PLACED,
+    "bypassed": RequestState.PLACED,
+    "restored": RequestState.PLACED,
+}
+
+
+def state_after(event: str, before: RequestState) -> RequestState:
+    if event in ENDS:
+        return RequestState.ABSENT
+    if event == "adopted" and before is RequestState.ORPHANED:
+        return RequestState.QUEUED
+    return _STATE_AFTER.get(event, before)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that has begun and not ended.
+
+    `flow_key` names the flow queue it last waited in, `stock_taken` is the stock it holds (None: unknown),
+    `grant_entry` the entry of its grant, whose start tag is where its charge began.
+    """
+
+    first_entry: Entry
+    state: RequestState
+    flow_key: str
+    stock_taken: float | None = 0.0
+    endpoint: str = ""
+    grant_entry: Entry | None = None
+
+    @property
+    def queue_key(self) -> tuple[int, str]:
+        return self.first_entry.band, self.flow_key
+
+    @property
+    def charge_entry(self) -> Entry:
+        """The entry that shows best how it runs: its grant, or its beginning."""
+        return self.grant_entry or self.first_entry
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry and what it does to its request. `request` is None where no request of that id is known."""
+
+    entry: Entry
+    request: OpenRequest | None
+    before: RequestState
+    after: RequestState
+
+    @property
+    def enters_queue(self) -> bool:
+        return self.after is RequestState.QUEUED and self.before is not RequestState.QUEUED
+
+    @property
+    def leaves_queue(self) -> bool:
+        return self.before is RequestState.QUEUED and self.after is not RequestState.QUEUED
+
+    @property
+    def takes_stock(self) -> bool:
+        return self.after in RUNNING and self.before not in RUNNING
+
+    @property
+    def returns_stock(self) -> bool:
+        return self.before in RUNNING and self.after not in RUNNING
+
+
+BANDS = (0, 1, 2)
+
+
+@dataclass(slots=True)
+class FlowQueue:
+    """The requests of one flow that wait in one band. `tag` is its start tag while it is backlogged,
+    else its finish tag; None: unknown.
+
+    `largest` is the largest share that any of its requests costs or has cost.
+    """
+
+    band: int
+    name: str
+    waiting: int = 0
+    throttled: bool = False
+    tag: float | None = None
+    largest: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.band, self.name
+
+    @property
+    def is_servable(self) -> bool:
+        return self.waiting > 0 and not self.throttled
+
+
+class FlowQueues:
+    """All flow queues in which a request waits or whose tag is still needed."""
+
+    def __init__(self) -> None:
+        self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
+        self._servable = dict.fromkeys(BANDS, 0)
+
+    def find(self, key: tuple[int, str]) -> FlowQueue | None:
+        return self._flow_queues.get(key)
+
+    def at(self, key: tuple[int, str]) -> FlowQueue:
+        """The flow queue; a new one without a known tag if there was none."""
+        queue = self._flow_queues.get(key)
+        if queue is None:
+            queue = self._flow_queues[key] = FlowQueue(*key)
+        return queue
+
+    def of(self, band: int) -> list[FlowQueue]:
+        return [queue for queue in self._flow_queues.values() if queue.band == band]
+
+    def all(self) -> list[FlowQueue]:
+        return list(self._flow_queues.values())
+
+    def servable(self, band: int) -> int:
+        """How many flow queues of the band have a request that may be served."""
+        return self._servable[band]
+
+    def wait(self, queue: FlowQueue, change: int) -> None:
+        """`change` more requests wait in `queue`."""
+        self._count(queue, -1)
+        queue.waiting += change
+        self._count(queue, 1)
+
+    def set_throttled(self, queue: FlowQueue, throttled: bool) -> None:
+        self._count(queue, -1)
+        queue.throttled = throttled
+        self._count(queue, 1)
+
+    def unthrottle_empty(self) -> None:
+        for queue in self._flow_queues.values():
+            if not queue.waiting:
+                queue.throttled = False
+
+    def clear(self) -> None:
+        self._flow_queues.clear()
+        self._servable = dict.fromkeys(BANDS, 0)
+
+    def drop(self, queue: FlowQueue) -> None:
+        """Forget an empty flow queue."""
+        del self._flow_queues[queue.key]
+
+    def __len__(self) -> int:
+        return len(self._flow_queues)
+
+    def _count(self, queue: FlowQueue, change: int) -> None:
+        if queue.is_servable:
+            self._servable[queue.band] += change
 
 
 def same(left: float, right: float) -> bool:
@@ -18,108 +286,112 @@ def same(left: float, right: float) -> bool:
 
 
 class Replay:
-    """What is known after the entries so far. `advance` after the checks have seen the step.
+    """The state after the entries so far. Call `advance` after the checks have seen the step.
 
-    lives: request → where it is. lanes: of the queue. rules: in force; None while unknown.
-    waiting, held, running: how many requests are known to be so.
-    stock, queued: as the last entry has them; None before any.
-    mixed: requests that waited when the order was changed. The sweep files them anew at moments the log does
-    not tell, so nothing is said about order while one of them waits.
+    requests: by id. rules: the settings in force; None while unknown.
+    waiting, orphaned, running: how many requests are known to be in that state.
+    stock, queued: as in the last entry; None before the first.
+    reordering: requests that waited when the order changed. The sweep reorders them at moments that the log
+    does not show, so order is not checked while one of them waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
-        self.lives: dict[str, Life] = {}
-        self.lanes = Lanes()
+        self.requests: dict[str, OpenRequest] = {}
+        self.flow_queues = FlowQueues()
         self.rules = rules
-        self.mixed: set[str] = set()
-        self.held = 0
+        self.reordering: set[str] = set()
+        self.orphaned = 0
         self.stock: float | None = None
         self.queued: int | None = None
         self.last: Entry | None = None
-        self.complete = False  # from the pool's first decision on
+        self.complete = False  # whether the log begins with the pool's first decision
         self.waiting = 0
-        self._in_use = 0.0  # stock of those known
-        self._strangers_wait = True  # requests are queued whose beginning is not in the log
-        self._strangers_run = True
+        self._in_use = 0.0  # stock of the known requests
+        self._unseen_waiting = True  # requests are queued whose beginning is not in the log
+        self._unseen_running = True
 
     @property
     def settled(self) -> bool:
-        """Whether lanes and order are known, so that they can be judged."""
-        return self.rules is not None and not self.mixed and not self._strangers_wait
+        """Whether flow queues and order are known, so that they can be checked."""
+        return self.rules is not None and not self.reordering and not self._unseen_waiting
 
     @property
     def running(self) -> int:
-        return len(self.lives) - self.waiting - self.held
+        return len(self.requests) - self.waiting - self.orphaned
 
     @property
-    def has_strangers(self) -> bool:
-        """Whether a request may be in the pool whose beginning is not in the log."""
-        return self._strangers_wait or self._strangers_run
+    def has_unseen_requests(self) -> bool:
+        """Whether the pool may have a request whose beginning is not in the log."""
+        return self._unseen_waiting or self._unseen_running
 
     def step(self, entry: Entry) -> Step:
-        """What `entry` means. An event that cannot befall a request where it is leaves it there."""
+        """What `entry` does. An event that is impossible in the request's state leaves the state as it is."""
         if self.last is None:
             self._join(entry)
         if not entry.request:
-            return Step(entry, None, Place.NOWHERE, Place.NOWHERE)
-        life = self.lives.get(entry.request)
-        was = life.place if life else Place.NOWHERE
-        if life is None and self._is_stranger_entering(entry):
-            now = Place.QUEUED
-        elif was in FROM[entry.event] or life:
-            now = place_after(entry.event, was)
-            if was not in FROM[entry.event] and now is not Place.NOWHERE:
-                now = was
+            return Step(entry, None, RequestState.ABSENT, RequestState.ABSENT)
+        request = self.requests.get(entry.request)
+        before = request.state if request else RequestState.ABSENT
+        if request is None and self._is_unseen_entering(entry):
+            after = RequestState.QUEUED
+        elif before in STATES_BEFORE[entry.event] or request:
+            after = state_after(entry.event, before)
+            if before not in STATES_BEFORE[entry.event] and after is not RequestState.ABSENT:
+                after = before
         else:
-            now = was
-        if life is None and now is not Place.NOWHERE:
-            life = Life(entry, Place.NOWHERE, self._lane(entry))
-        return Step(entry, life, was, now)
+            after = before
+        if request is None and after is not RequestState.ABSENT:
+            request = OpenRequest(entry, RequestState.ABSENT, self._flow_key(entry))
+        return Step(entry, request, before, after)
 
     def stock_after(self, step: Step) -> float | None:
         """What the stock must be after `step`; None where that cannot be known."""
         if self.stock is None:
             return None
-        if step.takes:
-            return self.stock + self._taken_by(step.entry)
-        if step.gives_back and step.life:
-            return None if step.life.taken is None else max(0.0, self.stock - step.life.taken)
-        if step.life is None and step.entry.request and self._strangers_run:
-            return None  # the end of one of them
+        if step.takes_stock:
+            return self.stock + self._stock_taken_by(step.entry)
+        if step.returns_stock and step.request:
+            return (
+                None if step.request.stock_taken is None else max(0.0, self.stock - step.request.stock_taken)
+            )
+        if step.request is None and step.entry.request and self._unseen_running:
+            return None  # the end of an unseen request
         return self.stock
 
     def queued_after(self, step: Step) -> int | None:
         """How many must be queued after `step`; None where that cannot be known."""
-        if self.queued is None or (step.life is None and step.entry.request and self._strangers_wait):
+        if self.queued is None or (step.request is None and step.entry.request and self._unseen_waiting):
             return None
         return self.queued + step.enters_queue - step.leaves_queue
 
     def advance(self, step: Step) -> None:
-        """Take `step` into the state."""
-        entry, life = step.entry, step.life
+        """Apply `step`."""
+        entry, request = step.entry, step.request
         was_settled = self.settled
         if entry.event == "tuned":
             self._tune(Rules.parse(entry.note))
-        elif entry.event in LANES:
-            self.lanes.park(self.lanes.at(entry.band, entry.flow), entry.event == "parked")
-        elif life is not None:
-            self._move(step, life)
+        elif entry.event in THROTTLING:
+            self.flow_queues.set_throttled(
+                self.flow_queues.at((entry.band, entry.flow)), entry.event == "parked"
+            )
+        elif request is not None:
+            self._move(step, request)
         self.stock, self.queued, self.last = entry.stock, entry.queued, entry
-        if self._strangers_wait and self.waiting == entry.queued:
-            self._strangers_wait = False
-        if self._strangers_run and not self._strangers_wait and same(self._in_use, entry.stock):
-            self._strangers_run = False
+        if self._unseen_waiting and self.waiting == entry.queued:
+            self._unseen_waiting = False
+        if self._unseen_running and not self._unseen_waiting and same(self._in_use, entry.stock):
+            self._unseen_running = False
         if self.settled and not was_settled:
-            self.lanes.unpark_empty()
+            self.flow_queues.unthrottle_empty()
 
-    def lose(self, request: str) -> None:
+    def lose(self, request_id: str) -> None:
         """Forget a request that the pool has lost."""
-        life = self.lives.pop(request)
-        if life.place is Place.QUEUED:
-            self._leave(request, life)
-        self._in_use -= life.taken or 0.0
+        request = self.requests.pop(request_id)
+        if request.state is RequestState.QUEUED:
+            self._leave(request_id, request)
+        self._in_use -= request.stock_taken or 0.0
 
-    def _taken_by(self, entry: Entry) -> float:
+    def _stock_taken_by(self, entry: Entry) -> float:
         """What the request of `entry` takes of the stock."""
         rules = self.rules or Rules()
         if not rules.queues:
@@ -127,16 +399,16 @@ class Replay:
         return entry.cost if entry.event == "restored" else min(entry.cost, rules.claim_share * entry.upper)
 
     def _join(self, entry: Entry) -> None:
-        """`entry` is the first: is it what an empty pool would make of it?"""
-        first = Step(entry, None, Place.NOWHERE, place_after(entry.event, Place.NOWHERE))
-        stock = self._taken_by(entry) if first.takes else 0.0
+        """Decide from the first entry whether the pool was empty before it."""
+        first = Step(entry, None, RequestState.ABSENT, state_after(entry.event, RequestState.ABSENT))
+        stock = self._stock_taken_by(entry) if first.takes_stock else 0.0
         if entry.seq == 1 and same(entry.stock, stock) and entry.queued == first.enters_queue:
             self.complete = True
-            self._strangers_wait = self._strangers_run = False
+            self._unseen_waiting = self._unseen_running = False
             self.stock, self.queued = 0.0, 0
 
-    def _is_stranger_entering(self, entry: Entry) -> bool:
-        """A held or granted request of which nothing is known comes (back) into the queue: now it is."""
+    def _is_unseen_entering(self, entry: Entry) -> bool:
+        """Whether an orphaned or granted request that was not seen before returns to the queue."""
         return (
             not self.complete
             and entry.event in ("adopted", "requeued")
@@ -144,57 +416,59 @@ class Replay:
             and entry.queued == self.queued + 1
         )
 
-    def _lane(self, entry: Entry) -> str:
-        return self.rules.lane(entry.flow) if self.rules else entry.flow
+    def _flow_key(self, entry: Entry) -> str:
+        return self.rules.flow_key(entry.flow) if self.rules else entry.flow
 
     def _tune(self, rules: Rules) -> None:
         if not rules.orders_like(self.rules):
-            self.mixed = {name for name, life in self.lives.items() if life.place is Place.QUEUED}
-            if self.mixed:
-                self.lanes.clear()
+            self.reordering = {
+                name for name, request in self.requests.items() if request.state is RequestState.QUEUED
+            }
+            if self.reordering:
+                self.flow_queues.clear()
         self.rules = rules
 
-    def _move(self, step: Step, life: Life) -> None:
+    def _move(self, step: Step, request: OpenRequest) -> None:
         entry = step.entry
         if step.leaves_queue:
-            self._leave(entry.request, life)
-        if step.gives_back:
-            self._in_use -= life.taken or 0.0
-            life.taken, life.endpoint = 0.0, ""
-        if step.takes:
-            told = None if self.stock is None else entry.stock - self.stock
-            taken = self._taken_by(entry)
-            life.taken = taken if told is None or same(told, taken) else told
-            self._in_use += life.taken
+            self._leave(entry.request, request)
+        if step.returns_stock:
+            self._in_use -= request.stock_taken or 0.0
+            request.stock_taken, request.endpoint = 0.0, ""
+        if step.takes_stock:
+            shown = None if self.stock is None else entry.stock - self.stock
+            stock_taken = self._stock_taken_by(entry)
+            request.stock_taken = stock_taken if shown is None or same(shown, stock_taken) else shown
+            self._in_use += request.stock_taken
         if step.enters_queue:
-            self._enter(entry, life)
+            self._enter(entry, request)
         if entry.event == "granted":
-            life.granted = entry
-        if step.now is Place.PLACED and entry.event in ("bypassed", "placed", "restored", "moved"):
-            life.endpoint = entry.endpoint
-        self.held += (step.now is Place.HELD) - (step.was is Place.HELD)
-        life.place = step.now
-        if step.now is Place.NOWHERE:
-            self.lives.pop(entry.request, None)
+            request.grant_entry = entry
+        if step.after is RequestState.PLACED and entry.event in ("bypassed", "placed", "restored", "moved"):
+            request.endpoint = entry.endpoint
+        self.orphaned += (step.after is RequestState.ORPHANED) - (step.before is RequestState.ORPHANED)
+        request.state = step.after
+        if step.after is RequestState.ABSENT:
+            self.requests.pop(entry.request, None)
         else:
-            self.lives[entry.request] = life
+            self.requests[entry.request] = request
         if not self.running:
-            self._in_use = 0.0  # without what rounding has left
+            self._in_use = 0.0  # drop the rounding error
 
-    def _enter(self, entry: Entry, life: Life) -> None:
-        life.lane = self._lane(entry)
-        lane = self.lanes.at(entry.band, life.lane)
+    def _enter(self, entry: Entry, request: OpenRequest) -> None:
+        request.flow_key = self._flow_key(entry)
+        queue = self.flow_queues.at((entry.band, request.flow_key))
         if entry.tag is not None and entry.event != "requeued":
-            self.lanes.park(lane, False)  # it has just become backlogged
-        self.lanes.wait(lane, 1)
+            self.flow_queues.set_throttled(queue, False)  # it has just become backlogged
+        self.flow_queues.wait(queue, 1)
         self.waiting += 1
 
-    def _leave(self, request: str, life: Life) -> None:
+    def _leave(self, request_id: str, request: OpenRequest) -> None:
         self.waiting -= 1
-        if request in self.mixed:
-            self.mixed.discard(request)
+        if request_id in self.reordering:
+            self.reordering.discard(request_id)
             return
-        lane = self.lanes.at(life.begun.band, life.lane)
-        self.lanes.wait(lane, -1)
-        if not lane.waiting and self.settled:
-            self.lanes.park(lane, False)
+        queue = self.flow_queues.at(request.queue_key)
+        self.flow_queues.wait(queue, -1)
+        if not queue.waiting and self.settled:
+            self.flow_queues.set_throttled(queue, False)

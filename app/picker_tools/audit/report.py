@@ -1,15 +1,45 @@
-"""What an audit has found."""
+"""What an audit found, promise by promise, and how a terminal shows it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from picker_tools.audit.finding import Finding
+from rich.console import Console
+from rich.table import Table
+
+from picker_tools.audit.log import Entry
+
+KEPT = 50  # violations of one promise that are kept; all are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken promise: what is wrong, and the entries that show it."""
+
+    promise: str
+    what: str
+    evidence: tuple[Entry, ...]
+
+
+@dataclass(slots=True)
+class Finding:
+    """One promise: its number, what it says, how often it was checked and broken."""
+
+    promise: str
+    title: str
+    checked: int = 0
+    broken: int = 0
+    violations: list[Violation] = field(default_factory=list)
+
+    def add(self, what: str, *evidence: Entry) -> None:
+        self.broken += 1
+        if len(self.violations) < KEPT:
+            self.violations.append(Violation(self.promise, what, evidence))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`entries` replayed, numbered `first_seq` to `last_seq` (None: there were none). `findings` are one a
-    promise; `open_at_end` requests had begun and not ended, which is no fault of a log that goes on.
+    """`entries` were replayed, numbered `first_seq` to `last_seq` (None: there were none). There is one
+    finding a promise. `open_at_end` requests had not ended, which is no violation: the log goes on.
     """
 
     entries: int
@@ -57,3 +87,33 @@ class Report:
                 for finding in self.findings
             ],
         }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table of promises, then each violation with the entries that show it."""
+    table = Table(title=f"{report.entries} entries, {report.first_seq} to {report.last_seq}")
+    table.add_column("promise")
+    table.add_column("checked", justify="right")
+    table.add_column("broken", justify="right")
+    table.add_column("what it says")
+    for finding in report.findings:
+        broken = str(finding.broken) if finding.checked or finding.broken else "-"
+        style = "bold red" if finding.broken else ""
+        table.add_row(finding.promise, str(finding.checked), broken, finding.title, style=style)
+    console.print(table)
+    for finding in report.findings:
+        for violation in finding.violations:
+            _line(console, f"{violation.promise}: {violation.what}", "red")
+            for entry in violation.evidence:
+                _line(console, f"    {entry}")
+        left = finding.broken - len(finding.violations)
+        if left:
+            _line(console, f"{finding.promise}: and {left} more")
+    for remark in report.remarks:
+        _line(console, f"note: {remark}")
+    if report.open_at_end:
+        _line(console, f"note: {report.open_at_end} requests have not ended yet")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from picker_tools.audit.auditor import Auditor
-from picker_tools.audit.entry import Entry, EntryError
+from picker_tools.audit.log import Entry, EntryError, LogStream, LogUnreadable
 from picker_tools.audit.report import Report
-from picker_tools.audit.stream import LogStream, LogUnreadable
 from picker_tools.load.client import Answer, Kind
 from picker_tools.load.scenarios import BYTES_PER_TOKEN, Scenario, Source
 

@@ -1,0 +1,365 @@
+"""The checks of G1 (capacity), G4 (order), G5 (deadlines) and G6 (conservation)."""
+
+import heapq
+import itertools
+from collections import Counter
+from typing import Any
+
+from picker_tools.audit.log import ENDS, GUARD, Entry
+from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, same
+from picker_tools.audit.report import Finding
+
+
+class Check:
+    """The check of one promise. `check` sees each step before the replay applies it."""
+
+    PROMISE = ""
+    TITLE = ""  # what the promise says, in one line
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        self._finding = finding
+        self._replay = replay
+
+    def check(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Called when no more steps come."""
+
+    def _with_previous(self, entry: Entry) -> list[Entry]:
+        return [self._replay.last, entry] if self._replay.last else [entry]
+
+
+class Capacity(Check):
+    """G1. Checked wherever stock or an endpoint is taken: nothing else raises them, so the bounds hold
+    always.
+
+    A request that is restored, or that Envoy moved to a fallback, runs already: it is counted, not checked.
+    """
+
+    PROMISE = "G1"
+    TITLE = "stock within its bound, endpoints and flows within their limits"
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        super().__init__(finding, replay)
+        self._in_flight: Counter[str] = Counter()  # of limited flows, granted and placed
+        self._placed: Counter[tuple[str, str]] = Counter()  # of limited flows, by endpoint
+        self._on: Counter[str] = Counter()  # all requests, by endpoint
+
+    def check(self, step: Step) -> None:
+        entry, request = step.entry, step.request
+        if request is None:
+            return
+        if step.takes_stock:
+            self._count(self._in_flight, entry, entry.flow, 1)
+            if entry.event != "restored":
+                self._check_take(entry)
+        elif step.returns_stock:
+            self._count(self._in_flight, entry, entry.flow, -1)
+        if request.endpoint and (step.returns_stock or entry.event == "moved"):
+            self._count(self._placed, entry, (entry.flow, request.endpoint), -1)
+            self._on[request.endpoint] -= 1
+            if self._on[request.endpoint] <= 0:
+                del self._on[request.endpoint]
+        if (
+            entry.endpoint
+            and step.after is RequestState.PLACED
+            and (step.before is not RequestState.PLACED or entry.event == "moved")
+        ):
+            self._count(self._placed, entry, (entry.flow, entry.endpoint), 1)
+            self._on[entry.endpoint] += 1
+            if entry.event not in ("restored", "moved"):
+                self._check_placement(entry)
+
+    def _check_take(self, entry: Entry) -> None:
+        replay, finding = self._replay, self._finding
+        finding.checked += 1
+        if entry.stock > entry.upper and not same(entry.stock, entry.upper):
+            finding.add(f"over-admission: stock {entry.stock:g} past the bound {entry.upper:g}", entry)
+        before = replay.stock
+        queues = replay.rules is None or replay.rules.queues
+        if queues and entry.event == "granted" and before is not None and before >= entry.lower:
+            finding.add(
+                f"dispatched at a stock of {before:g}, not below the lower bound {entry.lower:g}",
+                *self._with_previous(entry),
+            )
+        rules = replay.rules
+        if rules is None:
+            return
+        if rules.paused:
+            finding.add("stock was taken while the pool is paused", entry)
+        count, ready = self._in_flight[entry.flow], rules.ready(entry.upper)
+        if entry.limit and count > entry.limit * ready:
+            finding.add(
+                f"flow limit passed: {count} of flow {entry.flow!r} in flight, {entry.limit} on each of "
+                f"{ready} endpoints allowed",
+                *self._others(entry),
+            )
+
+    def _check_placement(self, entry: Entry) -> None:
+        self._finding.checked += 1
+        count = self._placed[entry.flow, entry.endpoint]
+        if entry.limit and count > entry.limit:
+            what = f"{count} of flow {entry.flow!r} on {entry.endpoint}, {entry.limit} allowed"
+            self._finding.add(f"endpoint limit passed: {what}", *self._others(entry, entry.endpoint))
+        rules = self._replay.rules
+        most = rules.caps.get(entry.endpoint) if rules is not None else None
+        if most is not None and self._on[entry.endpoint] > most:
+            what = f"{self._on[entry.endpoint]} requests on {entry.endpoint}, {most} allowed"
+            self._finding.add(f"endpoint limit passed: {what}", entry)
+
+    def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
+        """Entries of up to five requests of the same flow that run, and `entry`."""
+        found = [
+            request.charge_entry
+            for request in self._replay.requests.values()
+            if request.state in RUNNING
+            and request.first_entry.flow == entry.flow
+            and endpoint in ("", request.endpoint)
+        ]
+        return [*found[:5], entry]
+
+    @staticmethod
+    def _count(counts: Counter[Any], entry: Entry, key: object, change: int) -> None:
+        if not entry.limit:
+            return
+        counts[key] += change
+        if counts[key] <= 0:
+            del counts[key]
+
+
+_Key = tuple[int, str, str]  # band, flow, workload
+_Queue = list[tuple[int, str]]  # a heap of rank and request id; requests that have left may linger
+
+
+class Order(Check):
+    """G4. `fcfs` is checked by arrival, `edf` by deadline. The log has no rates, so of `workload-aware` only
+    the order of arrival within one workload of a flow is checked.
+
+    What the guard serves is out of turn by design (G3).
+    """
+
+    PROMISE = "G4"
+    TITLE = "a flow's requests in order, bands by rank"
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        super().__init__(finding, replay)
+        self._rules = replay.rules
+        self._queues: dict[_Key, _Queue] = {}
+
+    def check(self, step: Step) -> None:
+        entry, replay = step.entry, self._replay
+        if replay.rules is not self._rules:
+            if replay.rules is None or not replay.rules.orders_like(self._rules):
+                self._queues.clear()  # requests that still wait are not checked
+            self._rules = replay.rules
+        if step.enters_queue:
+            self._push(entry)
+        elif entry.event == "bypassed" and step.takes_stock:
+            self._finding.checked += 1
+            if replay.queued:
+                self._finding.add(f"{entry.request} bypassed a queue of {replay.queued}", entry)
+        elif entry.event == "granted" and step.leaves_queue and replay.settled and entry.by != GUARD:
+            self._finding.checked += 1
+            self._check_band(entry)
+            self._check_turn(entry)
+
+    def _check_band(self, entry: Entry) -> None:
+        replay = self._replay
+        if replay.rules is None or replay.rules.band_policy != "strict":
+            return
+        for band in range(entry.band):
+            if replay.flow_queues.servable(band):
+                ahead = (
+                    request.first_entry
+                    for request in replay.requests.values()
+                    if request.state is RequestState.QUEUED
+                    and request.first_entry.band == band
+                    and replay.flow_queues.at((band, request.flow_key)).is_servable
+                )
+                self._finding.add(
+                    f"band {entry.band} served while band {band} waits", *itertools.islice(ahead, 1), entry
+                )
+                return
+
+    def _check_turn(self, entry: Entry) -> None:
+        key = self._key(entry)
+        queue = self._queues.get(key) if key else None
+        while key and queue and not self._waits(key, queue[0]):
+            heapq.heappop(queue)
+        if queue and queue[0][0] < self._rank(entry):
+            first = queue[0][1]
+            ahead = self._replay.requests[first].first_entry
+            self._finding.add(
+                f"{entry.request} served before {first}, which comes first in its flow", ahead, entry
+            )
+
+    def _waits(self, key: _Key, position: tuple[int, str]) -> bool:
+        """Whether the request at `position` still waits there; its id may have been used again."""
+        request = self._replay.requests.get(position[1])
+        if request is None or request.state is not RequestState.QUEUED:
+            return False
+        return self._key(request.first_entry) == key and self._rank(request.first_entry) == position[0]
+
+    def _push(self, entry: Entry) -> None:
+        key = self._key(entry)
+        if key is None:
+            return
+        queue = self._queues.setdefault(key, [])
+        heapq.heappush(queue, (self._rank(entry), entry.request))
+        bound = 2 * len(self._replay.requests) + 64
+        if len(queue) > bound:
+            queue[:] = [each for each in queue if self._waits(key, each)]
+            heapq.heapify(queue)
+        if len(self._queues) > bound:
+            self._queues = {
+                each: queue
+                for each, queue in self._queues.items()
+                if each == key or any(self._waits(each, position) for position in queue)
+            }
+
+    def _key(self, entry: Entry) -> _Key | None:
+        """The queue whose order `entry` is checked in; None: in none."""
+        rules = self._replay.rules
+        if rules is None:
+            return None
+        if rules.ordering != "workload-aware":
+            return entry.band, rules.flow_key(entry.flow), ""
+        return (entry.band, rules.flow_key(entry.flow), entry.workload) if entry.workload else None
+
+    def _rank(self, entry: Entry) -> int:
+        if self._replay.rules is not None and self._replay.rules.ordering == "edf":
+            return entry.deadline_ms * 1000 + entry.arrived % 1000
+        return entry.arrived
+
+
+ANSWER_MS = 1000  # from the deadline to the client's answer
+_WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
+
+
+class Deadline(Check):
+    """G5. A request is late if it still waits after a decision more than a second past its deadline. Without
+    a decision nothing could have expired it.
+    """
+
+    PROMISE = "G5"
+    TITLE = "nothing past its deadline is dispatched or left waiting"
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        super().__init__(finding, replay)
+        self._ends: list[tuple[int, str]] = []  # a heap of deadline_ms and request id
+        self._last: Entry | None = None
+
+    def check(self, step: Step) -> None:
+        entry = step.entry
+        if self._last is not None and entry.time_us != self._last.time_us:
+            self._check_waiting(self._last)  # all entries of that decision were seen
+        self._last = entry
+        if entry.event in ("granted", "bypassed"):
+            self._finding.checked += 1
+            if entry.time_us > entry.deadline_ms * 1000:
+                late_ms = entry.time_us / 1000 - entry.deadline_ms
+                self._finding.add(f"{entry.request} dispatched {late_ms:g} ms past its deadline", entry)
+        if step.enters_queue and step.before is RequestState.ABSENT:
+            heapq.heappush(self._ends, (entry.deadline_ms, entry.request))
+            self._compact()
+        if entry.event in ("expired", "abandoned"):
+            self._finding.checked += 1
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._check_waiting(self._last)
+
+    def _check_waiting(self, entry: Entry) -> None:
+        while self._ends and self._ends[0][0] + ANSWER_MS < entry.now_ms:
+            deadline_ms, request_id = heapq.heappop(self._ends)
+            request = self._replay.requests.get(request_id)
+            if request and request.state in _WAITING and request.first_entry.deadline_ms == deadline_ms:
+                what = f"is still {request.state.value} {entry.now_ms - deadline_ms} ms past its deadline"
+                self._finding.add(f"{request_id} {what}", request.first_entry, entry)
+
+    def _compact(self) -> None:
+        """Drop requests that have left once they are the most."""
+        requests = self._replay.requests
+        if len(self._ends) > 2 * len(requests) + 64:
+            self._ends = [each for each in self._ends if each[1] in requests]
+            heapq.heapify(self._ends)
+
+
+class Conservation(Check):
+    """G6. Checked at every entry. Stock and queue length follow from the entry before. A wrong number is
+    reported once; the next entry is checked against the log's own number.
+    """
+
+    PROMISE = "G6"
+    TITLE = "each request begins and ends once, counts add up"
+
+    def __init__(self, finding: Finding, replay: Replay) -> None:
+        super().__init__(finding, replay)
+        self._left_over = 0.0
+
+    def check(self, step: Step) -> None:
+        self._finding.checked += 1
+        if step.entry.request:
+            self._check_event(step)
+        self._check_counts(step)
+        self._check_idle(step)
+
+    def _check_event(self, step: Step) -> None:
+        entry = step.entry
+        request = self._replay.requests.get(entry.request)
+        if request is None:
+            # While a request from before the log may be in the pool, this may be its end.
+            all_known = self._replay.complete or not self._replay.has_unseen_requests
+            may_be_orphaned = (
+                not self._replay.complete and RequestState.ORPHANED in STATES_BEFORE[entry.event]
+            )
+            if RequestState.ABSENT in STATES_BEFORE[entry.event] or not all_known or may_be_orphaned:
+                return
+            what = "ends without having begun, or twice" if entry.event in ENDS else "has not begun"
+            self._finding.add(f"request {entry.request} {what}: {entry.event}", entry)
+        elif request.state not in STATES_BEFORE[entry.event]:
+            what = (
+                "begins twice"
+                if STATES_BEFORE[entry.event] == {RequestState.ABSENT}
+                else f"{entry.event} while {request.state.value}"
+            )
+            self._finding.add(f"request {entry.request} {what}", request.first_entry, entry)
+        elif step.returns_stock and request.endpoint and entry.endpoint != request.endpoint:
+            what = f"was counted on {request.endpoint} and is returned to {entry.endpoint!r}"
+            self._finding.add(f"request {entry.request} {what}", request.charge_entry, entry)
+
+    def _check_counts(self, step: Step) -> None:
+        entry, replay = step.entry, self._replay
+        stock, queued = replay.stock_after(step), replay.queued_after(step)
+        if stock is not None and not same(stock, entry.stock):
+            self._finding.add(
+                f"stock is {entry.stock:.17g} where {stock:.17g} follows", *self._with_previous(entry)
+            )
+        if queued is not None and queued != entry.queued:
+            self._finding.add(f"{entry.queued} are queued where {queued} follow", *self._with_previous(entry))
+
+    def _check_idle(self, step: Step) -> None:
+        """Nothing runs exactly when the stock is 0, and nothing waits when the queue is empty."""
+        entry, replay = step.entry, self._replay
+        if replay.has_unseen_requests:
+            return
+        running = replay.running + step.takes_stock - step.returns_stock
+        waiting = replay.waiting + step.enters_queue - step.leaves_queue
+        if running == 0:
+            if entry.stock not in (0, self._left_over):
+                what = f"nothing runs, and the stock is {entry.stock:.17g}"
+                self._finding.add(what, *self._with_previous(entry))
+            self._left_over = entry.stock
+        elif entry.stock == 0:
+            self._find_lost(entry, RUNNING)
+        if entry.queued == 0 and waiting > 0:
+            self._find_lost(entry, frozenset({RequestState.QUEUED}))
+
+    def _find_lost(self, entry: Entry, states: frozenset[RequestState]) -> None:
+        for request_id, request in list(self._replay.requests.items()):
+            costs_nothing = request.state in RUNNING and not request.stock_taken
+            if request_id != entry.request and request.state in states and not costs_nothing:
+                what = f"was {request.state.value} and is lost: its count is 0, and it has not ended"
+                self._finding.add(f"request {request_id} {what}", request.charge_entry, entry)
+                self._replay.lose(request_id)

@@ -1,0 +1,236 @@
+"""The decision log: one entry, and the stream in Redis that holds them.
+
+Every reader of the log uses this module: the auditor, the load generator, the benchmarks. `lua/lib/pool.lua`
+writes the entries (docs/redis-schema.md).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from picker_fleet.errors import PickerError
+from picker_fleet.state.address import Address
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.primary import find
+
+TURN, GUARD = "turn", "guard"
+ENDS = frozenset({
+    "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
+    "expired", "abandoned", "preempted", "evicted",
+})  # fmt: skip
+THROTTLING = frozenset({"parked", "unparked"})  # of a flow queue; `flow` is its name
+EVENTS = ENDS | THROTTLING | {
+    "queued", "bypassed", "granted", "placed", "requeued", "adopted", "held", "restored", "moved",
+    "corrected", "tuned", "rebased",
+}  # fmt: skip
+
+
+class EntryError(ValueError):
+    """An entry that cannot be read; the message names the entry and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A decision. `stock`, `queued`, `v`, `upper` and `lower` are those after it.
+
+    `tag` is the flow's start tag, in `rebased` the amount that all tags of the band fall by; `due_ms` is when
+    the request becomes overdue. Both are None where the log does not show them. `limit` is the flow's limit
+    on each endpoint (0: none), `endpoint` is '' while the request has none.
+    """
+
+    seq: int
+    time_us: int
+    event: str
+    request: str
+    flow: str
+    band: int
+    workload: str
+    cost: float
+    weight: float
+    arrived: int
+    deadline_ms: int
+    due_ms: int | None
+    limit: int
+    tag: float | None
+    v: float
+    by: str
+    owner: str
+    endpoint: str
+    stock: float
+    queued: int
+    upper: float
+    lower: float
+    note: str
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, str]) -> "Entry":
+        """The entry whose fields are `raw`.
+
+        Raises:
+            EntryError: a field is missing or no number, or the event is unknown.
+        """
+        field = ""
+        try:
+            values: dict[str, Any] = {}
+            for field, read in _READ.items():
+                values[field] = read(raw[field])
+            field = "event"
+            if raw[field] not in EVENTS:
+                raise ValueError("unknown event")
+        except (KeyError, ValueError):
+            found = repr(raw[field][:80]) if field in raw else "missing"
+            raise EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}") from None
+        return cls(**values)
+
+    @property
+    def now_ms(self) -> int:
+        """The time of the decision in ms, as the scripts round it."""
+        return self.time_us // 1000
+
+    def __str__(self) -> str:
+        about = [f"#{self.seq}", f"{self.time_us / 1e6:.6f}", self.event]
+        if self.event in THROTTLING:
+            about.append(f"flow={self.flow!r} band={self.band}")
+        elif self.request:
+            about.append(f"{self.request} flow={self.flow!r} band={self.band} cost={self.cost:g}")
+            about.append(f"arrived={self.arrived / 1e6:.6f}")
+        about += [
+            f"{name}={value}"
+            for name, value in (("tag", self.tag), ("by", self.by), ("endpoint", self.endpoint))
+            if value not in (None, "")
+        ]
+        about.append(f"v={self.v:g} stock={self.stock:g}/{self.upper:g} queued={self.queued}")
+        if self.note and self.event != "tuned":
+            about.append(f"note={self.note}")
+        return " ".join(about)
+
+
+def _optional_float(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _optional_int(text: str) -> int | None:
+    return int(text) if text else None
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "seq": int, "time_us": int, "event": str, "request": str, "flow": str, "band": int, "workload": str,
+    "cost": float, "weight": float, "arrived": int, "deadline_ms": int, "due_ms": _optional_int, "limit": int,
+    "tag": _optional_float, "v": float, "by": str, "owner": str, "endpoint": str, "stock": float,
+    "queued": int, "upper": float, "lower": float, "note": str,
+}  # fmt: skip
+
+
+PAGE = 1000  # entries a call
+TIMEOUT_S = 10.0  # for each call
+
+
+class LogUnreadable(PickerError):
+    """Redis cannot be reached, or has no decision log of this pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Consecutive entries. `trimmed`: entries before the first of them may have been trimmed by the cap."""
+
+    entries: list[dict[str, str]]
+    trimmed: bool
+
+
+class LogStream:
+    """Synchronous; every call is given up after TIMEOUT_S.
+
+    Raises:
+        LogUnreadable: from every method, when Redis does not answer or answers with an error.
+    """
+
+    def __init__(self, url: str, pool: str) -> None:
+        self._keys = Keys.of(pool)
+        try:
+            address = Address.parse(url)
+            self._redis: Any = redis.Redis(
+                **_connection(address, url, self._keys.log),
+                db=address.db,
+                username=address.username,
+                password=address.password,
+                decode_responses=True,
+                encoding_errors="backslashreplace",
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+                protocol=3,  # its greeting also takes in what TLS sends after its handshake
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+                driver_info=None,
+            )
+        except ValueError as fault:
+            raise LogUnreadable(f"the URL of Redis {fault}") from None
+        except redis.RedisError as fault:
+            raise LogUnreadable(f"the decision log cannot be read: {fault}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._redis.close()
+
+    def pages(self) -> Iterator[Page]:
+        """The log as it is now, without entries that are added meanwhile."""
+        newest = self._call("XREVRANGE", self._keys.log, "+", "-", "COUNT", 1)
+        if not newest:
+            return
+        until, read = newest[0][0], ""
+        while True:
+            with self._redis.pipeline(transaction=True) as both:
+                both.xrange(self._keys.log, min=f"({read}" if read else "-", max=until, count=PAGE)
+                both.xrange(self._keys.log, count=1)
+                entries, oldest = self._run(both.execute)
+            if not entries:
+                return
+            trimmed = bool(read) and _position(oldest[0][0]) > _position(read)
+            yield Page([fields for _, fields in entries], trimmed)
+            read = entries[-1][0]
+
+    def settings_throughout(self) -> str | None:
+        """The settings (JSON) in force throughout a log that begins midway and shows no change of them.
+
+        None if the log begins with the pool's first decision, shows a change, or the settings are unknown.
+        """
+        settings = self._call("HGET", self._keys.pool, "settings")
+        for number, page in enumerate(self.pages()):
+            if number == 0 and page.entries[0].get("seq") == "1":
+                return None
+            if page.trimmed or any(entry.get("event") == "tuned" for entry in page.entries):
+                return None
+        return settings if isinstance(settings, str) else None
+
+    def _call(self, *command: object) -> Any:
+        return self._run(lambda: self._redis.execute_command(*command))
+
+    @staticmethod
+    def _run(call: Any) -> Any:
+        try:
+            return call()
+        except (redis.RedisError, OSError) as fault:
+            raise LogUnreadable(f"the decision log cannot be read: {fault}") from None
+
+
+def _connection(address: Address, url: str, key: str) -> dict[str, Any]:
+    """The server to connect to, as arguments of redis-py."""
+    if address.kind == "socket":
+        return {"unix_socket_path": address.path}
+    host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find(url, key))
+    return {"host": host, "port": port, "ssl": address.tls is not None, **(address.tls or {})}
+
+
+def _position(entry_id: str) -> tuple[int, int]:
+    ms, _, number = entry_id.partition("-")
+    return int(ms), int(number)
