@@ -22,12 +22,10 @@ import uvloop
 
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
-from picker_fleet.admin.events import Events
-from picker_fleet.admin.fleet_controls import FleetControls
-from picker_fleet.admin.fleet_lists import FleetLists
-from picker_fleet.admin.fleet_view import FleetView
-from picker_fleet.admin.snapshot import Snapshots
-from picker_fleet.admin.standing import Lookout
+from picker_fleet.admin.changes import FleetControls
+from picker_fleet.admin.events import Events, SnapshotReader
+from picker_fleet.admin.fleet_state import FleetStateCache
+from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.assembly import assemble
 from picker_fleet.config import Settings, load
@@ -105,20 +103,20 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             ),
         ),
     )
-    lookout = Lookout(store, settings.leases.replica_silence)
+    fleet_state = FleetStateCache(store, settings.leases.replica_silence)
     view = FleetView(
         store,
         membership,
         parts.scraping.readings,
         parts.latencies,
-        lookout,
+        fleet_state,
         replica=replica,
         pool=settings.pool,
     )
-    lists = FleetLists(store, membership, lookout, parts.chooser, replica)
+    lists = FleetLists(store, membership, fleet_state, parts.chooser, replica)
     controls = FleetControls(store, membership, settings)
-    snapshots = Snapshots(view, lists, store.reads, logging=settings.decision_log.enabled)
-    events = Events(snapshots, snapshots.recent)
+    snapshots = SnapshotReader(view, lists, store.reads, decision_log=settings.decision_log.enabled)
+    events = Events(snapshots)
     source = source_of(settings.discovery)
     stopping = _on_signal()
 
@@ -141,7 +139,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(membership.run(), "membership")
                 start(parts.failover.run(), "redis-watch")
                 start(parts.scraping.run(), "scraping")
-                start(lookout.run(), "lookout")
+                start(fleet_state.run(), "fleet-state")
                 start(events.run(), "events")
                 start(uploads.run(), "uploads")
                 start(parts.follow_routes(), "routes")

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 from fleet_load import PATIENT, at_rest, decisions, metric, shared
 
-from picker_fleet.admin import listed
+from picker_fleet.admin import models
 from picker_fleet.admin.models import Endpoint, State
 
 OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name": "iron", "weight": 1.0}]
@@ -101,7 +101,7 @@ async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foret
         assert [each["position"] for each in told[0]] == list(range(1, 12))
         assert [each["flow"] for each in told[0]] == ["g"] * 3 + [HARD_NAME, "b"] * 4
         for each in told[0]:
-            listed.Queued.model_validate(each, strict=True)
+            models.Queued.model_validate(each, strict=True)
         arrived = [entry.request for entry in await decisions(here) if entry.event == "queued"]
         for flow in (HARD_NAME, "b", "g"):
             of_flow = [each for each in arrived if each in {r["id"] for r in told[0] if r["flow"] == flow}]
@@ -183,13 +183,13 @@ async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet
         assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
         # And what runs is what endpoints are said to have
         for _ in range(5):
-            found = listed.Inflight.model_validate(await get(here, "inflight", 1))
+            found = models.Inflight.model_validate(await get(here, "inflight", 1))
             assert 1 <= found.total <= 3
             assert all(each.lease_in_s > 0 for each in found.requests)
         for endpoint in await get(here, "endpoints"):
             assert Endpoint.model_validate(endpoint).in_flight <= 3
         # And each replica knows the others
-        replicas = listed.Replicas.model_validate(await get(here, "replicas", 2)).replicas
+        replicas = models.Replicas.model_validate(await get(here, "replicas", 2)).replicas
         assert [each.live for each in replicas] == [True] * 3
         assert [each.this for each in replicas].count(True) == 1
         assert {each.admin for each in replicas} == {each["admin"] for each in here.state["replicas"]}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
-from picker_fleet.admin.standing import Lookout
+from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.request import Outcome
 from picker_fleet.state import survey
 from picker_fleet.state.link import Link
@@ -50,12 +50,12 @@ async def left(it: Fleet) -> str:
 
 
 @contextlib.asynccontextmanager
-async def watched(replica: Replica) -> AsyncIterator[Lookout]:
-    """The replica's lookout, which runs."""
-    lookout = Lookout(replica.store, 60.0)
-    running = asyncio.create_task(lookout.run())
+async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
+    """The replica's fleet state, kept fresh."""
+    cache = FleetStateCache(replica.store, 60.0)
+    running = asyncio.create_task(cache.run())
     try:
-        yield lookout
+        yield cache
     finally:
         running.cancel()
 
@@ -137,22 +137,22 @@ async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> Non
     async with valkey_fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await wait_in_line(it)
-        async with watched(a) as lookout:
-            # Given a lookout that runs, and that nobody asks: then nothing is read
+        async with watched(a) as cache:
+            # Given a cache that runs, and that nobody asks: then nothing is read
             await it.after(100)
-            assert lookout.last.lanes == ()
+            assert cache.last.queues == ()
             assert await it.redis.exists(it.keys.lanes) == 0
-            # When somebody asks for a while, then the next standing comes by itself
-            first = await lookout.standing()
-            await lookout.standing()
-            await until(lambda: lookout.last is not first)
-            assert len(lookout.last.lanes) == FLOWS
+            # When somebody asks for a while, then the next state is read by itself
+            first = await cache.get()
+            await cache.get()
+            await until(lambda: cache.last is not first)
+            assert len(cache.last.queues) == FLOWS
 
             # And when nobody does any more, then no other comes in the time of several
             async def no_more() -> bool:
-                last = lookout.last
+                last = cache.last
                 await it.after(500)
-                return lookout.last is last and not await it.redis.exists(it.keys.lanes)
+                return cache.last is last and not await it.redis.exists(it.keys.lanes)
 
             await until(no_more)
 
@@ -192,7 +192,7 @@ async def test_a_lane_that_moves_while_it_is_read_stands_once(valkey_fleet: Open
         assert found[-1].name == first.name
         assert found[-1].start > last.start
         # And so it is shown, where the next flow has been served as well
-        standing = await Lookout(a.store, 60.0).standing()
-        assert standing.lanes[-1][:4] == found[-1][:4]
-        assert standing.weights(first.band, even=True) == len(standing.lanes) == FLOWS - 1
-        assert standing.page(1, first.group, (repr(last.start), last.name), None) == [standing.lanes[-1]]
+        state = await FleetStateCache(a.store, 60.0).get()
+        assert state.queues[-1][:4] == found[-1][:4]
+        assert state.weights(first.band, even=True) == len(state.queues) == FLOWS - 1
+        assert state.page(1, first.group, (repr(last.start), last.name), None) == [state.queues[-1]]

@@ -9,7 +9,7 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask, until
 
-from picker_fleet.admin.fleet_controls import FleetControls
+from picker_fleet.admin.changes import FleetControls
 from picker_fleet.assembly import Parts, assemble
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
@@ -166,7 +166,7 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
         assert not b.chooser.needs_prefix_hashes
         # When one is added through one replica, then every replica ranks by it within a heartbeat
         shown = await controls.change({"scheduling": {"scorers": {"prefix-affinity": 9}}})
-        assert shown["changes"] == {"scheduling": {"scorers": {"prefix-affinity": 9}}}
+        assert shown.changes == {"scheduling": {"scorers": {"prefix-affinity": 9}}}
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # And what one has routed, the other knows: the data is there without a restart
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())

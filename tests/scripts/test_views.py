@@ -7,10 +7,9 @@ import pytest
 from pydantic import BaseModel
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
-from picker_fleet.admin import listed
-from picker_fleet.admin.cursor import BadCursor
-from picker_fleet.admin.fleet_lists import FleetLists
-from picker_fleet.admin.standing import Lookout
+from picker_fleet.admin import models
+from picker_fleet.admin.fleet_state import FleetStateCache
+from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.request import Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.reads import Stretch
@@ -268,9 +267,9 @@ CONFIG: dict[str, Any] = {
 
 def lists_of(replica: Replica) -> FleetLists:
     assert replica.membership is not None
-    lookout = Lookout(replica.store, 60.0)
+    cache = FleetStateCache(replica.store, 60.0)
     return FleetLists(
-        replica.store, replica.membership, lookout, LeastLoadedChooser(replica.cell), replica.name
+        replica.store, replica.membership, cache, LeastLoadedChooser(replica.cell), replica.name
     )
 
 
@@ -278,7 +277,7 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
     found: list[dict[str, Any]] = []
     cursor = None
     while True:
-        page = await call(limit, cursor, **fields)
+        page = (await call(limit, cursor, **fields)).model_dump()
         found += page[rows]
         assert len(page[rows]) <= limit
         cursor = page["cursor"]
@@ -325,7 +324,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
         for each in (found[0], found[777], found[-1]):
             told = await lists.request(each["id"])
             assert told is not None
-            assert (told["position"], told["start_tag"]) == (each["position"], each["start_tag"])
+            assert (told.position, told.start_tag) == (each["position"], each["start_tag"])
         # And flows come once, and share by their weights
         flows = await pages(lists.flows, "flows", limit, band=Band.DEFAULT)
         assert len(flows) == len({each["flow"] for each in flows}) == 15
@@ -344,15 +343,15 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
         lists = lists_of(a)
         # Then each list's pages hold what their description says, each field of it and no other
         kinds: tuple[tuple[type[BaseModel], Any, str], ...] = (
-            (listed.Flows, lists.flows(2, None, None), "flows"),
-            (listed.Flows, lists.flows(200, None, None), "flows"),
-            (listed.Queue, lists.queue(2, None, None, None), "requests"),
-            (listed.Queue, lists.queue(200, None, None, None), "requests"),
-            (listed.Inflight, lists.in_flight(200, None), "requests"),
-            (listed.Workloads, lists.workloads(200, None), "workloads"),
+            (models.Flows, lists.flows(2, None, None), "flows"),
+            (models.Flows, lists.flows(200, None, None), "flows"),
+            (models.Queue, lists.queue(2, None, None, None), "requests"),
+            (models.Queue, lists.queue(200, None, None, None), "requests"),
+            (models.Inflight, lists.in_flight(200, None), "requests"),
+            (models.Workloads, lists.workloads(200, None), "workloads"),
         )
         for model, reading, rows in kinds:
-            page = await reading
+            page = (await reading).model_dump()
             assert page[rows]
             assert model.model_validate(page, strict=True).model_dump() == page
             (row,) = get_args(model.model_fields[rows].annotation)
@@ -387,8 +386,7 @@ async def test_reasons_name_what_stands_in_the_way(valkey_fleet: OpenFleet) -> N
         async def why(request_id: str) -> str:
             told = await lists.request(request_id)
             assert told is not None
-            text: str = told["why"]
-            return text
+            return told.why
 
         assert await why("q2") == (
             "flow gold has 1 request before it; the stock (1) is at its bounds (1 to 1)"
@@ -406,7 +404,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
     async with valkey_fleet("a", joined=CONFIG) as it:
         await waiting(it, *((f"q{i}", f"f{i}", Band.DEFAULT, 1.0) for i in range(3)))
         lists = lists_of(it.replicas[0])
-        cursor = (await lists.flows(1, None, None))["cursor"]
+        cursor = (await lists.flows(1, None, None)).cursor
         assert cursor
         for call in (
             lists.queue(1, cursor, None, None),
@@ -422,7 +420,7 @@ async def test_more_flows_than_are_read_are_listed_still(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more flows than a look at all of them takes in
-    monkeypatch.setattr("picker_fleet.admin.standing.MOST_LANES", 10)
+    monkeypatch.setattr("picker_fleet.admin.fleet_state.MAX_FLOWS", 10)
     async with valkey_fleet("a", joined=CONFIG) as it:
         await waiting(it, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT, 1.0) for i in range(25)))
         lists = lists_of(it.replicas[0])
@@ -444,13 +442,13 @@ async def test_service_is_told_by_heartbeats_and_added_up(valkey_fleet: OpenFlee
         await a.store._link.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
 
         async def told() -> Any:
-            (gold,) = (await lists.flows(10, None, None))["flows"]
-            return gold if gold["served_cost_per_s"] else None
+            (gold,) = (await lists.flows(10, None, None)).flows
+            return gold if gold.served_cost_per_s else None
 
         # Then a flow's service is the sum, and its share that of the band's
         gold = await until(told)
-        assert (gold["served_cost_per_s"], gold["share"]) == (6.0, 0.6)
-        replicas = {each["id"]: each for each in await lists.replicas()}
-        assert replicas["b"]["started_s_ago"] >= 5
-        assert replicas["d"]["started_s_ago"] is None
-        assert replicas["a"]["this"] is True
+        assert (gold.served_cost_per_s, gold.share) == (6.0, 0.6)
+        replicas = {each.id: each for each in (await lists.replicas()).replicas}
+        assert (replicas["b"].started_s_ago or 0) >= 5
+        assert replicas["d"].started_s_ago is None
+        assert replicas["a"].this is True

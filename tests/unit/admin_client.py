@@ -1,7 +1,7 @@
 """The admin API for tests: a replica whose state the test sets, and the API around it on its real server."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -10,11 +10,12 @@ from fastapi import FastAPI
 from scripted_store import ScriptedStore
 
 from picker_fleet.admin.api import create
-from picker_fleet.admin.events import Events
-from picker_fleet.admin.fleet_controls import FleetControls
-from picker_fleet.admin.models import State
+from picker_fleet.admin.changes import FleetControls
+from picker_fleet.admin.events import Event, Events
+from picker_fleet.admin.models import Endpoint, Health, State
+from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
-from picker_fleet.admin.view import Lists
+from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
@@ -31,32 +32,36 @@ class View:
         self.is_ready = True
         self.answer: dict[str, Any] | Exception | None = dict(STATE)
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> State:
         if self.answer is None:
             await asyncio.Event().wait()
         if isinstance(self.answer, Exception):
             raise self.answer
         assert self.answer is not None
-        return self.answer
+        return State.model_validate(self.answer)
 
-    async def endpoints(self) -> list[dict[str, Any]]:
-        return [{"address": "10.0.0.1:8000", "labels": {}, "status": "ready", "in_flight": 2}]
+    async def endpoints(self) -> list[Endpoint]:
+        return [Endpoint(address="10.0.0.1:8000", labels={}, status="ready", in_flight=2)]
 
     def ready(self) -> tuple[bool, dict[str, str]]:
         return self.is_ready, self.components
 
-    def identity(self) -> dict[str, str]:
-        return {"replica": "r-1", "pool": "default"}
+    def health(self, status: str, components: dict[str, str]) -> Health:
+        return Health(status=status, components=components, replica="r-1", pool="default")
 
     def heartbeat_now(self) -> None:
         """As a membership's."""
 
 
-NO_LISTS = cast(Lists, None)  # of tests that ask for none
+NO_LISTS = cast(FleetLists, None)  # of tests that ask for none
 
 
-async def _nothing() -> list[tuple[str, Any]]:
-    return []
+class NoEvents:
+    async def read(self) -> list[Event]:
+        return []
+
+    def recent(self) -> list[Event]:
+        return []
 
 
 def api(
@@ -64,14 +69,24 @@ def api(
     store: ScriptedStore | None = None,
     settings: Settings | None = None,
     metrics: Metrics | None = None,
-    lists: Lists | None = None,
+    lists: FleetLists | None = None,
     events: Events | None = None,
+    *,
+    deadlines: Deadlines | None = None,
+    rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
     """The API of a replica whose shared state is `store`."""
     settings, view = settings or Settings(), view or View()
     controls = FleetControls(cast(Store, store or ScriptedStore()), cast(Membership, view), settings)
     return create(
-        view, lists or NO_LISTS, controls, metrics or Metrics(), settings, events or Events(_nothing)
+        cast(FleetView, view),
+        lists or NO_LISTS,
+        controls,
+        metrics or Metrics(),
+        settings,
+        events or Events(NoEvents()),
+        deadlines=deadlines or Deadlines(),
+        rate_limit=rate_limit,
     )
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from admin_client import STATE, View, api, asking, problem
 
+from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
 from picker_fleet.errors import StartupError, StateUnavailable
 from picker_fleet.telemetry.metrics import Metrics
@@ -76,11 +77,11 @@ async def test_given_an_unreachable_state_when_read_then_the_problem_is_a_503(
 
 
 async def test_given_a_state_that_never_comes_when_read_then_the_problem_is_a_503(
-    http: httpx.AsyncClient, view: View, monkeypatch: pytest.MonkeyPatch
+    view: View,
 ) -> None:
-    monkeypatch.setattr("picker_fleet.admin.problems._READ_S", 0.05)
     view.answer = None
-    assert "did not answer" in problem(await http.get("/api/v1/state"), 503)["detail"]
+    async with asking(api(view, deadlines=Deadlines(read_s=0.05))) as http:
+        assert "did not answer" in problem(await http.get("/api/v1/state"), 503)["detail"]
 
 
 @pytest.mark.parametrize("answer", [{"stock": 1}, RuntimeError("secret of the inside")])

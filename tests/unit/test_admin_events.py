@@ -4,15 +4,20 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 from admin_client import api, asking, problem
+from pydantic import BaseModel
 from scripted_store import until
 
-from picker_fleet.admin.events import BACKLOG, MOST_LISTENERS, Events, Listener, event
+from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener
 from picker_fleet.admin.server import serving
 from picker_fleet.errors import StateUnavailable
+
+
+class Said(BaseModel):
+    number: int
+    name: str
 
 
 class Look:
@@ -21,12 +26,16 @@ class Look:
     def __init__(self) -> None:
         self.count = 0
         self.fault: Exception | None = None
+        self.name = "a\nb"
 
-    async def __call__(self) -> list[tuple[str, Any]]:
+    async def read(self) -> list[Event]:
         self.count += 1
         if self.fault is not None:
             raise self.fault
-        return [("snapshot", {"number": self.count, "name": "a\nb"})]
+        return [Event("snapshot", Said(number=self.count, name=self.name))]
+
+    def recent(self) -> list[Event]:
+        return []
 
 
 @pytest.fixture
@@ -35,10 +44,9 @@ def look() -> Look:
 
 
 @pytest.fixture
-async def events(look: Look, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Events]:
+async def events(look: Look) -> AsyncIterator[Events]:
     """Running, with little pause between two looks."""
-    monkeypatch.setattr("picker_fleet.admin.events._EVERY_S", 0.005)
-    made = Events(look)
+    made = Events(look, interval_s=0.005)
     running = asyncio.create_task(made.run())
     yield made
     running.cancel()
@@ -77,10 +85,10 @@ async def test_given_two_listeners_then_both_are_sent_the_same_bytes(events: Eve
     first, second = events.join(), events.join()
     assert first is not None
     assert second is not None
-    one, other = await asyncio.gather(told(first.events(), 3), told(second.events(), 3))
+    one, other = await asyncio.gather(told(first.stream(), 3), told(second.stream(), 3))
     assert one[0].startswith(b"retry:")
     assert one == other
-    assert one[1] == event("snapshot", {"number": 1, "name": "a\nb"})
+    assert one[1] == Event("snapshot", Said(number=1, name="a\nb")).encode()
     assert one[1].count(b"\n") == 3
 
 
@@ -90,8 +98,8 @@ async def test_given_a_listener_that_does_not_read_then_it_is_dropped_and_others
     slow, quick = events.join(), events.join()
     assert slow is not None
     assert quick is not None
-    stream = quick.events()
-    await told(stream, BACKLOG + 3)
+    stream = quick.stream()
+    await told(stream, MAX_UNREAD + 3)
     assert slow.dropped.is_set()
     assert not quick.dropped.is_set()
 
@@ -100,14 +108,14 @@ async def test_given_a_lost_state_then_listeners_are_told(events: Events, look: 
     look.fault = StateUnavailable("the shared state cannot be reached: refused")
     listener = events.join()
     assert listener is not None
-    _, said = await told(listener.events(), 2)
+    _, said = await told(listener.stream(), 2)
     assert said.startswith(b"event: unavailable\n")
     assert b"refused" in said
 
 
 async def test_given_silence_then_a_comment_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("picker_fleet.admin.events._PING_S", 0.01)
-    assert await told(Listener().events(), 3) == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
+    assert await told(Listener().stream(), 3) == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
 
 
 async def test_given_the_end_of_the_replica_then_streams_end_and_none_begins(look: Look) -> None:
@@ -118,7 +126,7 @@ async def test_given_the_end_of_the_replica_then_streams_end_and_none_begins(loo
     await until(lambda: look.count == 1)
     running.cancel()
     async with asyncio.timeout(10):
-        said = [each async for each in listener.events()]
+        said = [each async for each in listener.stream()]
     assert len(said) == 2
     assert events.join() is None
     await asyncio.gather(running, return_exceptions=True)
@@ -128,13 +136,13 @@ async def test_given_as_many_listeners_as_may_be_when_one_more_comes_then_it_is_
     events: Events,
 ) -> None:
     async with asking(api(events=events)) as http:
-        joined = [events.join() for _ in range(MOST_LISTENERS)]
+        joined = [events.join() for _ in range(MAX_LISTENERS)]
         assert all(joined)
         assert problem(await http.get("/api/v1/events"), 503)["code"] == "too_many_listeners"
         events.leave(joined[0])  # type: ignore[arg-type]
         async with http.stream("GET", "/api/v1/events") as response:
             assert response.status_code == 200
-            assert events.listening == MOST_LISTENERS
+            assert events.listening == MAX_LISTENERS
 
 
 async def test_given_a_client_that_goes_then_its_place_is_free(events: Events) -> None:
@@ -166,13 +174,10 @@ async def test_given_an_open_stream_when_the_replica_ends_then_the_server_does_n
 
 
 async def test_given_a_client_that_never_reads_then_its_stream_is_given_up(
-    events: Events, look: Look, monkeypatch: pytest.MonkeyPatch
+    events: Events, look: Look
 ) -> None:
     # Given events far larger than what a connection takes in, and a client that asks and reads nothing
-    async def large() -> list[tuple[str, Any]]:
-        return [("snapshot", "x" * 4_000_000)]
-
-    monkeypatch.setattr(events, "_look", large)
+    look.name = "x" * 4_000_000
     async with serving(api(events=events), "127.0.0.1:0") as address:
         host, port = address.split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)

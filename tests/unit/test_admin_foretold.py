@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.admin import foretold
-from picker_fleet.admin.foretold import Point, Turn
+from picker_fleet.admin.queue_order import Position, PredictedRequest, count_before, predicted_order
 from picker_fleet.state.rows import Lane
 
 SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
@@ -41,16 +40,16 @@ def served(lanes: list[Lane]) -> list[tuple[int, str, int]]:
     return order
 
 
-def keys(turns: list[Turn]) -> list[tuple[int, str, int]]:
-    return [(turn.lane.group, turn.lane.name, turn.rank) for turn in turns]
+def keys(turns: list[PredictedRequest]) -> list[tuple[int, str, int]]:
+    return [(turn.queue.group, turn.queue.name, turn.rank) for turn in turns]
 
 
 @given(queues())
 def test_turns_come_as_the_queue_would_serve_them(lanes: list[Lane]) -> None:
     # Given any queue, when it is foretold, then each request comes once, lanes by tag
-    turns = foretold.turns(lanes, None, 10_000)
+    turns = predicted_order(lanes, None, 10_000)
     assert sorted(keys(turns)) == sorted(served(lanes))
-    order = [(turn.lane.group, turn.tag) for turn in turns]
+    order = [(turn.queue.group, turn.tag) for turn in turns]
     assert order == sorted(order)
 
 
@@ -58,22 +57,22 @@ def test_flows_of_unlike_weights_come_by_their_shares() -> None:
     # Given a flow of weight 3 and one of weight 1, and one in a lower band
     lanes = [lane("gold", share=1 / 3, queued=6), lane("iron", queued=2), lane("low", group=2, queued=1)]
     # Then three of the one come for each of the other, and the lower band last
-    names = [turn.lane.name for turn in foretold.turns(lanes, None, 99)]
+    names = [turn.queue.name for turn in predicted_order(lanes, None, 99)]
     assert names == ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
 
 
 @given(queues(), st.integers(1, 5))
 def test_pages_go_on_where_the_last_one_ended(lanes: list[Lane], size: int) -> None:
     # Given any queue, when it is read in pages
-    whole = keys(foretold.turns(lanes, None, 10_000))
+    whole = keys(predicted_order(lanes, None, 10_000))
     read: list[tuple[int, str, int]] = []
-    behind: Point | None = None
-    while page := foretold.turns(lanes, behind, size):
+    behind: Position | None = None
+    while page := predicted_order(lanes, behind, size):
         # Then as many stand before each page as have been read
-        assert foretold.before(lanes, page[0].point) == len(read)
-        assert [turn.position for turn in page] == list(range(len(read) + 1, len(read) + len(page) + 1))
+        assert count_before(lanes, page[0].position) == len(read)
+        assert [turn.number for turn in page] == list(range(len(read) + 1, len(read) + len(page) + 1))
         read += keys(page)
-        behind = page[-1].point
+        behind = page[-1].position
         assert len(read) <= len(whole)
     # And the pages are the whole
     assert read == whole
@@ -82,19 +81,19 @@ def test_pages_go_on_where_the_last_one_ended(lanes: list[Lane], size: int) -> N
 def test_a_page_goes_on_though_the_queue_is_served_meanwhile() -> None:
     # Given a page that ended at a request of a lane
     lanes = [lane("a", queued=50, share=0.1), lane("b", queued=50, share=0.1)]
-    first = foretold.turns(lanes, None, 20)
+    first = predicted_order(lanes, None, 20)
     # When ten of each lane are served: their tags grow as their ranks fall
     later = [each._replace(start=each.start + 10 * each.share, queued=40) for each in lanes]
     # Then the next page is what it would have been
-    rest = foretold.turns(later, first[-1].point, 99)
-    assert [(turn.lane.name, turn.rank + 10) for turn in rest] == [
-        (turn.lane.name, turn.rank) for turn in foretold.turns(lanes, first[-1].point, 99)
+    rest = predicted_order(later, first[-1].position, 99)
+    assert [(turn.queue.name, turn.rank + 10) for turn in rest] == [
+        (turn.queue.name, turn.rank) for turn in predicted_order(lanes, first[-1].position, 99)
     ]
 
 
 @pytest.mark.parametrize("tag", [1e308, -1e308])
 def test_a_point_far_off_is_behind_everything_or_nothing(tag: float) -> None:
     lanes = [lane("a", share=1e-9), lane("b", group=4)]
-    count = foretold.before(lanes, Point(1, tag, "a"))
+    count = count_before(lanes, Position(1, tag, "a"))
     assert count == (3 if tag > 0 else 0)
-    assert len(foretold.turns(lanes, Point(1, tag, "a"), 99)) == 6 - count
+    assert len(predicted_order(lanes, Position(1, tag, "a"), 99)) == 6 - count

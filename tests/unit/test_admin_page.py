@@ -7,8 +7,7 @@ import re
 import pytest
 from admin_client import api, asking, problem
 
-from picker_fleet.admin import page_routes
-from picker_fleet.admin.page_routes import policy
+from picker_fleet.admin.documents import FOLDER, content_security_policy
 
 
 async def test_the_page_comes_with_a_policy_that_lets_nothing_else_in() -> None:
@@ -37,10 +36,10 @@ def test_inline_pieces_are_allowed_by_what_they_contain() -> None:
     page = b"<style>p{}</style><script type='module'>go()</script><script src='/static/a.js'></script>"
     # Then the policy has the digest of each, and of nothing else
     script, style = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (b"go()", b"p{}"))
-    assert f"script-src 'self' 'sha256-{script}';" in policy(page)
-    assert f"style-src 'self' 'sha256-{style}';" in policy(page)
-    assert policy(page).count("sha256") == 2
+    assert f"script-src 'self' 'sha256-{script}';" in content_security_policy(page)
+    assert f"style-src 'self' 'sha256-{style}';" in content_security_policy(page)
+    assert content_security_policy(page).count("sha256") == 2
 
 
 def test_the_page_is_shipped() -> None:
-    assert (page_routes._FOLDER / "index.html").is_file()
+    assert (FOLDER / "index.html").is_file()

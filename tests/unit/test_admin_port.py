@@ -12,11 +12,9 @@ from admin_client import api, asking, problem
 from fastapi import FastAPI
 from metrics_page import page_of
 
-import picker_fleet.admin.metrics_page
-from picker_fleet.admin.connection import Bounds
-from picker_fleet.admin.metrics_page import EVERY_S, MOST_READS, MetricsPage
-from picker_fleet.admin.problems import Refused
-from picker_fleet.admin.server import serving
+from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
+from picker_fleet.admin.protection import Refused
+from picker_fleet.admin.server import ConnectionLimits, serving
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Completion, Outcome
@@ -24,7 +22,7 @@ from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.series import OTHER
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-SOON = Bounds(connections=40, request_s=0.05, stalled_s=0.05, pipelined=4)
+SOON = ConnectionLimits(connections=40, request_s=0.05, stalled_s=0.05, pipelined=4)
 
 
 class Port:
@@ -62,8 +60,8 @@ async def until_end(reader: asyncio.StreamReader) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def port(bounds: Bounds = SOON, served: FastAPI | None = None) -> AsyncIterator[Port]:
-    async with serving(served or api(), "127.0.0.1:0", bounds) as address:
+async def port(limits: ConnectionLimits = SOON, served: FastAPI | None = None) -> AsyncIterator[Port]:
+    async with serving(served or api(), "127.0.0.1:0", limits) as address:
         opened = Port(address)
         try:
             yield opened
@@ -128,7 +126,7 @@ def held(here: Port) -> int:
 
 async def test_fifteen_hundred_half_sent_requests_leave_room_for_an_honest_one() -> None:
     # Given clients that send half of their headers, and never end
-    async with port(Bounds()) as here:
+    async with port(ConnectionLimits()) as here:
         async with asyncio.TaskGroup() as group:
             for _ in range(1500):
                 group.create_task(here.connect(HALF_SENT["half the headers"]))
@@ -137,11 +135,11 @@ async def test_fifteen_hundred_half_sent_requests_leave_room_for_an_honest_one()
         reader, _ = await here.connect(GET)
         async with asyncio.timeout(10):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        assert held(here) <= Bounds().connections // 2 + 2
+        assert held(here) <= ConnectionLimits().connections // 2 + 2
 
 
 async def test_what_waits_longest_makes_room_and_what_is_answered_is_kept() -> None:
-    async with port(Bounds(connections=4)) as here:
+    async with port(ConnectionLimits(connections=4)) as here:
         # Given a listener, and as many as may be beside it
         listener, _ = await here.connect(b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert await listener.readline() == b"HTTP/1.1 200 OK\r\n"
@@ -166,7 +164,7 @@ async def test_what_waits_longest_makes_room_and_what_is_answered_is_kept() -> N
     ids=["a header", "headers", "a path", "pipelined requests", "chunk extensions"],
 )  # fmt: skip
 async def test_a_request_that_is_large_besides_its_body_ends_the_connection(data: bytes) -> None:
-    async with port(Bounds(request_s=600)) as here:
+    async with port(ConnectionLimits(request_s=600)) as here:
         said = await here.says(data)
         assert said.count(b"HTTP/1.1 200") <= 2000
 
@@ -241,7 +239,7 @@ class Clock:
         return self.now_s
 
 
-async def test_a_page_is_made_once_a_second_however_many_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_is_made_once_a_second_however_many_read_it() -> None:
     made = Counter[str]()
 
     class Counted(Metrics):
@@ -250,11 +248,11 @@ async def test_a_page_is_made_once_a_second_however_many_read_it(monkeypatch: py
             return super().pieces()
 
     metrics, clock = Counted(), Clock()
-    pages = MetricsPage(metrics, clock)
+    pages = MetricsText(metrics, clock)
     # When many read at once, and others within the second, Then they have the same page
     first = set(await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50))))
     metrics.adopted()
-    clock.now_s += EVERY_S - 0.01
+    clock.now_s += METRICS_INTERVAL_S - 0.01
     first.add(await pages.read("10.0.1.1"))
     assert len(first) == made["pages"] == 1
     # When the second is over, Then the next one is made
@@ -265,27 +263,24 @@ async def test_a_page_is_made_once_a_second_however_many_read_it(monkeypatch: py
 
 async def test_who_reads_again_and_again_waits_for_the_next_page() -> None:
     metrics = Metrics()
-    pages = MetricsPage(metrics)
+    pages = MetricsText(metrics)
     page = await pages.read("a")
-    for _ in range(MOST_READS - 1):
+    for _ in range(MAX_METRICS_READS - 1):
         assert await pages.read("a") is page
-    waiting = [asyncio.create_task(pages.read("a")) for _ in range(MOST_READS + 2)]
+    waiting = [asyncio.create_task(pages.read("a")) for _ in range(MAX_METRICS_READS + 2)]
     assert await pages.read("b") is page
     answers = await asyncio.gather(*waiting, return_exceptions=True)
     # And no more of them than have had this one get it
     assert all(each is not page for each in answers)
-    assert sum(isinstance(each, bytes) for each in answers) == MOST_READS
+    assert sum(isinstance(each, bytes) for each in answers) == MAX_METRICS_READS
     assert [each.code for each in answers if isinstance(each, Refused)] == ["too_many_calls"] * 2
 
 
-async def test_a_large_page_is_made_in_slices_between_which_requests_have_their_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(picker_fleet.admin.metrics_page, "_SLICE_S", 0.0)
+async def test_a_large_page_is_made_in_slices_between_which_requests_have_their_turn() -> None:
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)
-    making = asyncio.create_task(MetricsPage(metrics).read("a"))
+    making = asyncio.create_task(MetricsText(metrics, slice_s=0.0).read("a"))
     while not making.done():
         await asyncio.sleep(0)
         turns += 1

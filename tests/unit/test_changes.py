@@ -9,6 +9,7 @@ import pytest
 from admin_client import STATE, View, api, asking, problem
 from scripted_store import ScriptedStore
 
+from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
 from picker_fleet.config import parse
 from picker_fleet.errors import StateUnavailable
@@ -103,11 +104,11 @@ async def test_given_a_bad_body_when_patched_then_the_problem_says_why(
 
 
 async def test_given_a_body_that_never_ends_when_patched_then_the_problem_is_a_408(
-    store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+    store: ScriptedStore,
 ) -> None:
     # Given a client that announces more than it sends
-    monkeypatch.setattr("picker_fleet.admin.changes._BODY_S", 0.05)
-    async with serving(api(store=store), "127.0.0.1:0") as address, asyncio.timeout(10):
+    app = api(store=store, deadlines=Deadlines(body_s=0.05))
+    async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(10):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(
@@ -191,8 +192,7 @@ async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a
 
     for name in ("tune", "tuned", "evict", "mark"):
         monkeypatch.setattr(store, name, silent)
-    monkeypatch.setattr("picker_fleet.admin.changes._CHANGE_S", 0.02)
-    async with asking(api(store=store)) as http:
+    async with asking(api(store=store, deadlines=Deadlines(change_s=0.02))) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
             assert "did not answer" in problem(await http.request(method, path, json={}), 503)["detail"]
 

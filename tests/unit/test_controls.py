@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 from scripted_store import ScriptedStore
 
-from picker_fleet.admin.fleet_controls import FleetControls
-from picker_fleet.admin.models import Config
+from picker_fleet.admin.changes import FleetControls
+from picker_fleet.admin.models import Dispatch
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError, StateUnavailable
 from picker_fleet.replica.heartbeat import Membership
@@ -45,29 +45,28 @@ async def test_given_a_change_when_made_then_it_is_in_force_and_followed_at_once
 
     # Then the scripts read them, and the configuration shows them
     assert store.overrides == {"total_capacity": 2000, "weights": {"gold": 3}}
-    assert shown["config"]["fair_request_queue"]["total_capacity"] == 2000
-    assert shown["config"]["fair_request_queue"]["flow_capacity"] == 100
-    assert shown["weights"] == {"gold": 3}
-    assert shown["changes"] == {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3}}
-    assert (shown["tuned_version"], shown["paused"]) == ("1", False)
+    assert shown.config["fair_request_queue"]["total_capacity"] == 2000
+    assert shown.config["fair_request_queue"]["flow_capacity"] == 100
+    assert shown.weights == {"gold": 3}
+    assert shown.changes == {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3}}
+    assert (shown.tuned_version, shown.paused) == ("1", False)
     assert membership.pokes == 1
-    Config.model_validate(shown)
 
     # And when they are taken back, then nothing overrides the configuration
     shown = await controls.change({"fair_request_queue": {"total_capacity": None}, "weights": {"gold": None}})
     assert (store.overrides, store.note) == ({}, {})
-    assert shown["config"]["fair_request_queue"]["total_capacity"] == 1000
+    assert shown.config["fair_request_queue"]["total_capacity"] == 1000
 
 
 async def test_given_a_configuration_when_shown_then_it_is_plain_and_keeps_its_secrets() -> None:
     _, _, controls = fleet()
     shown = await controls.config()
     assert "hunter2" not in str(shown)
-    assert shown["config"]["redis"]["url"] == "rediss://redis.example:6380/3"
-    assert shown["config"]["admin"]["token"] == "(set)"
-    assert shown["config"]["discovery"]["file"] == "endpoints.yaml"
-    assert shown["config"]["models"][0]["criticality"] == "Critical"
-    assert "fair_request_queue.ordering" in shown["live"]
+    assert shown.config["redis"]["url"] == "rediss://redis.example:6380/3"
+    assert shown.config["admin"]["token"] == "(set)"
+    assert shown.config["discovery"]["file"] == "endpoints.yaml"
+    assert shown.config["models"][0]["criticality"] == "Critical"
+    assert "fair_request_queue.ordering" in shown.live
 
 
 async def test_given_two_changes_that_do_not_fit_together_when_the_second_comes_then_it_is_refused() -> None:
@@ -92,19 +91,19 @@ async def test_given_a_change_of_another_replica_in_between_when_changed_then_bo
     )
 
     # Then the overrides are what both notes together mean
-    assert shown["weights"] == {"a": 1, "b": 2}
+    assert shown.weights == {"a": 1, "b": 2}
     assert store.overrides == {"weights": {"a": 1, "b": 2}, "lower_per": 5.0, "upper_per": 15.0}
     assert store.note[deviation] == 0.5
 
 
 async def test_given_a_pause_when_configured_meanwhile_then_it_lasts_until_resumed() -> None:
     store, membership, controls = fleet()
-    assert await controls.pause(True) == {"paused": True, "tuned_version": "1"}
+    assert await controls.pause(True) == Dispatch(paused=True, tuned_version="1")
     await controls.change({"workloads": {"rate_cap": 5}})
     shown = await controls.change({"workloads": {"rate_cap": None}})
-    assert shown["paused"]
+    assert shown.paused
     assert store.overrides == {"paused": 1}
-    assert await controls.pause(False) == {"paused": False, "tuned_version": "4"}
+    assert await controls.pause(False) == Dispatch(paused=False, tuned_version="4")
     assert store.overrides == {}
     assert membership.pokes == 4
 
@@ -124,8 +123,8 @@ async def test_given_changes_that_do_not_fit_this_configuration_when_shown_then_
     store, _, controls = fleet()
     store.version, store.note = "3", {"fair_request_queue.total_capacity": 10}
     shown = await controls.config()
-    assert shown["config"]["fair_request_queue"]["total_capacity"] == 1000
-    assert shown["changes"] == {"fair_request_queue": {"total_capacity": 10}}
+    assert shown.config["fair_request_queue"]["total_capacity"] == 1000
+    assert shown.changes == {"fair_request_queue": {"total_capacity": 10}}
     # And when they are taken back, then all fits again
     await controls.change({"fair_request_queue": {"total_capacity": None}})
     assert store.note == {}

@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from picker_fleet import cli
-from picker_fleet.admin import problems
-from picker_fleet.admin.cursor import BadCursor
+from picker_fleet.admin import protection
+from picker_fleet.admin.views import BadCursor
 from picker_fleet.errors import (
     Dropped,
     RequestError,
@@ -94,7 +94,7 @@ def admin_codes() -> Iterator[tuple[str, str]]:
                 code = next((value for value in given if isinstance(value, str)), None)
                 if number is not None and code is not None:
                     yield code, str(number)
-    yield from ((code, str(status)) for status, code in problems._CODES.items())
+    yield from ((code, str(status)) for status, code in protection._CODES.items())
     for fault in (BadCursor, StateUnavailable, WritesRefused, ScriptFailed):
         yield fault.code, str(fault.status)
 

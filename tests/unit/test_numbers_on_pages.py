@@ -7,8 +7,8 @@ import pytest
 from picking_table import TABLE
 
 from picker_fleet import intake
-from picker_fleet.admin import events, metrics_page, reading, standing
-from picker_fleet.admin.connection import BOUNDS
+from picker_fleet.admin import api, documents, events, fleet_state
+from picker_fleet.admin.server import LIMITS
 from picker_fleet.admission import shared_gate
 from picker_fleet.endpoints import metrics_client, scraper
 from picker_fleet.failover import journal, local_picker, outage, tombstones
@@ -44,20 +44,20 @@ TOLD = [
     ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
     ("fairness", f"the {lua('lib/queue.lua', 'GUARD_LOOKS_AT')} most overdue"),
     ("admin-api", f"No script looks at more than {reads.CHUNK} rows"),
-    ("admin-api", f"`limit` is 1 to {reading._MOST_WANTED}"),
-    ("admin-api", f"a page has at most {reading.MOST_ROWS} rows"),
-    ("admin-api", f"goes by the first {standing.MOST_LANES}"),
-    ("admin-api", f"It takes {events.MOST_LISTENERS} listeners"),
-    ("admin-api", f"{BOUNDS.connections} connections, {BOUNDS.connections // 2} of one address"),
-    ("admin-api", f"not whole {BOUNDS.request_s:g} s after"),
+    ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),
+    ("admin-api", f"a page has at most {api.MAX_ROWS} rows"),
+    ("admin-api", f"goes by the first {fleet_state.MAX_FLOWS}"),
+    ("admin-api", f"It takes {events.MAX_LISTENERS} listeners"),
+    ("admin-api", f"{LIMITS.connections} connections, {LIMITS.connections // 2} of one address"),
+    ("admin-api", f"not whole {LIMITS.request_s:g} s after"),
     (
         "admin-api",
-        f"not read for {BOUNDS.stalled_s:g} s, more than {BOUNDS.overhead_bytes // 1024} KiB of headers",
+        f"not read for {LIMITS.stalled_s:g} s, more than {LIMITS.overhead_bytes // 1024} KiB of headers",
     ),
-    ("admin-api", f"more than {BOUNDS.pipelined} requests that wait behind one another"),
-    ("admin-api", f"has read one page {metrics_page.MOST_READS} times"),
+    ("admin-api", f"more than {LIMITS.pipelined} requests that wait behind one another"),
+    ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
     ("metrics", f"at most {spaced(series._MOST_SERIES)} series ({series._MOST_HISTOGRAMS} of a histogram)"),
-    ("metrics", f"up to {metrics_page.LONGEST_S:g} s where making it took"),
+    ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
     ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),

@@ -8,8 +8,8 @@ from admin_client import View, api, asking
 from jsonschema import Draft202012Validator
 from scripted_store import ScriptedStore
 
-from picker_fleet.admin import cursor as cursors
-from picker_fleet.admin.view import Lists
+from picker_fleet.admin.models import Flows
+from picker_fleet.admin.views import FleetLists, decode_cursor
 from picker_fleet.config import parse
 from picker_fleet.errors import StateUnavailable
 
@@ -21,9 +21,9 @@ LATE = StateUnavailable("the shared state did not answer within 2 s")
 class Nobody:
     """Lists that know of nothing, and read cursors as the real ones do."""
 
-    async def flows(self, limit: int, cursor: str | None, band: Any) -> dict[str, Any]:
-        cursors.decode(str(cursor), "flows", int, str, str)
-        return {"flows": [], "total": 0, "cursor": None}
+    async def flows(self, limit: int, cursor: str | None, band: Any) -> Flows:
+        decode_cursor(str(cursor), "flows", int, str, str)
+        return Flows(flows=[], total=0, cursor=None)
 
     async def flow(self, name: str) -> None: ...
 
@@ -104,7 +104,7 @@ def test_given_a_list_when_its_cursors_example_is_read_then_it_is_a_cursor_of_th
         each for each in described()["paths"][f"/api/v1/{path}"]["get"]["parameters"]
         if each["name"] == "cursor"
     ]  # fmt: skip
-    assert cursors.decode(parameter["example"], path, *kinds)
+    assert decode_cursor(parameter["example"], path, *kinds)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ async def test_given_a_fault_when_it_is_provoked_then_the_answer_is_its_example(
     store.evicting = more.pop("store", "evicted")
     view.answer = more.pop("view", view.answer)
     admin = {"token": more.pop("token", None)}
-    app = api(view, store, parse({"admin": admin}), lists=cast(Lists, Nobody()))
+    app = api(view, store, parse({"admin": admin}), lists=cast(FleetLists, Nobody()))
     responses = app.openapi()["paths"][path][method]["responses"]
     (content,) = responses["default" if status == 500 else str(status)]["content"].values()
     # When it is provoked

@@ -1,98 +1,281 @@
-"""The replica's HTTP API: health, metrics, a view of the shared state, and changes to it."""
+"""The HTTP API of one replica: health, metrics, the fleet's shared state, changes to it, and the dashboard.
 
-from typing import Any
+`create` builds the app from its parts; serve.py runs it on the admin port (server.py).
+"""
 
-from fastapi import Depends, FastAPI, Request, Response
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
+from fastapi.params import Depends as Dependency
+from pydantic import AfterValidator
 
 from picker_fleet import version
-from picker_fleet.admin import changes, described, docs_page, event_stream, page_routes, problems, reading
-from picker_fleet.admin.calls import ANY_FAULT, Calls
-from picker_fleet.admin.events import Events
-from picker_fleet.admin.guard import Guard
-from picker_fleet.admin.hosts import Hosts
-from picker_fleet.admin.metrics_page import LONGEST_S, MetricsPage
-from picker_fleet.admin.models import HEALTHY, Health
-from picker_fleet.admin.rate import Rate
-from picker_fleet.admin.view import Controls, Lists, StateView
+from picker_fleet.admin import changes, documents, models
+from picker_fleet.admin.changes import FleetControls, RequestId
+from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
+from picker_fleet.admin.events import Events, EventStream
+from picker_fleet.admin.models import HEALTHY, BandName
+from picker_fleet.admin.protection import (
+    ChangeAuthorization,
+    Deadlines,
+    KnownHosts,
+    RateLimit,
+    Refused,
+    add_problem_documents,
+    deadline,
+)
+from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
+from picker_fleet.request import Band
 from picker_fleet.telemetry.metrics import PAGE_TYPE, Metrics
 
-_HEALTH_RATE = 100.0  # calls a second from one address, whatever else it asks
-_UNREADY: dict[str, Any] = {
-    "model": Health,
-    "description": "it is to get no traffic; `components` says why",
-    "content": {
-        "application/json": {
-            "example": {**HEALTHY, "status": "unready", "components": {"redis": "no answer", "grpc": "ok"}}
-        }
-    },
+MAX_ROWS = 200  # of a page: a longer one would take the replica, and its client, too long
+MAX_LIMIT = 1000
+_HEALTH_RATE = 100.0  # health calls a second from one address, beside its other calls
+_Responses = dict[int | str, dict[str, Any]]
+_PROBLEM: dict[str, Any] = {"model": models.Problem}
+_ANY_FAULT: _Responses = {"default": {**_PROBLEM, "description": "a fault (application/problem+json)"}}
+_UNREADY: _Responses = {
+    503: {
+        "model": models.Health,
+        "description": "it is to get no traffic; `components` says why",
+        "content": {
+            "application/json": {
+                "example": {
+                    **HEALTHY,
+                    "status": "unready",
+                    "components": {"redis": "no answer", "grpc": "ok"},
+                }
+            }
+        },
+    }
 }
-_PAGE: dict[str, Any] = {
-    "description": "the Prometheus text format",
-    "content": {
-        "text/plain": {
-            "schema": {"type": "string"},
-            "example": "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
-            "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
-        }
-    },
+_METRICS: _Responses = {
+    200: {
+        "description": "the Prometheus text format",
+        "content": {
+            "text/plain": {
+                "schema": {"type": "string"},
+                "example": "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
+                "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
+            }
+        },
+    }
 }
+_EVENTS: _Responses = {
+    200: {
+        "description": "Server-sent events: `snapshot` (the state, 50 flows and workloads, endpoints and"
+        " replicas), `decisions` (while the decision log is on) and `unavailable`, each second.",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": 'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
+            }
+        },
+    },
+    503: {**_PROBLEM, "description": "`too_many_listeners`: 64 listen to this replica already"},
+}
+_UNREACHABLE: _Responses = {
+    503: {**_PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
+}
+_PAGED: _Responses = {
+    400: {**_PROBLEM, "description": "`bad_cursor`"},
+    422: {**_PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
+    **_UNREACHABLE,
+}
+_UNKNOWN: _Responses = {404: {**_PROBLEM, "description": "it is not known"}}
+
+_Limit = Annotated[
+    int,
+    Query(ge=1, le=MAX_LIMIT, description=f"rows wanted; a page has at most {MAX_ROWS}", examples=[100]),
+    AfterValidator(lambda wanted: min(wanted, MAX_ROWS)),
+]
+_Cursor = Annotated[
+    str | None, Query(description="`cursor` of the previous page; left out for the first page")
+]
+_OnlyBand = Annotated[BandName | None, Query(description="only this band", examples=["Default"])]
+_OnlyFlow = Annotated[str | None, Query(description="only this flow", examples=["gold"])]
+_FlowName = Annotated[str, Path(description="the flow's name: a fairness id, or a model", examples=["gold"])]
+_WorkloadId = Annotated[str, Path(description="the id that its requests name", examples=["chat"])]
 
 
 def create(
-    view: StateView,
-    lists: Lists,
-    controls: Controls,
+    view: FleetView,
+    lists: FleetLists,
+    controls: FleetControls,
     metrics: Metrics,
     settings: Settings,
     events: Events,
+    *,
+    deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
+    rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
     """The API of one replica over its parts."""
     app = FastAPI(
         title="Picker Fleet",
         summary=f"One replica of pool {settings.pool}.",
         version=version(),
-        responses=ANY_FAULT,
-        openapi_url=None,  # its page loads scripts from elsewhere; docs_page has ours
+        responses=_ANY_FAULT,
+        openapi_url=None,  # FastAPI's page loads scripts from elsewhere; documents.py has ours
     )
-    app.add_middleware(Hosts, names=settings.admin.hosts)
-    problems.add(app)
-    pages = MetricsPage(metrics)
-    rate, asked = Rate(settings.admin.rate), [Depends(Rate(_HEALTH_RATE))]
+    app.add_middleware(KnownHosts, names=settings.admin.hosts)
+    add_problem_documents(app)
+    limit = rate_limit(settings.admin.rate)
+    _add_health(app, view, rate_limit(_HEALTH_RATE))
+    _add_metrics(app, metrics)
 
-    @app.get("/healthz", tags=["health"], summary="Does the process live?", dependencies=asked)
-    async def healthz() -> Health:
-        """Whether the process lives: 200 for as long as its event loop turns, whatever its parts do."""
+    def group(tag: str, responses: _Responses, dependencies: Iterable[Dependency] = ()) -> APIRouter:
+        return APIRouter(
+            prefix="/api/v1",
+            tags=[tag],
+            responses={**_ANY_FAULT, 429: _PROBLEM, **responses},
+            dependencies=[Depends(limit), *dependencies],
+        )
+
+    state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: _PROBLEM})
+    authorized = Depends(ChangeAuthorization(settings.admin.token))
+    changing = group("changes", dict.fromkeys((401, 403, 503), _PROBLEM), [authorized])
+    _add_state(state, view, deadlines)
+    _add_lists(state, lists, deadlines)
+    _add_events(stream, events)
+    changes.add_routes(config, changing, controls, deadlines)
+    for router in (state, stream, config, changing):
+        # include_router would make each route again with its models: at the start, and in the event loop at
+        # the first call.
+        app.router.routes.extend(router.routes)
+    documents.add_dashboard(app, limit)
+    documents.add_api_description(app, limit)
+    return app
+
+
+def _add_health(app: FastAPI, view: FleetView, rate_limit: RateLimit) -> None:
+    limited = [Depends(rate_limit)]
+
+    @app.get("/healthz", tags=["health"], summary="Is the process alive?", dependencies=limited)
+    async def healthz() -> models.Health:
+        """Whether the process is alive: 200 while its event loop runs, whatever its components do."""
         ready, components = view.ready()
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
-        return Health.model_validate({**view.identity(), "status": status, "components": components})
+        return view.health(status, components)
 
     @app.get(
         "/readyz",
         tags=["health"],
         summary="Should this replica get traffic?",
-        responses={503: _UNREADY},
-        dependencies=asked,
+        responses=_UNREADY,
+        dependencies=limited,
     )
-    async def readyz(response: Response) -> Health:
+    async def readyz(response: Response) -> models.Health:
         """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
         ready, components = view.ready()
         response.status_code = 200 if ready else 503
-        status = "ok" if ready else "unready"
-        return Health.model_validate({**view.identity(), "status": status, "components": components})
+        return view.health("ok" if ready else "unready", components)
 
-    @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses={200: _PAGE})
-    async def page(request: Request) -> Response:
-        """The Prometheus text page: made once a second at most, the same for all who read it."""
-        async with problems.in_time(2 * LONGEST_S):
-            text = await pages.read(request.client.host if request.client else "")
-        return Response(text, headers={"content-type": PAGE_TYPE})
 
-    calls = Calls(app, rate)
-    reading.add(calls, view, lists)
-    event_stream.add(calls, events)
-    changes.add(calls, controls, Guard(settings.admin.token))
-    page_routes.add(app, rate)
-    described.add(app)
-    docs_page.add(app, rate)
-    return app
+def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    text = MetricsText(metrics)
+
+    @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
+    async def read(request: Request) -> Response:
+        """The Prometheus text: rendered once a second at most, the same for all readers."""
+        async with deadline(2 * MAX_METRICS_AGE_S):
+            content = await text.read(request.client.host if request.client else "")
+        return Response(content, headers={"content-type": PAGE_TYPE})
+
+
+def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None:
+    limit_s = deadlines.read_s
+
+    @routes.get("/state", summary="The state of the fleet")
+    async def state() -> models.State:
+        """Stock, bounds, queue length by band, ready backends, virtual times, replicas, degraded."""
+        async with deadline(limit_s):
+            return await view.state()
+
+    @routes.get("/endpoints", summary="Endpoints")
+    async def endpoints() -> list[models.Endpoint]:
+        """Every endpoint with its status, its requests in flight, and figures of its own metrics page."""
+        async with deadline(limit_s):
+            return await view.endpoints()
+
+
+def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> None:
+    limit_s = deadlines.read_s
+
+    @routes.get("/replicas", summary="Replicas")
+    async def replicas() -> models.Replicas:
+        """Every known replica, live ones first."""
+        async with deadline(limit_s):
+            return await lists.replicas()
+
+    @routes.get("/flows", summary="Flows that wait", responses=_PAGED)
+    async def flows(limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None) -> models.Flows:
+        """Flows that wait, in the order in which they are served, then those at their limit.
+
+        Start tags grow while flows are served: over all pages, a flow that moves may appear twice, and none
+        is left out.
+        """
+        async with deadline(limit_s):
+            return await lists.flows(limit, cursor, _band(band))
+
+    @routes.get("/flows/{flow:path}", summary="One flow", responses=_UNKNOWN)
+    async def flow(flow: _FlowName) -> models.FlowDetail:
+        """One flow; its name may contain any character, `/` too."""
+        async with deadline(limit_s):
+            found = await lists.flow(flow)
+        if found is None:
+            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
+        return found
+
+    @routes.get("/queue", summary="Requests that wait", responses=_PAGED)
+    async def queue(
+        limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
+    ) -> models.Queue:
+        """Waiting requests in the predicted dispatch order; `order` says how far the prediction goes."""
+        async with deadline(limit_s):
+            return await lists.queue(limit, cursor, _band(band), flow)
+
+    @routes.get("/inflight", summary="Requests in flight", responses=_PAGED)
+    async def inflight(limit: _Limit = 100, cursor: _Cursor = None) -> models.Inflight:
+        """Requests in flight, in the order in which their leases end."""
+        async with deadline(limit_s):
+            return await lists.in_flight(limit, cursor)
+
+    @routes.get("/workloads", summary="Workloads", responses=_PAGED)
+    async def workloads(limit: _Limit = 100, cursor: _Cursor = None) -> models.Workloads:
+        """Known workloads, in no order; one that appears or disappears between two pages may be missed."""
+        async with deadline(limit_s):
+            return await lists.workloads(limit, cursor)
+
+    @routes.get("/workloads/{workload_id:path}", summary="One workload", responses=_UNKNOWN)
+    async def workload(workload_id: _WorkloadId) -> models.Workload:
+        """One workload; its id may contain any character."""
+        async with deadline(limit_s):
+            found = await lists.workload(workload_id)
+        if found is None:
+            raise Refused(404, "unknown_workload", "no such workload has asked of late")
+        return found
+
+    @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_UNKNOWN)
+    async def request(request_id: RequestId) -> models.RequestStatus:
+        """Where a request is and why; and, from the replica that placed it, how its endpoint was chosen."""
+        async with deadline(limit_s):
+            found = await lists.request(request_id)
+        if found is None:
+            raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
+        return found
+
+
+def _add_events(routes: APIRouter, events: Events) -> None:
+    @routes.get("/events", summary="Snapshots, each second", response_class=Response, responses=_EVENTS)
+    async def stream() -> EventStream:
+        """Snapshots and decisions as they are made, until the client disconnects."""
+        listener = events.join()
+        if listener is None:
+            raise Refused(503, "too_many_listeners", "no more can listen to this replica; ask another")
+        return EventStream(events, listener)
+
+
+def _band(name: BandName | None) -> Band | None:
+    return None if name is None else Band.parse(name)

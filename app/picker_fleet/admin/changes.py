@@ -1,22 +1,29 @@
-"""The routes that change the fleet, and the configuration they change."""
+"""What an operator changes in the whole fleet: `FleetControls` makes the changes in the shared state, and
+`add_routes` adds the calls to the API.
+"""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import orjson
-from fastapi import Depends, HTTPException, Path, Request
+from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
-from picker_fleet.admin.calls import Calls
-from picker_fleet.admin.guard import Guard
-from picker_fleet.admin.models import Config, Dispatch, Drained, Eviction, Problem
-from picker_fleet.admin.problems import Refused, in_time
-from picker_fleet.admin.reading import OneRequest
-from picker_fleet.admin.view import Controls
+from picker_fleet import live_config
+from picker_fleet.admin import models
+from picker_fleet.admin.protection import Deadlines, Refused, deadline
+from picker_fleet.config import Settings
+from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.live_config import LiveConfig
+from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.state.store import Store
 
-_CHANGE_S = 3.0  # a change is a few calls of the shared state
-_BODY_S = 5.0
-_MOST_BODY_BYTES = 64 * 1024
+_MAX_ATTEMPTS = 3
+_MAX_BODY_BYTES = 64 * 1024
+_SECRET = "(set)"
+_PROBLEM: dict[str, Any] = {"model": models.Problem}
 _PATCH_BODY = {
     "required": True,
     "content": {
@@ -29,104 +36,175 @@ _PATCH_BODY = {
         }
     },
 }
-
+RequestId = Annotated[str, Path(description="its `x-request-id`", examples=["4f1d-9c"])]
 Address = Annotated[
     str, Path(description="the endpoint's `ip:port`, IPv6 in brackets", examples=["10.0.0.1:8000"])
 ]
 
 
-def add(calls: Calls, controls: Controls, guard: Guard) -> None:
-    """Add the routes to `calls`; those that change something ask `guard` first."""
-    reading = calls.group("config", {503: {"model": Problem}})
-    changing = calls.group(
-        "changes", {status: {"model": Problem} for status in (401, 403, 503)}, [Depends(guard)]
-    )
+class FleetControls:
+    """Each method raises StateUnavailable if the shared state cannot be reached."""
+
+    def __init__(self, store: Store, membership: Membership, settings: Settings) -> None:
+        self._store = store
+        self._membership = membership
+        self._settings = settings
+        self._changing = asyncio.Lock()
+
+    async def config(self) -> models.Config:
+        """The configuration in force."""
+        tuned = LiveConfig(*await self._store.tuned())
+        settings, weights = self._settings, {}
+        try:
+            effective = live_config.applied(self._settings, tuned.changes)
+            settings, weights = effective.settings, dict(effective.weights)
+        except ConfigError:
+            pass  # changed under another configuration than this replica's; `changes` shows what
+        return models.Config(
+            config=_without_secrets(settings.model_dump(mode="json")),
+            weights=weights,
+            changes=live_config.nested(tuned.changes),
+            paused=bool(tuned.overrides.get("paused")),
+            tuned_version=tuned.version,
+            live=list(live_config.LIVE),
+        )
+
+    async def change(self, patch: Mapping[str, Any]) -> models.Config:
+        """Make the changes of a partial settings tree, and return `config`; null reverts a change.
+
+        Raises:
+            ConfigError: a key cannot change live, or the result is not valid. Nothing has changed then.
+        """
+        changes = live_config.flattened(patch)
+        async with self._changing:
+            for _ in range(_MAX_ATTEMPTS):
+                tuned = LiveConfig(*await self._store.tuned())
+                wanted = live_config.overrides(self._settings, live_config.merged(tuned.changes, changes))
+                version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
+                if int(version) == int(tuned.version or 0) + 1:
+                    break
+                # Another replica made a change in between. The stored changes now have both; compute the
+                # overrides again from them.
+                changes = {}
+        return await self.config()
+
+    async def pause(self, paused: bool) -> models.Dispatch:
+        """Stop dispatching, or continue."""
+        version = await self._tune({"paused": 1 if paused else None}, {})
+        return models.Dispatch(paused=paused, tuned_version=version)
+
+    async def evict(self, request_id: str) -> str:
+        """Take a request out of the queue: `evicted`, `running` (too late) or `unknown`."""
+        return await self._store.evict(request_id)
+
+    async def drain(self, address: str, on: bool) -> bool:
+        """Keep new requests from an endpoint, or allow them again; False if there is no such endpoint."""
+        done = await self._store.mark(address, "drained", on) == "marked"
+        self._membership.heartbeat_now()
+        return done
+
+    async def _tune(self, overrides: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+        version = await self._store.tune(overrides, changes)
+        if not version:
+            raise StateUnavailable("the pool is not known yet: no replica has published its settings")
+        self._membership.heartbeat_now()
+        return version
+
+
+def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` without the token, and with only the address of Redis's URL."""
+    url = urlsplit(tree["redis"]["url"])
+    tree["redis"]["url"] = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+    if tree["admin"]["token"] is not None:
+        tree["admin"]["token"] = _SECRET
+    return tree
+
+
+def add_routes(
+    reading: APIRouter, changing: APIRouter, controls: FleetControls, deadlines: Deadlines
+) -> None:
+    """Add the call that reads the configuration to `reading`, and those that change something to
+    `changing`."""
+    limit_s = deadlines.change_s
 
     @reading.get("/config", summary="The configuration in force")
-    async def config() -> Config:
+    async def config() -> models.Config:
         """The configuration in force, and the live changes in it."""
-        async with in_time(_CHANGE_S):
-            return Config.model_validate(await controls.config())
+        async with deadline(limit_s):
+            return await controls.config()
 
     @changing.patch(
         "/config",
         summary="Change the configuration, fleet-wide",
-        responses={status: {"model": Problem} for status in (400, 408, 413, 422)},
+        responses=dict.fromkeys((400, 408, 413, 422), _PROBLEM),
         openapi_extra={"requestBody": _PATCH_BODY},
     )
-    async def change(request: Request) -> Config:
+    async def change(request: Request) -> models.Config:
         """Change bounds, capacities, policies or weights for the whole fleet, while requests wait.
 
-        The body is a partial settings tree; null takes a change back. All of it takes effect, or nothing.
+        The body is a partial settings tree; null reverts a change. All of it takes effect, or nothing.
         """
-        patch = await _read(request)
-        async with in_time(_CHANGE_S):
-            return Config.model_validate(await controls.change(patch))
+        patch = await _read_patch(request, deadlines.body_s)
+        async with deadline(limit_s):
+            return await controls.change(patch)
 
     @changing.post("/pause", summary="Stop dispatching")
-    async def pause() -> Dispatch:
-        """Stop dispatching: arrivals wait or are refused, what runs goes on."""
-        async with in_time(_CHANGE_S):
-            return Dispatch.model_validate(await controls.pause(True))
+    async def pause() -> models.Dispatch:
+        """Stop dispatching: arrivals wait or are refused, running requests finish."""
+        async with deadline(limit_s):
+            return await controls.pause(True)
 
-    @changing.post("/resume", summary="Go on dispatching")
-    async def resume() -> Dispatch:
-        """Let requests pass and be served again, within the bounds."""
-        async with in_time(_CHANGE_S):
-            return Dispatch.model_validate(await controls.pause(False))
+    @changing.post("/resume", summary="Continue dispatching")
+    async def resume() -> models.Dispatch:
+        """Dispatch requests again, within the bounds."""
+        async with deadline(limit_s):
+            return await controls.pause(False)
 
     @changing.post(
         "/requests/{request_id:path}/evict",
         summary="Take a request out of the queue",
-        responses={status: {"model": Problem} for status in (404, 409)},
+        responses=dict.fromkeys((404, 409), _PROBLEM),
     )
-    async def evict(request_id: OneRequest) -> Eviction:
+    async def evict(request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
-        async with in_time(_CHANGE_S):
+        async with deadline(limit_s):
             result = await controls.evict(request_id)
         if result == "running":
             raise Refused(409, "request_running", "the request has left the queue already")
         if result != "evicted":
             raise Refused(404, "unknown_request", "no such request waits")
-        return Eviction(id=request_id)
+        return models.Eviction(id=request_id)
 
-    @changing.post(
-        "/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: {"model": Problem}}
-    )
-    async def drain(address: Address) -> Drained:
-        """Send nothing new to an endpoint; what runs there finishes."""
-        return await _drain(address, True)
-
-    @changing.post(
-        "/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: {"model": Problem}}
-    )
-    async def undrain(address: Address) -> Drained:
-        """Let an endpoint have requests again."""
-        return await _drain(address, False)
-
-    async def _drain(address: str, on: bool) -> Drained:
-        async with in_time(_CHANGE_S):
+    async def set_drained(address: str, on: bool) -> models.Drained:
+        async with deadline(limit_s):
             if not await controls.drain(address, on):
                 raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
-        return Drained(address=address, drained=on)
+        return models.Drained(address=address, drained=on)
 
-    calls.add(reading)
-    calls.add(changing)
+    @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})
+    async def drain(address: Address) -> models.Drained:
+        """Send nothing new to an endpoint; requests that run there finish."""
+        return await set_drained(address, True)
+
+    @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})
+    async def undrain(address: Address) -> models.Drained:
+        """Send requests to an endpoint again."""
+        return await set_drained(address, False)
 
 
-async def _read(request: Request) -> dict[str, Any]:
+async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:
     """The JSON object in the body, of at most 64 KiB; HTTPException 400, 408 or 413 without one."""
     body = bytearray()
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(limit_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > _MOST_BODY_BYTES:
-                    raise HTTPException(413, f"the body is larger than {_MOST_BODY_BYTES} bytes")
+                if len(body) > _MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
     except ClientDisconnect:
         raise HTTPException(400, "the body was cut off") from None
     except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {_BODY_S:g} s") from None
+        raise HTTPException(408, f"the body did not come within {limit_s:g} s") from None
     try:
         patch = orjson.loads(body)
     except orjson.JSONDecodeError as fault:

@@ -1,74 +1,177 @@
-"""What listeners are told as it happens (server-sent events): one look at the shared state a second for all
-of a replica's listeners, and only while there are any. Everyone is sent the same bytes.
+"""The event stream (server-sent events) that the dashboard and other clients follow.
 
-A listener that does not keep up is dropped: at most BACKLOG events wait for it.
+`SnapshotReader` reads the shared state once a second for all listeners of a replica, and only while there are
+any; `Events` sends all of them the same bytes. A listener that does not keep up is dropped: at most
+MAX_UNREAD events wait for it.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
 
-import orjson
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from picker_fleet.admin import models
+from picker_fleet.admin.fleet_state import PAUSE_S
+from picker_fleet.admin.views import BAND_NAMES, FleetLists, FleetView
 from picker_fleet.errors import RequestError
+from picker_fleet.state.reads import Reads
 
-MOST_LISTENERS = 64
-BACKLOG = 4
-_EVERY_S = 1.0
-_LOOK_S = 2.0
+MAX_LISTENERS = 64
+MAX_UNREAD = 4
+_ROWS = 50
+_MAX_DECISIONS = 100
+_INTERVAL_S = 1.0
+_READ_S = 2.0
 _PING_S = 10.0
+_IDLE_S = 5.0  # after this long without a read nobody listens, and the next read starts afresh
 _GREETING = b"retry: 1000\n\n"
 _PING = b": ping\n\n"
 
-Look = Callable[[], Awaitable[list[tuple[str, Any]]]]
+
+class Event(NamedTuple):
+    """One event of the stream."""
+
+    name: str
+    data: BaseModel
+
+    def encode(self) -> bytes:
+        return encode_event(self.name, self.data.model_dump_json())
 
 
-def event(name: str, data: Any) -> bytes:
-    """An event as it goes over the wire; `data` becomes one line of JSON."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(data))
+def encode_event(name: str, json: str) -> bytes:
+    """An event as it is sent; `json` is one line."""
+    return f"event: {name}\ndata: {json}\n\n".encode()
 
 
-def _bytes(events: list[tuple[str, Any]]) -> bytes:
-    return b"".join(event(name, data) for name, data in events)
+class EventSource(Protocol):
+    """What `Events` sends."""
+
+    async def read(self) -> list[Event]:
+        """The next events. Raises RequestError if they cannot be read."""
+        ...
+
+    def recent(self) -> list[Event]:
+        """The events that a listener gets first if others listen already."""
+        ...
+
+
+class SnapshotReader:
+    """Reads snapshots and, if `decision_log` says that they are logged, decisions."""
+
+    def __init__(self, view: FleetView, lists: FleetLists, reads: Reads, *, decision_log: bool) -> None:
+        self._view = view
+        self._lists = lists
+        self._reads = reads
+        self._decision_log = decision_log
+        self._decisions: list[models.Decision] | None = None  # of the last read, if there was one
+        self._read_at_s = -math.inf
+
+    async def read(self) -> list[Event]:
+        if self._is_idle():
+            self._decisions = None
+        self._read_at_s = time.monotonic()
+        state = await self._view.state()
+        await asyncio.sleep(PAUSE_S)
+        flows = await self._lists.flows(_ROWS, None, None)
+        await asyncio.sleep(PAUSE_S)
+        workloads = await self._lists.busiest(_ROWS)
+        await asyncio.sleep(PAUSE_S)
+        snapshot = models.Snapshot(
+            at=state.now_us / 1e6,
+            state=state,
+            flows=flows.flows,
+            flows_total=flows.total,
+            workloads=workloads.workloads,
+            workloads_total=workloads.total,
+            endpoints=await self._view.endpoints(),
+            replicas=(await self._lists.replicas()).replicas,
+        )
+        events = [Event("snapshot", snapshot)]
+        await asyncio.sleep(PAUSE_S)
+        if self._decision_log:
+            events.append(Event("decisions", await self._new_decisions()))
+            await asyncio.sleep(PAUSE_S)
+        return events
+
+    def recent(self) -> list[Event]:
+        if self._is_idle() or not self._decisions:
+            return []
+        return [Event("decisions", models.Decisions(entries=self._decisions, skipped=0))]
+
+    async def _new_decisions(self) -> models.Decisions:
+        found = [_decision(fields) for fields in await self._reads.decisions(_MAX_DECISIONS)]
+        before, self._decisions = self._decisions, found
+        last, newest = _newest(before or []), _newest(found)
+        if before is None or newest < last:  # the first read, or a new epoch of the pool
+            return models.Decisions(entries=found, skipped=0)
+        entries = [entry for entry in found if entry.seq > last]
+        return models.Decisions(entries=entries, skipped=newest - last - len(entries))
+
+    def _is_idle(self) -> bool:
+        return time.monotonic() - self._read_at_s > _IDLE_S
+
+
+def _newest(entries: Sequence[models.Decision]) -> int:
+    return entries[-1].seq if entries else 0
+
+
+def _decision(fields: dict[str, str]) -> models.Decision:
+    return models.Decision(
+        seq=int(fields["seq"]),
+        at=float(fields["time_us"]) / 1e6,
+        event=fields["event"],
+        request=fields["request"] or None,
+        flow=fields["flow"] or None,
+        band=BAND_NAMES[int(fields["band"])] if fields["flow"] else None,
+        workload=fields["workload"] or None,
+        endpoint=fields["endpoint"] or None,
+        stock=float(fields["stock"]),
+        queued=int(float(fields["queued"])),
+        by=fields["by"] or None,
+        note=fields["note"],
+    )
 
 
 class Listener:
-    """One open stream. `dropped` is set when it must end, whether or not it is being read."""
+    """One open stream. `dropped` is set when the stream must end, even while nothing reads it."""
 
     def __init__(self) -> None:
-        self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue(BACKLOG + 1)
+        self._unread: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD + 1)
         self.dropped = asyncio.Event()
 
-    def tell(self, said: bytes | None) -> None:
-        """Add what is to be sent, None for the end; one with BACKLOG unread events is dropped instead."""
-        if said is not None and self._waiting.qsize() >= BACKLOG:
+    def put(self, data: bytes | None) -> None:
+        """Queue data to be sent, or None for the end; drop the listener if MAX_UNREAD events are unread."""
+        if data is not None and self._unread.qsize() >= MAX_UNREAD:
             self.dropped.set()
         if not self.dropped.is_set():
-            self._waiting.put_nowait(said)
+            self._unread.put_nowait(data)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """What is to be sent, until the end; a comment when there was nothing for long."""
+    async def stream(self) -> AsyncIterator[bytes]:
+        """What is to be sent, until the end; a comment if there was nothing for _PING_S."""
         yield _GREETING
         while True:
             try:
                 async with asyncio.timeout(_PING_S):
-                    said = await self._waiting.get()
+                    data = await self._unread.get()
             except TimeoutError:
                 yield _PING
                 continue
-            if said is None:
+            if data is None:
                 return
-            yield said
+            yield data
 
 
 class Events:
-    """The listeners of one replica. `look` reads what there is to tell, as (event, data); `recent` says what
-    a listener is told first that joins others.
-    """
+    """The listeners of one replica, which all get what `source` reads."""
 
-    def __init__(self, look: Look, recent: Callable[[], list[tuple[str, Any]]] = list) -> None:
-        self._look, self._recent = look, recent
+    def __init__(self, source: EventSource, interval_s: float = _INTERVAL_S) -> None:
+        self._source = source
+        self._interval_s = interval_s
         self._listeners: set[Listener] = set()
         self._wanted = asyncio.Event()
         self._closed = False
@@ -79,12 +182,12 @@ class Events:
         return len(self._listeners)
 
     def join(self) -> Listener | None:
-        """A new listener; None when there are MOST_LISTENERS, or the replica is going."""
-        if self._closed or len(self._listeners) >= MOST_LISTENERS:
+        """A new listener; None if there are MAX_LISTENERS, or the replica stops."""
+        if self._closed or len(self._listeners) >= MAX_LISTENERS:
             return None
         listener = Listener()
-        if recent := _bytes(self._recent()):
-            listener.tell(recent)
+        if recent := _encode(self._source.recent()):
+            listener.put(recent)
         self._listeners.add(listener)
         self._wanted.set()
         return listener
@@ -95,28 +198,73 @@ class Events:
             self._wanted.clear()
 
     async def run(self) -> None:
-        """Tell listeners until cancelled; then every stream ends."""
+        """Send events until cancelled; then every stream ends."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 await self._wanted.wait()
-                begun = loop.time()
-                self._tell(await self._said())
-                await asyncio.sleep(max(0.0, begun + _EVERY_S - loop.time()))
+                started_s = loop.time()
+                self._put(await self._read())
+                await asyncio.sleep(max(0.0, started_s + self._interval_s - loop.time()))
         finally:
             self._closed = True
-            self._tell(None)
+            self._put(None)
 
-    async def _said(self) -> bytes:
+    async def _read(self) -> bytes:
         try:
-            async with asyncio.timeout(_LOOK_S):
-                return _bytes(await self._look())
+            async with asyncio.timeout(_READ_S):
+                return _encode(await self._source.read())
         except TimeoutError:
-            detail = f"the shared state did not answer within {_LOOK_S:g} s"
+            detail = f"the shared state did not answer within {_READ_S:g} s"
         except RequestError as fault:
             detail = str(fault)
-        return event("unavailable", {"at": time.time(), "detail": detail})
+        return Event("unavailable", models.Unavailable(at=time.time(), detail=detail)).encode()
 
-    def _tell(self, said: bytes | None) -> None:
+    def _put(self, data: bytes | None) -> None:
         for listener in tuple(self._listeners):
-            listener.tell(said)
+            listener.put(data)
+
+
+def _encode(events: Sequence[Event]) -> bytes:
+    return b"".join(event.encode() for event in events)
+
+
+class EventStream(Response):
+    """Sends a listener's events until the client disconnects, the listener is dropped, or the replica
+    stops."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, listener: Listener) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._listener = listener
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [
+            asyncio.create_task(work, name=f"events-{name}")
+            for name, work in (
+                ("send", self._send(send)),
+                ("disconnect", _disconnected(receive)),
+                ("dropped", self._listener.dropped.wait()),
+            )
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._events.leave(self._listener)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._listener.stream():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

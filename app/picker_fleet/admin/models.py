@@ -1,8 +1,21 @@
-"""The admin API's answers, as its OpenAPI page describes them."""
+"""The answers of the admin API, as its OpenAPI document describes them; the views (views.py) build them.
 
-from typing import Any, Literal
+Each model has an example, which tests/unit/test_openapi.py compares with real answers. Ages and durations are
+seconds.
+"""
+
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+BandName = Literal["Critical", "Default", "Sheddable"]
+EXAMPLE_CURSORS = {  # by list
+    "flows": "WyJmbG93cyIsMSwiNDEuNSIsImdvbGQiXQ",
+    "queue": "WyJxdWV1ZSIsMSwiNDEuNSIsImdvbGQiXQ",
+    "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
+    "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
+}
+NextCursor = Annotated[str | None, Field(description="where the next page begins; null on the last")]
 
 _BANDS: list[dict[str, Any]] = [
     {"band": band, "queued": queued, "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight}
@@ -35,6 +48,7 @@ _STATE_EXAMPLE: dict[str, Any] = {
     "ended_total": 130210,
     "drain_rate": 41.2,
     "pool_age_s": 86400.0,
+    "now_us": 1767225612000000,
 }
 _CONFIG_EXAMPLE: dict[str, Any] = {
     "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
@@ -44,8 +58,6 @@ _CONFIG_EXAMPLE: dict[str, Any] = {
     "tuned_version": "2",
     "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
 }
-
-
 _ENDPOINT: dict[str, Any] = {
     "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
     "waiting": 0.0,
@@ -53,10 +65,48 @@ _ENDPOINT: dict[str, Any] = {
     "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
     "scrape_fault": "no connection: Connection refused",
 }  # fmt: skip
+_FLOW: dict[str, Any] = {
+    "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
+    "parked": False, "in_flight": 4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75,
+}  # fmt: skip
+_REQUEST: dict[str, Any] = {
+    "id": "4f1d-9c", "state": "queued", "flow": "gold", "band": "Default", "workload": "chat",
+    "model": "llama", "criticality": 3, "cost": 1.0, "age_s": 3.4, "owner": "r-77a0",
+}  # fmt: skip
+_QUEUED: dict[str, Any] = {
+    **_REQUEST, "position": 1, "deadline_in_s": 26.6, "overdue": False, "overdue_in_s": 11.6,
+    "score": {"wait": 0.02, "criticality": 0.24, "rate": -0.01, "total": 0.25}, "start_tag": 41.5,
+}  # fmt: skip
+_RUNNING: dict[str, Any] = {
+    **_REQUEST, "state": "placed", "endpoint": "10.0.0.1:8000", "fallbacks": ["10.0.0.2:8000"],
+    "lease_in_s": 12.1,
+}  # fmt: skip
+_WORKLOAD: dict[str, Any] = {
+    "id": "chat", "total": 1290, "active": 14, "dispatched": 1281, "rate": 4.7, "average_wait_s": 0.8,
+    "last_request_s_ago": 0.1, "score": {"wait": 0.0, "criticality": 0.24, "rate": -0.0094, "total": 0.23},
+}  # fmt: skip
+_REPLICA: dict[str, Any] = {
+    "id": "r-3f9c", "live": True, "heartbeat_s_ago": 0.4, "host": "node-1", "degraded": False, "waiting": 5,
+    "admin": "http://node-1:8081", "grpc": "node-1:9002", "version": "0.1.0", "started_s_ago": 3600.0,
+    "this": True,
+}  # fmt: skip
+_ORDER = "in dispatch order: flows by start tag; band after band; in a flow by arrival"
+HEALTHY: dict[str, Any] = {
+    "status": "ok",
+    "replica": "r-3f9c",
+    "pool": "default",
+    "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
+}
 
 
-def _example(value: Any, extra: Literal["allow", "ignore"] = "ignore") -> ConfigDict:
-    return ConfigDict(json_schema_extra={"example": value}, extra=extra)
+def _example(value: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"example": value})
+
+
+class _Open(BaseModel):
+    """An answer to which further fields may be added."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class Bounds(BaseModel):
@@ -65,7 +115,7 @@ class Bounds(BaseModel):
     model_config = _example(_STATE_EXAMPLE["bounds"])
 
     lower: float = Field(description="dispatch runs while the stock is below it")
-    watermark: float = Field(description="the stock that is aimed at")
+    watermark: float = Field(description="the target of the stock")
     upper: float = Field(description="the stock is never above it")
 
 
@@ -74,7 +124,7 @@ class BandState(BaseModel):
 
     model_config = _example(_BANDS[1])
 
-    band: Literal["Critical", "Default", "Sheddable"] = Field(description="the band's name")
+    band: BandName = Field(description="the band's name")
     queued: int = Field(description="its waiting requests")
     virtual_time: float = Field(description="of fair queueing among its flows")
     active_flows: int = Field(description="flows with a queued request in it")
@@ -85,49 +135,50 @@ class BandState(BaseModel):
     weight: float | None = Field(description="null unless `band_policy: weighted`")
 
 
-class State(BaseModel):
+class State(_Open):
     """The shared state as this replica reads it now; further keys may be added."""
 
-    model_config = _example(_STATE_EXAMPLE, extra="allow")
+    model_config = _example(_STATE_EXAMPLE)
 
     pool: str = Field(description="names the keyspace in Redis")
-    replica: str = Field(description="who answered")
+    replica: str = Field(description="the replica that answered")
     degraded: bool = Field(description="this replica works without the shared state")
     stock: float = Field(description="what is in flight, fleet-wide, in requests or tokens")
     bounds: Bounds = Field(description="of the stock, fleet-wide")
     ready_backends: int = Field(description="endpoints that take new requests")
     queue_length: dict[str, int] = Field(description="queued requests by band")
-    queue_fill: float = Field(0.0, description="the part of the queue's `total_capacity` that is taken")
+    queue_fill: float = Field(0.0, description="the part of the queue's `total_capacity` in use")
     active_flows: int = Field(0, description="flows with a queued request")
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")
     replicas: list[str] = Field(description="ids of the live replicas")
     in_flight: dict[str, int] = Field(default_factory=dict, description="requests by endpoint (ip:port)")
-    paused: bool = Field(False, description="nothing is dispatched and nothing goes past the queue")
-    tuned_version: str = Field("", description="of the live changes; empty while there never was one")
+    paused: bool = Field(False, description="nothing is dispatched and nothing bypasses the queue")
+    tuned_version: str = Field("", description="of the live changes; empty if there never was one")
     unit: Literal["requests", "tokens"] = Field("requests", description="what the stock counts")
     queue_enabled: bool = Field(
-        True, description="false: requests are placed as they come; nothing waits or takes of the stock"
+        True, description="false: requests are placed on arrival; none waits or counts in the stock"
     )
     bands: list[BandState] = Field(default_factory=list, description="the queue, the highest band first")
     queued: int = Field(0, description="waiting requests of all bands")
     overdue: int = Field(0, description="of these, past their starvation threshold")
-    dispatched_total: int = Field(0, description="grants in this life of the pool")
+    dispatched_total: int = Field(0, description="grants since this epoch of the pool began")
     guard_dispatches_total: int = Field(0, description="of these, by the starvation guard")
-    ended_total: int = Field(0, description="requests that have ended, whatever way")
+    ended_total: int = Field(0, description="requests that have ended, with whatever outcome")
     drain_rate: float = Field(0.0, description="dispatches a second, smoothed")
-    pool_age_s: float = Field(0.0, description="since this life of the pool began")
+    pool_age_s: float = Field(0.0, description="since this epoch of the pool began")
+    now_us: int = Field(0, description="Unix time of Redis in microseconds")
 
 
 class Config(BaseModel):
-    """The configuration in force: the answering replica's own, with the fleet's live changes in it."""
+    """The configuration in force: the answering replica's own with the fleet's live changes applied."""
 
     model_config = _example(_CONFIG_EXAMPLE)
 
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="weights of single flows, in place of their requests'")
-    changes: dict[str, Any] = Field(description="the live changes, as a PATCH would bring them about")
+    changes: dict[str, Any] = Field(description="the live changes, in the form of a PATCH")
     paused: bool = Field(description="nothing is dispatched")
-    tuned_version: str = Field(description="of the live changes; empty while there never was one")
+    tuned_version: str = Field(description="of the live changes; empty if there never was one")
     live: list[str] = Field(description="the keys that PATCH may change")
 
 
@@ -136,12 +187,12 @@ class Dispatch(BaseModel):
 
     model_config = _example({"paused": True, "tuned_version": "3"})
 
-    paused: bool = Field(description="nothing is dispatched and nothing goes past the queue")
+    paused: bool = Field(description="nothing is dispatched and nothing bypasses the queue")
     tuned_version: str = Field(description="of the live changes, this one included")
 
 
 class Eviction(BaseModel):
-    """A request that has left the queue; its client is told so with the reason `evicted-queue-pressure`."""
+    """A request that has left the queue; its client is answered with the reason `evicted-queue-pressure`."""
 
     model_config = _example({"id": "4f1d-9c", "result": "evicted"})
 
@@ -166,16 +217,20 @@ class Endpoint(BaseModel):
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="as discovery gives them")
     status: Literal["ready", "draining", "drained", "down"] = Field(
-        description="`draining`: so discovery says; `drained`: by an operator; `down`: connections fail"
+        description="`draining`: by discovery; `drained`: by an operator; `down`: connections fail"
     )
     in_flight: int = Field(description="requests placed there, fleet-wide")
-    max_inflight: int | None = Field(None, description="how many it may have, fleet-wide; null: any number")
-    waiting: float | None = Field(None, description="of its own metrics page: queued requests")
-    running: float | None = Field(None, description="of its own metrics page")
-    kv_utilisation: float | None = Field(None, description="of its own metrics page, 0 to 1")
-    adapters: list[str] = Field(default_factory=list, description="LoRA adapters it runs")
-    waiting_adapters: list[str] = Field(default_factory=list, description="LoRA adapters that wait for room")
-    max_adapters: int | None = Field(None, description="LoRA adapters it can run at once")
+    max_inflight: int | None = Field(
+        None, description="its limit of requests in flight, fleet-wide; null: none"
+    )
+    waiting: float | None = Field(None, description="queued requests, from its metrics page")
+    running: float | None = Field(None, description="running requests, from its metrics page")
+    kv_utilisation: float | None = Field(None, description="from its metrics page, 0 to 1")
+    adapters: list[str] = Field(default_factory=list, description="LoRA adapters it has loaded")
+    waiting_adapters: list[str] = Field(
+        default_factory=list, description="LoRA adapters that wait to be loaded"
+    )
+    max_adapters: int | None = Field(None, description="how many LoRA adapters it can load at once")
     latency_mean_s: float | None = Field(
         None, description="of its last 100 completions; with `latency` scoring"
     )
@@ -184,27 +239,19 @@ class Endpoint(BaseModel):
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
 
 
-HEALTHY: dict[str, Any] = {
-    "status": "ok",
-    "replica": "r-3f9c",
-    "pool": "default",
-    "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
-}
-
-
-class Health(BaseModel):
+class Health(_Open):
     """A replica's health by component: `ok`, or what is wrong with it."""
 
-    model_config = _example(HEALTHY, extra="allow")
+    model_config = _example(HEALTHY)
 
     status: str = Field(description="`ok`, or `degraded` (healthz) or `unready` (readyz)")
     components: dict[str, str] = Field(description="each part: `ok`, or what is wrong with it")
-    replica: str = Field(description="who answered")
+    replica: str = Field(description="the replica that answered")
     pool: str = Field(description="the pool it serves")
 
 
-class Problem(BaseModel):
-    """A fault, as RFC 9457 has it; `application/problem+json`."""
+class Problem(_Open):
+    """A fault as RFC 9457 defines it; `application/problem+json`."""
 
     model_config = _example(
         {
@@ -215,12 +262,262 @@ class Problem(BaseModel):
             "detail": "GET /api/v1/nonsense: Not Found",
             "instance": "/api/v1/nonsense",
         },
-        extra="allow",
     )
 
-    type: str = Field("about:blank", description="always this: `code` tells faults apart")
+    type: str = Field("about:blank", description="always this: `code` distinguishes faults")
     title: str = Field(description="the status in words")
     status: int = Field(description="the answer's HTTP status")
     code: str = Field(description="names the fault for programs")
     detail: str = Field(description="what is wrong, for people")
-    instance: str = Field(description="the path that was asked")
+    instance: str = Field(description="the path of the call")
+
+
+class Flow(_Open):
+    """A flow that waits, in one band."""
+
+    model_config = _example(_FLOW)
+
+    flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
+    band: BandName = Field(description="where these of its requests wait")
+    queued: int = Field(description="its waiting requests")
+    oldest_s: float = Field(description="age of the oldest of them; under `edf`, of the one served next")
+    start_tag: float = Field(description="the flow with the smallest one of its band is served next")
+    weight: float = Field(description="its share relative to the other waiting flows")
+    parked: bool = Field(description="it is at its limit of requests in flight, and skipped until one ends")
+    in_flight: int | None = Field(description="null: not counted, since the flow has no limit")
+    served_cost_per_s: float | None = Field(
+        description="over the last 10 s, all replicas added; null: not known"
+    )
+    share: float | None = Field(
+        description="of the cost served in the band in that time; null: none was served"
+    )
+    fair_share: float | None = Field(
+        description="its part of the weights of all waiting flows of the band; null with more than 2000"
+    )
+
+
+class Flows(_Open):
+    """A page of flows: band by band by start tag, then the parked ones."""
+
+    model_config = _example({"flows": [_FLOW], "total": 1, "cursor": EXAMPLE_CURSORS["flows"]})
+
+    flows: list[Flow] = Field(description="in the order in which they are served")
+    total: int = Field(description="on all pages")
+    cursor: NextCursor
+
+
+class FlowDetail(_Open):
+    """One flow, in every band where it waits."""
+
+    model_config = _example(
+        {
+            "flow": "gold",
+            "bands": [_FLOW],
+            "served_cost_per_s": {"Critical": 0.0, "Default": 7.2, "Sheddable": 0.0},
+            "weight_override": 3.0,
+            "flow_capacity": 100,
+        }
+    )
+
+    flow: str = Field(description="its name")
+    bands: list[Flow] = Field(description="where it waits, band by band")
+    served_cost_per_s: dict[str, float] = Field(description="by band, over the last 10 s, as far as known")
+    weight_override: float | None = Field(description="set live, in place of its requests' own")
+    flow_capacity: int = Field(description="how many of its requests may wait")
+
+
+class Score(BaseModel):
+    """Parts of a request's score under `ordering: workload-aware`; null: it depends on the request."""
+
+    model_config = _example(_QUEUED["score"])
+
+    wait: float | None = Field(description="for its wait")
+    criticality: float | None = Field(description="for its criticality")
+    rate: float | None = Field(description="not above 0")
+    total: float | None = Field(description="their sum: the highest is served first")
+
+
+class _Request(_Open):
+    id: str = Field(description="its `x-request-id`, or one that the replica made")
+    flow: str = Field(description="the fairness id, else the model")
+    band: BandName = Field(description="from its objective, else its model")
+    workload: str | None = Field(description="null for an anonymous one")
+    model: str = Field(description="as the client named it")
+    criticality: int = Field(description="of its workload, 1 to 5")
+    cost: float = Field(description="in the stock's unit")
+    age_s: float = Field(description="since it arrived")
+    owner: str = Field(description="the replica that its client is or was connected to")
+
+
+class Queued(_Request):
+    """A request that waits."""
+
+    model_config = _example(_QUEUED)
+
+    state: Literal["queued", "held"] = Field(
+        description="`held`: its replica is silent; it waits for adoption by another"
+    )
+    position: int | None = Field(description="predicted position in the order of the list, 1 first")
+    deadline_in_s: float = Field(description="what is left of its TTL")
+    overdue: bool = Field(
+        description="past its starvation threshold: the starvation guard may serve it out of turn"
+    )
+    overdue_in_s: float = Field(description="negative once it is overdue")
+    score: Score | None = Field(description="null unless `ordering: workload-aware`")
+    start_tag: float | None = Field(description="predicted start tag of its flow when the request is served")
+
+
+class Queue(_Open):
+    """A page of waiting requests, in the order that `order` describes."""
+
+    model_config = _example(
+        {"requests": [_QUEUED], "total": 1, "cursor": EXAMPLE_CURSORS["queue"], "order": _ORDER}
+    )
+
+    requests: list[Queued] = Field(description="in the order that `order` describes")
+    total: int = Field(description="on all pages")
+    cursor: NextCursor
+    order: str = Field(description="what the order depends on, and how far the prediction goes")
+
+
+class Running(_Request):
+    """A request in flight."""
+
+    model_config = _example(_RUNNING)
+
+    state: Literal["granted", "placed", "queued", "held"] = Field(
+        description="`granted`: its turn has come, its endpoint is being chosen"
+    )
+    endpoint: str | None = Field(description="`ip:port` where it was sent; null: not chosen yet")
+    fallbacks: list[str] = Field(description="where Envoy tries next, in this order")
+    lease_in_s: float = Field(description="until it is given up, unless its lease is renewed")
+
+
+class Inflight(_Open):
+    """A page of requests in flight, in the order in which their leases end."""
+
+    model_config = _example({"requests": [_RUNNING], "total": 1, "cursor": EXAMPLE_CURSORS["inflight"]})
+
+    requests: list[Running] = Field(description="in the order in which their leases end")
+    total: int = Field(description="on all pages")
+    cursor: NextCursor
+
+
+class RequestStatus(_Open):
+    """Where one request is and why, with the fields of `queue` or `inflight` for it."""
+
+    model_config = _example(
+        {
+            **_QUEUED,
+            "position": 4,
+            "why": "flow gold has 3 requests before it; the stock (8) is at its bounds (7.2 to 8.8)",
+            "explanation": {"request_id": "4f1d-9c", "chosen": [], "candidates": [], "excluded": {}},
+        }
+    )
+
+    id: str = Field(description="as it was asked for")
+    state: Literal["queued", "held", "granted", "placed", "unknown-to-the-pool"] = Field(
+        description="`unknown-to-the-pool`: it has ended, and this replica remembers placing it"
+    )
+    why: str = Field(description="one sentence: what it waits for, or where it went")
+    explanation: dict[str, Any] | None = Field(
+        description="how its endpoint was chosen; null unless this replica placed or refused it"
+    )
+
+
+class Workload(_Open):
+    """A workload that its requests name."""
+
+    model_config = _example(_WORKLOAD)
+
+    id: str = Field(description="as its requests name it")
+    total: int = Field(description="requests so far")
+    active: int = Field(description="of these, not ended")
+    dispatched: int = Field(description="of all so far, those dispatched")
+    rate: float = Field(description="requests/s over the sliding window")
+    average_wait_s: float = Field(description="an exponential moving average")
+    last_request_s_ago: float = Field(description="since its newest request")
+    score: Score | None = Field(description="of a request that would arrive now; null unless workload-aware")
+
+
+class Workloads(_Open):
+    """A page of workloads, in no order."""
+
+    model_config = _example({"workloads": [_WORKLOAD], "total": 1, "cursor": EXAMPLE_CURSORS["workloads"]})
+
+    workloads: list[Workload] = Field(description="in no order")
+    total: int = Field(description="on all pages")
+    cursor: NextCursor
+
+
+class Replica(_Open):
+    """A replica, as its last heartbeat reported it; null: not reported."""
+
+    model_config = _example(_REPLICA)
+
+    id: str = Field(description="a new one at each start")
+    live: bool = Field(description="its heartbeat is younger than `leases.replica_silence`")
+    heartbeat_s_ago: float = Field(description="age of its last heartbeat")
+    host: str | None = Field(description="its machine's name")
+    degraded: bool | None = Field(description="it works without the shared state")
+    waiting: int | None = Field(description="waiting requests whose clients are connected to it")
+    admin: str | None = Field(description="where its admin API is")
+    grpc: str | None = Field(description="where Envoy calls it")
+    version: str | None = Field(description="of the package")
+    started_s_ago: float | None = Field(description="since it started")
+    this: bool = Field(description="it is the one that answers")
+
+
+class Replicas(_Open):
+    """All known replicas; a silent one until its requests have been swept."""
+
+    model_config = _example({"replicas": [_REPLICA]})
+
+    replicas: list[Replica] = Field(description="live ones first")
+
+
+# What the event stream sends
+
+
+class Decision(BaseModel):
+    """An entry of the decision log."""
+
+    seq: int
+    at: float  # Unix time
+    event: str
+    request: str | None
+    flow: str | None
+    band: BandName | None
+    workload: str | None
+    endpoint: str | None
+    stock: float
+    queued: int
+    by: str | None
+    note: str
+
+
+class Decisions(BaseModel):
+    """The entries since the last event, newest last; `skipped` is how many more there were."""
+
+    entries: list[Decision]
+    skipped: int
+
+
+class Snapshot(BaseModel):
+    """The fleet at one moment, with the first flows and the busiest workloads."""
+
+    at: float  # Unix time
+    state: State
+    flows: list[Flow]
+    flows_total: int
+    workloads: list[Workload]
+    workloads_total: int
+    endpoints: list[Endpoint]
+    replicas: list[Replica]
+
+
+class Unavailable(BaseModel):
+    """Why there is no snapshot."""
+
+    at: float  # Unix time
+    detail: str

@@ -1,26 +1,130 @@
-"""The admin API's HTTP server: uvicorn inside the replica's own event loop."""
+"""The admin API's HTTP server: uvicorn inside the replica's event loop, with bounds on each connection.
+
+uvicorn bounds neither the time that a request takes to arrive, nor the size of its headers, nor how many
+requests wait behind one another; `Connection` bounds all three.
+"""
 
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from picker_fleet.admin.connection import BOUNDS, Bounds, Config, Connection
 from picker_fleet.config import split_host_port
 from picker_fleet.errors import StartupError
 
 _GRACE_S = 2
-_LOOK_S = 1.0  # between two looks at the connections, and how old the date in answers may be
+_CHECK_INTERVAL_S = 1.0  # between two checks of the connections; the Date of answers may be this old
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What clients may take. Times are checked once a second."""
+
+    connections: int = 256  # half of them from one address
+    request_s: float = 15.0  # from the last answer, or the begin of the connection, to the end of a request
+    stalled_s: float = 15.0  # how long a client may leave its answer unread
+    overhead_bytes: int = 64 * 1024  # of a request, besides its body
+    pipelined: int = 8  # requests that wait for the answer to an earlier one
+
+
+LIMITS = ConnectionLimits()
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's, with the limits of each connection."""
+
+    def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(app, http=Connection, **options)
+        self.limits = limits
+
+
+class Connection(HttpToolsProtocol):
+    """A connection that ends when it exceeds its limits. The server calls `check` once a second."""
+
+    def __init__(self, config: _Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._limits = config.limits
+        self._waits_since_s = self.loop.time()
+        self._stalled_since_s: float | None = None
+        self._overhead_bytes = 0
+
+    @property
+    def _waits_for_client(self) -> bool:
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body
+
+    def check(self, now_s: float) -> None:
+        """End the connection if the client has taken too long."""
+        limits = self._limits
+        late = self._waits_for_client and now_s - self._waits_since_s > limits.request_s
+        stalled = self._stalled_since_s is not None and now_s - self._stalled_since_s > limits.stalled_s
+        if late or stalled:
+            self.transport.abort()
+        elif self.transport.get_write_buffer_size() == 0:
+            self._stalled_since_s = None
+        elif self._stalled_since_s is None:
+            self._stalled_since_s = now_s
+
+    # Called by uvicorn or the event loop:
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        others = [
+            each
+            for each in self.connections
+            if isinstance(each, Connection) and each is not self and not each.transport.is_closing()
+        ]
+        if len(others) < self._limits.connections // 2:
+            return
+        host = self._host
+        if Counter(each._host for each in others)[host] >= self._limits.connections // 2:
+            others = [each for each in others if each._host == host]
+        elif len(others) < self._limits.connections:
+            return
+        # Make room: end the connection that has waited longest for a whole request or for its client to read.
+        idle = [each for each in others if each._waits_for_client or each._stalled_since_s is not None]
+        (min(idle, key=lambda each: each._waits_since_s) if idle else self).transport.abort()
+
+    @property
+    def _host(self) -> str:
+        return "" if self.client is None else self.client[0]
+
+    def data_received(self, data: bytes) -> None:
+        self._overhead_bytes += len(data)
+        super().data_received(data)
+        if self._overhead_bytes > self._limits.overhead_bytes and not self.transport.is_closing():
+            self.send_400_response("The request's head is too large.")
+
+    def on_message_begin(self) -> None:
+        self._overhead_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if len(self.pipeline) > self._limits.pipelined:
+            raise ValueError("too many requests wait on one connection")  # uvicorn ends the connection
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead_bytes -= len(body)
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        self._waits_since_s = self.loop.time()
+        super().on_response_complete()
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the replica, and tells when it accepts.
+    """A server that leaves signals to the replica and says when it accepts.
 
-    Once a second it looks at the time and at its connections; uvicorn looks ten times whether it is to end,
-    which this one is told by `leave`.
+    It checks the time and its connections once a second, where uvicorn wakes up ten times to see whether it
+    should exit; `leave` wakes this one.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -29,7 +133,7 @@ class _Server(uvicorn.Server):
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
-        """End, once what is being sent is sent or the grace is over."""
+        """End once all answers are sent or the grace period is over."""
         self.should_exit = True
         self._leaving.set()
 
@@ -38,9 +142,9 @@ class _Server(uvicorn.Server):
             now_s = asyncio.get_running_loop().time()
             for connection in tuple(self.server_state.connections):
                 if isinstance(connection, Connection):
-                    connection.look(now_s)
+                    connection.check(now_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_CHECK_INTERVAL_S):
                     await self._leaving.wait()
 
     @contextlib.contextmanager
@@ -53,24 +157,24 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, listen: str, bounds: Bounds = BOUNDS) -> AsyncIterator[str]:
+async def serving(app: FastAPI, listen: str, limits: ConnectionLimits = LIMITS) -> AsyncIterator[str]:
     """Serve `app` at `listen` (`host:port`; port 0: a free one); the value is the bound `host:port`.
 
-    Leaving waits up to 2 s for answers that are being sent.
+    On exit, waits up to 2 s for answers that are being sent.
 
     Raises:
         StartupError: the address cannot be bound.
     """
     bound = _bind(listen)
-    config = Config(
+    config = _Config(
         app,
-        bounds,
+        limits,
         log_config=None,
         access_log=False,
         lifespan="off",
-        ws="none",  # or it imports whichever WebSocket package it finds
+        ws="none",  # otherwise uvicorn imports any WebSocket package it finds
         server_header=False,
-        proxy_headers=False,  # whose words about a client count is the guard's to say
+        proxy_headers=False,  # a proxy's claim about its client is not trusted
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)

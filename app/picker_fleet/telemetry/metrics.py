@@ -268,7 +268,7 @@ class Metrics:
         self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
-        """Show shared state, of the shape of `admin.view.StateView.state`."""
+        """Show shared state, as `Membership.state` returns it."""
         self._pool.show(state)
 
     def redis_silence(self, seconds: float, stood_s: float) -> None:

@@ -43,7 +43,7 @@ class PoolMetrics:
         self._scalars["degraded"].set(float(on))
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """Set everything from a state of the shape of `admin.view.StateView.state`.
+        """Set everything from a state as `Membership.state` returns it.
 
         Read are `stock`, `bounds` {lower, watermark, upper}, `queue_length` {band: requests}, `queue_fill`,
         `active_flows`, `overdue`, `leases`, `ready_backends`, `replicas` (a list), `paused`, `degraded`,

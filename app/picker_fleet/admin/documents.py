@@ -1,0 +1,333 @@
+"""What the admin port serves besides the JSON API: the dashboard's files, the metrics, and the API's own
+description as an OpenAPI document and as a page to read. `api.create` adds the routes.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from html import escape
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import Depends, FastAPI, Response
+
+from picker_fleet.admin.models import EXAMPLE_CURSORS
+from picker_fleet.admin.protection import RateLimit, Refused
+from picker_fleet.admin.views import BadCursor
+from picker_fleet.live_config import LIVE
+from picker_fleet.telemetry.metrics import Metrics
+
+FOLDER = Path(__file__).parent / "page"
+METRICS_INTERVAL_S = 1.0  # between two renderings of the metrics, at least
+MAX_METRICS_READS = 8  # of one rendering by one address, which then waits for the next rendering
+MAX_METRICS_AGE_S = 4.0
+_METRICS_LOAD = 0.05  # of the event loop's time at most goes to rendering, unless the text gets too old
+_INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".woff2": "font/woff2",
+}
+_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+_INLINE = re.compile(rb"<(script|style)(?:\s[^>]*)?>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+
+
+class MetricsText:
+    """The Prometheus text, one for all readers, rendered once a second at most.
+
+    It is rendered in slices of `slice_s`, between which the event loop serves requests. `clock` is in
+    seconds.
+    """
+
+    def __init__(
+        self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, slice_s: float = 0.001
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._slice_s = slice_s
+        self._text = b""
+        self._good_until_s = float("-inf")
+        self._reads = Counter[str]()
+        self._rendering: asyncio.Task[None] | None = None
+
+    async def read(self, address: str) -> bytes:
+        """The text for a reader; the next one if the present one is old or this address has read it often.
+
+        Raises:
+            Refused: 429, too many readers at this address wait for the next one.
+        """
+        if self._reads[address] >= MAX_METRICS_READS or self._clock() >= self._good_until_s:
+            if self._rendering is None:
+                self._rendering = asyncio.create_task(self._render(), name="metrics-text")
+            await asyncio.shield(self._rendering)
+            if self._reads[address] >= MAX_METRICS_READS:
+                detail = (
+                    f"one address may read a page {MAX_METRICS_READS} times, and the next comes in a second"
+                )
+                raise Refused(429, "too_many_calls", detail, retry_after_s=1)
+        self._reads[address] += 1
+        return self._text
+
+    async def _render(self) -> None:
+        try:
+            await asyncio.sleep(self._good_until_s - self._clock())
+            took_s, pieces = 0.0, []
+            started_s = self._clock()
+            for piece in self._metrics.pieces():
+                pieces.append(piece)
+                if (slice_s := self._clock() - started_s) >= self._slice_s:
+                    took_s += slice_s
+                    await asyncio.sleep(0)
+                    started_s = self._clock()
+            took_s += self._clock() - started_s
+            self._text = b"".join(pieces)
+            self._reads.clear()
+            good_s = min(max(METRICS_INTERVAL_S, took_s / _METRICS_LOAD), MAX_METRICS_AGE_S)
+            self._good_until_s = self._clock() + good_s
+        finally:
+            self._rendering = None
+
+
+def content_security_policy(page: bytes) -> str:
+    """The policy of an HTML page: it loads from this replica only, and inline scripts and styles by their
+    hash."""
+    hashes: dict[bytes, list[str]] = {b"script": [], b"style": []}
+    for kind, text in _INLINE.findall(page):
+        if text.strip():
+            digest = base64.b64encode(hashlib.sha256(text).digest()).decode()
+            hashes[kind.lower()].append(f"'sha256-{digest}'")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            " ".join(("script-src 'self'", *hashes[b"script"])),
+            " ".join(("style-src 'self'", *hashes[b"style"])),
+            "img-src 'self' data:",
+            "font-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+
+
+def add_dashboard(app: FastAPI, rate_limit: RateLimit) -> None:
+    """Serve the dashboard at `/` and its files at `/static/NAME`; they are read once, at the start."""
+    files = {}
+    if FOLDER.is_dir():
+        files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
+    policy = content_security_policy(files.get(_INDEX, b""))
+    headers = {**_HEADERS, "content-security-policy": policy, "cache-control": "no-cache"}
+    limited = [Depends(rate_limit)]
+
+    @app.get("/", response_class=Response, include_in_schema=False, dependencies=limited)
+    async def index() -> Response:
+        return await static(_INDEX)
+
+    @app.get("/static/{name}", response_class=Response, include_in_schema=False, dependencies=limited)
+    async def static(name: str) -> Response:
+        if name not in files:
+            raise Refused(404, "unknown_file", "the dashboard has no such file")
+        return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=headers)
+
+
+def add_api_description(app: FastAPI, rate_limit: RateLimit) -> None:
+    """Serve the OpenAPI document at `/openapi.json` and a page of it at `/docs`, which loads nothing from
+    elsewhere; both are written at the first call."""
+    _add_examples(app)
+    limited = [Depends(rate_limit)]
+    written: list[tuple[bytes, bytes]] = []
+
+    async def texts() -> tuple[bytes, bytes]:
+        if not written:
+            # In a thread: describing every model takes a tenth of a second.
+            written.append(await asyncio.to_thread(_describe, app))
+        return written[0]
+
+    @app.get("/openapi.json", response_class=Response, include_in_schema=False, dependencies=limited)
+    async def document() -> Response:
+        return Response((await texts())[0], media_type="application/json", headers=_HEADERS)
+
+    @app.get("/docs", response_class=Response, include_in_schema=False, dependencies=limited)
+    async def docs() -> Response:
+        page = (await texts())[1]
+        headers = {**_HEADERS, "content-security-policy": content_security_policy(page)}
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def _describe(app: FastAPI) -> tuple[bytes, bytes]:
+    document = app.openapi()
+    return orjson.dumps(document), _html(document).encode()
+
+
+# Examples in the OpenAPI document; tests/unit/test_openapi.py compares them with real answers.
+
+_JSON, _PROBLEM = "application/json", "application/problem+json"
+_PATH_EXAMPLES = {
+    "flow": "gold",
+    "workload_id": "chat",
+    "request_id": "4f1d-9c",
+    "address": "10.0.0.1:8000",
+}
+# By status; or by status and path where another fault is more likely there.
+_FAULTS: dict[tuple[str, str], tuple[str, str]] = {
+    ("400", ""): ("bad_cursor", str(BadCursor())),
+    ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
+    ("401", ""): ("token_needed", "the bearer token of this fleet is needed"),
+    ("403", ""): (
+        "not_local",
+        "without an admin.token in the configuration only this machine may make changes",
+    ),
+    ("404", "/api/v1/flows/{flow}"): (
+        "unknown_flow",
+        "no request of this flow waits, and none was served of late",
+    ),
+    ("404", "/api/v1/workloads/{workload_id}"): ("unknown_workload", "no such workload has asked of late"),
+    ("404", "/api/v1/requests/{request_id}"): (
+        "unknown_request",
+        "neither the pool nor this replica knows of the request",
+    ),
+    ("404", "/api/v1/requests/{request_id}/evict"): ("unknown_request", "no such request waits"),
+    ("404", ""): ("unknown_endpoint", "no endpoint 10.0.0.1:8000"),
+    ("408", ""): ("body_too_slow", "the body did not come within 5 s"),
+    ("409", ""): ("request_running", "the request has left the queue already"),
+    ("413", ""): ("body_too_large", "the body is larger than 65536 bytes"),
+    ("422", ""): ("bad_limit", "query.limit: Input should be greater than or equal to 1"),
+    ("422", "/api/v1/config"): (
+        "bad_config",
+        "fair_request_queue.total_capacity: Input should be greater than or equal to 1 (got '0')",
+    ),
+    ("429", ""): ("too_many_calls", "more than 200 calls a second from one client (a change counts as 10)"),
+    ("500", ""): ("internal_error", "the replica failed to answer: KeyError"),
+    ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
+    ("503", "/api/v1/events"): ("too_many_listeners", "no more can listen to this replica; ask another"),
+}
+# The details of these faults do not begin with the call.
+_WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
+
+
+def _add_examples(app: FastAPI) -> None:
+    """Let the OpenAPI document have an example of each parameter and each fault, the latter as a problem
+    document."""
+    openapi = app.openapi
+
+    def with_examples() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            for path, methods in openapi()["paths"].items():
+                for method, call in methods.items():
+                    for parameter in call.get("parameters", ()):
+                        # Tools look for an example beside the schema, and some only there.
+                        if parameter["name"] == "cursor":  # each list accepts its own only
+                            parameter["example"] = EXAMPLE_CURSORS[path.rpartition("/")[2]]
+                        else:
+                            parameter["example"] = parameter["schema"]["examples"][0]
+                    for status, response in call["responses"].items():
+                        content = response.get("content", {})
+                        schema = content.get(_JSON, {}).get("schema", {})
+                        if schema.get("$ref", "").endswith("/Problem"):
+                            example = _problem(status, method.upper(), path)
+                            content[_PROBLEM] = {**content.pop(_JSON), "example": example}
+        return openapi()
+
+    app.openapi = with_examples  # type: ignore[method-assign]
+
+
+def _problem(status: str, method: str, path: str) -> dict[str, Any]:
+    """The problem document of a fault of a route; 500 stands for `default`."""
+    status = "500" if status == "default" else status
+    code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
+    instance = path.format(**_PATH_EXAMPLES)
+    document: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(int(status)).phrase,
+        "status": int(status),
+        "code": code,
+        "detail": text if code in _WITHOUT_CALL else f"{method} {instance}: {text}",
+        "instance": instance,
+    }
+    if status == "422":
+        document["faults"] = [text]
+    if code == "bad_config":
+        document["live"] = list(LIVE)
+    return document
+
+
+# The OpenAPI document as HTML
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem 1.25rem; font: 15px/1.5 system-ui, sans-serif; }
+h2 { border-bottom: 1px solid #8886; text-transform: capitalize; }
+details { margin: 0.4rem 0; } details details { margin-left: 1rem; }
+summary { cursor: pointer; overflow-wrap: anywhere; } summary code { font-weight: 600; }
+pre { overflow-x: auto; background: #8881; padding: 0.6rem; margin: 0.3rem 0 0.3rem 1rem; }
+table { border-collapse: collapse; margin: 0.4rem 1rem; }
+td, th { text-align: left; padding: 0.1rem 1rem 0.1rem 0; }
+"""
+
+
+def _html(document: dict[str, Any]) -> str:
+    info, groups = document["info"], dict[str, list[str]]()
+    for path, calls in document["paths"].items():
+        for method, call in calls.items():
+            groups.setdefault(call["tags"][0], []).append(_call_html(document, method, path, call))
+    body = "".join(f"<h2>{escape(tag)}</h2>{''.join(calls)}" for tag, calls in groups.items())
+    title = escape(info["title"])
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}: API</title><style>{_STYLE}</style></head><body><h1>{title}: API</h1>"
+        f"<p>{escape(info.get('summary', ''))} Version {escape(info['version'])}. "
+        'The same for programs: <a href="openapi.json">openapi.json</a>. '
+        f'<a href="./">The dashboard</a>.</p>{body}</body></html>'
+    )
+
+
+def _call_html(document: dict[str, Any], method: str, path: str, call: dict[str, Any]) -> str:
+    parts = [f"<p>{escape(call.get('description', ''))}</p>"]
+    rows = ""
+    for each in call.get("parameters", ()):
+        cells = (each["name"], each["in"], each.get("description", ""), json.dumps(each.get("example")))
+        rows += f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
+    if rows:
+        parts.append(f"<table><tr><th>parameter<th>in<th>what<th>example</tr>{rows}</table>")
+    if "requestBody" in call:
+        parts.append(f"<p>body</p>{_content_html(document, call['requestBody']['content'])}")
+    for status, response in call["responses"].items():
+        content = _content_html(document, response.get("content", {}))
+        summary = f"{escape(status)} {escape(response.get('description', ''))}"
+        parts.append(f"<details><summary>{summary}</summary>{content}</details>")
+    name = f"<code>{method.upper()} {escape(path)}</code> {escape(call.get('summary', ''))}"
+    return f"<details><summary>{name}</summary>{''.join(parts)}</details>"
+
+
+def _content_html(document: dict[str, Any], content: dict[str, Any]) -> str:
+    parts = []
+    for kind, media in content.items():
+        example = _example(document, media)
+        text = example if isinstance(example, str) else json.dumps(example, indent=2, ensure_ascii=False)
+        parts.append(f"<p>{escape(kind)}</p><pre>{escape(text)}</pre>")
+    return "".join(parts)
+
+
+def _example(document: dict[str, Any], media: dict[str, Any]) -> Any:
+    """The example of a media type: its own, or else its schema's."""
+    if "example" in media:
+        return media["example"]
+    schema = media.get("schema", {})
+    if schema.get("type") == "array":
+        return [_example(document, {"schema": schema["items"]})]
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return document["components"]["schemas"].get(name, schema).get("example")

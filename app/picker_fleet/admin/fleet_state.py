@@ -1,0 +1,232 @@
+"""The state of the whole fleet for the views (views.py): every flow queue, and what replicas report of
+themselves.
+
+It is at most a second old. One replica reads all flow queues for the whole fleet (state/survey.py), and each
+replica computes once what its answers need of them. While clients keep asking, the next state is read before
+the last one expires, so that clients do not wait. A small queue is read at each call.
+"""
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from picker_fleet.admission.placed_requests import WINDOW_S
+from picker_fleet.errors import StateFault
+from picker_fleet.state.reads import CHUNK, Lanes, ReplicaRow
+from picker_fleet.state.rows import PARKED, Lane
+from picker_fleet.state.store import Store
+
+MAX_FLOWS = 2000
+# Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run
+# in the pauses. A decision takes some milliseconds; it is delayed by at most one chunk, rarely two.
+PAUSE_S = 0.01
+_BANDS = 3
+# Read by index in C: for a thousand flow queues a property takes ten times as long.
+_GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
+    operator.itemgetter(Lane._fields.index(name)) for name in ("group", "queued", "oldest_s", "weight")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica's last heartbeat reports. None: not reported, or of another version's format."""
+
+    id: str
+    heartbeat_s_ago: float
+    host: str | None = None
+    degraded: bool | None = None
+    waiting: int | None = None
+    admin: str | None = None
+    grpc: str | None = None
+    version: str | None = None
+    up_s: float | None = None
+    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
+    served_bands: tuple[float, ...] = (0.0,) * _BANDS
+    served_truncated: bool = False
+
+    @classmethod
+    def parse(cls, row: ReplicaRow) -> "ReplicaReport":
+        report: dict[str, Any] = {}
+        for line in row.about.split("\n"):
+            try:
+                part = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            report |= part if isinstance(part, dict) else {}
+
+        def of_type(name: str, *types: type) -> Any:
+            value = report.get(name)
+            return value if type(value) in types else None
+
+        return cls(
+            row.id,
+            row.heartbeat_s_ago,
+            *(of_type("host", str), of_type("degraded", bool), of_type("waiting", int)),
+            *(of_type("admin", str), of_type("grpc", str), of_type("version", str)),
+            of_type("up_s", int, float),
+            *_served(report),
+        )
+
+
+def _served(report: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float], tuple[float, ...], bool]:
+    """Cost a second by flow and by band, as `ServiceMeter` reports them, and whether the list was
+    truncated."""
+    try:
+        served = report["served"]
+        flows = {(int(band), str(flow)): float(cost) / WINDOW_S for band, flow, cost in served["flows"]}
+        bands = tuple(float(cost) / WINDOW_S for cost in served["bands"])
+        if len(bands) == _BANDS:
+            return flows, bands, bool(served["cut"])
+    except (KeyError, TypeError, ValueError):
+        pass
+    return {}, (0.0,) * _BANDS, False
+
+
+@dataclass(frozen=True, slots=True)
+class BandQueues:
+    """The flow queues of one band in dispatch order, and their sums."""
+
+    queues: tuple[Lane, ...] = ()
+    queued: int = 0
+    weights: float = 0.0
+    oldest_s: float | None = None
+
+    @classmethod
+    def of(cls, queues: Sequence[Lane]) -> "BandQueues":
+        return cls(
+            tuple(queues),
+            sum(map(_QUEUED, queues)),
+            math.fsum(map(_WEIGHT, queues)),
+            max(map(_OLDEST_S, queues), default=None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """`queues` are the flow queues in dispatch order, each once. `complete`: all of them, not the first
+    MAX_FLOWS."""
+
+    queues: tuple[Lane, ...] = ()
+    totals: tuple[int, ...] = (0,) * 2 * _BANDS
+    complete: bool = True
+    replicas: tuple[ReplicaReport, ...] = ()
+    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
+    served_bands: tuple[float, ...] = (0.0,) * _BANDS
+    served_truncated: bool = False  # some replica served more flows than it reported
+    bands: tuple[BandQueues, ...] = (BandQueues(),) * _BANDS
+
+    def served_per_s(self, band: int, flow: str) -> float | None:
+        """Cost of the flow served a second; None if it is not known."""
+        found = self.served.get((band, flow))
+        return found if found is not None or self.served_truncated else 0.0
+
+    def page(
+        self, limit: int, group: int, after: tuple[str, str] | None, band: int | None
+    ) -> list[Lane] | None:
+        """What `Reads.lanes` would return; None if not all flow queues are known."""
+        if not self.complete:
+            return None
+        position = (group, float(after[0]), after[1].encode()) if after else (group, -math.inf, b"")
+        queues = self.queues if band is None else self.bands[band].queues
+        first = bisect.bisect_right(queues, position, key=lambda queue: queue.place)
+        return list(queues[first : first + limit])
+
+    def weights(self, band: int, *, even: bool) -> float | None:
+        """Sum of the weights of the band's flows, each 1 if `even`; None if not all flows are known."""
+        if not self.complete:
+            return None
+        return float(len(self.bands[band].queues)) if even else self.bands[band].weights
+
+    def queued(self, band: int | None) -> int:
+        """Requests that wait in these flow queues."""
+        return sum(each.queued for each in self.bands) if band is None else self.bands[band].queued
+
+    def oldest_s(self, band: int) -> float | None:
+        """Age of the band's oldest waiting request; None if none waits or not all flow queues are known."""
+        return self.bands[band].oldest_s if self.complete else None
+
+
+def _by_band(queues: Sequence[Lane]) -> tuple[BandQueues, ...]:
+    """Each band's flow queues, then its parked ones; `queues` are in dispatch order."""
+    ends = [bisect.bisect_right(queues, group, key=_GROUP) for group in range(-1, 2 * _BANDS)]
+    groups = [queues[start:end] for start, end in itertools.pairwise(ends)]
+    return tuple(BandQueues.of([*groups[band], *groups[band + PARKED]]) for band in range(_BANDS))
+
+
+class FleetStateCache:
+    """Reads and keeps the `FleetState`; one for all clients of a replica. One event loop."""
+
+    def __init__(self, store: Store, silence_s: float) -> None:
+        self._store = store
+        self._silence_s = silence_s
+        self._clock = asyncio.get_running_loop().time
+        self._reading = asyncio.Lock()
+        self._used = asyncio.Event()
+        self._state = FleetState()
+        self._fresh_until = self._good_until = -math.inf
+
+    @property
+    def last(self) -> FleetState:
+        """The state as it was last read, however old."""
+        return self._state
+
+    async def get(self) -> FleetState:
+        """The state, at most a second old. Raises StateFault if it cannot be read."""
+        self._used.set()
+        if self._clock() >= self._good_until:
+            async with self._reading:
+                if self._clock() >= self._good_until:
+                    await self._read()
+        return self._state
+
+    async def run(self) -> None:
+        """Refresh the state of a long queue ahead of its clients, until cancelled. `get` raises the
+        faults."""
+        while True:
+            await self._used.wait()
+            await asyncio.sleep(self._fresh_until - self._clock())
+            self._used.clear()
+            if len(self._state.queues) > CHUNK:
+                with contextlib.suppress(StateFault):
+                    async with self._reading:
+                        if self._clock() >= self._fresh_until:
+                            await self._read(PAUSE_S)
+
+    async def _read(self, pause_s: float = 0.0) -> None:
+        survey = await self._store.survey.lanes(MAX_FLOWS, pause_s=pause_s / 2)  # its chunks are half as long
+        as_of_s = self._clock()
+        self._state = await self._combine(survey.lanes, pause_s)
+        self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s
+
+    async def _combine(self, found: Lanes, pause_s: float) -> FleetState:
+        replicas = []
+        served: Counter[tuple[int, str]] = Counter()
+        served_bands = [0.0] * _BANDS
+        truncated = False
+        for row in await self._store.reads.replicas():
+            replica = ReplicaReport.parse(row)
+            replicas.append(replica)
+            if replica.heartbeat_s_ago < self._silence_s:
+                served.update(replica.served)
+                served_bands = [a + b for a, b in zip(served_bands, replica.served_bands, strict=True)]
+                truncated = truncated or replica.served_truncated
+                await asyncio.sleep(pause_s)
+        return FleetState(
+            tuple(found.lanes),
+            found.totals,
+            sum(found.totals) < MAX_FLOWS,
+            tuple(replicas),
+            served,
+            tuple(served_bands),
+            truncated,
+            _by_band(found.lanes),
+        )

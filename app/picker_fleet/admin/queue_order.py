@@ -1,0 +1,135 @@
+"""The predicted order in which waiting requests will be served, and why one request still waits. Pure; used
+by the views (views.py).
+
+Start-time fair queueing serves the smallest start tag, and serving a request raises its flow's tag by the
+request's cost over the flow's weight. If the requests of a flow cost what its oldest does, its n-th request
+is served at start + n * share. This number stays the same while the queue is served, so a page can continue
+at any depth, and a position is a count over flow queues. What changes the order: arrivals, dispatches of the
+starvation guard, different costs in one flow, and, under `band_policy: weighted`, the turns between bands.
+"""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from picker_fleet.state.reads import Whereabouts
+from picker_fleet.state.rows import Lane
+
+_SLACK = 1e-6  # of a share: sums of fractions differ in their last digits
+_MIN_SHARE = 1e-12
+
+
+class Position(NamedTuple):
+    """Where a request is in the order: the group of its flow queue, its predicted start tag, and its flow."""
+
+    group: int
+    tag: float
+    flow: str
+
+
+class PredictedRequest(NamedTuple):
+    """The `rank`-th request of a flow queue (0: the first), predicted to be served at `tag` as the
+    `number`-th of all (1: the first)."""
+
+    queue: Lane
+    rank: int
+    tag: float
+    number: int
+
+    @property
+    def position(self) -> Position:
+        return Position(self.queue.group, self.tag, self.queue.name)
+
+
+def predicted_tag(queue: Lane, rank: int) -> float:
+    """The start tag at which the flow queue's `rank`-th request will be served."""
+    return queue.start + rank * max(queue.share, _MIN_SHARE)
+
+
+def predicted_order(queues: Sequence[Lane], after: Position | None, limit: int) -> list[PredictedRequest]:
+    """The next `limit` requests after a position; O(queues + limit * log queues)."""
+    skipped = 0
+    heads = []
+    for queue in queues:
+        rank = 0 if after is None else _served_before(queue, after, inclusive=True)
+        skipped += rank
+        if rank < queue.queued:
+            heads.append((queue.group, predicted_tag(queue, rank), queue.name, rank, queue))
+    heapq.heapify(heads)
+    found: list[PredictedRequest] = []
+    while heads and len(found) < limit:
+        group, tag, name, rank, queue = heads[0]
+        found.append(PredictedRequest(queue, rank, tag, skipped + len(found) + 1))
+        if rank + 1 < queue.queued:
+            heapq.heapreplace(heads, (group, predicted_tag(queue, rank + 1), name, rank + 1, queue))
+        else:
+            heapq.heappop(heads)
+    return found
+
+
+def count_before(queues: Sequence[Lane], position: Position) -> int:
+    """How many requests are predicted to be served before the one at `position`."""
+    return sum(_served_before(queue, position, inclusive=False) for queue in queues)
+
+
+def _served_before(queue: Lane, position: Position, *, inclusive: bool) -> int:
+    """How many requests of `queue` are served before `position`; if `inclusive`, also the one at it."""
+    if queue.group != position.group:
+        return queue.queued if queue.group < position.group else 0
+    ranks = (position.tag - queue.start) / max(queue.share, _MIN_SHARE)
+    if not math.isfinite(ranks):
+        return queue.queued if ranks > 0 else 0
+    ties_first = queue.name < position.flow or (inclusive and queue.name == position.flow)
+    count = math.floor(ranks + _SLACK) + 1 if ties_first else math.ceil(ranks - _SLACK)
+    return min(max(count, 0), queue.queued)
+
+
+def request_status(
+    found: Whereabouts, state: Mapping[str, Any], before: int | None, claim_share: float
+) -> str:
+    """One sentence: where a request is and why.
+
+    Args:
+        state: the shared state (Membership.state).
+        before: how many requests are predicted to be served before this one; None: not known.
+        claim_share: the part of the upper bound that one request takes at most.
+    """
+    entry = found.entry
+    if entry.state == "placed":
+        lease = "unknown time" if found.lease_in_s is None else f"{found.lease_in_s:.1f} s"
+        return f"it runs on {entry.endpoints[0]}; its lease ends in {lease} unless renewed"
+    if entry.state == "granted":
+        return f"its turn has come; replica {entry.owner} is choosing its endpoint"
+    if entry.state == "held":
+        return f"replica {entry.owner}, which brought it, is silent; it waits to be brought again by another"
+    return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share)}"
+
+
+def _queue_position(found: Whereabouts, before: int | None) -> str:
+    rank = found.rank
+    if rank is None:
+        return "it waits"
+    count = "no request" if not rank else "1 request" if rank == 1 else f"{rank} requests"
+    text = f"flow {found.entry.flow} has {count} before it"
+    return text if before is None or before == rank else f"{text}, and {before} in all are served sooner"
+
+
+def _obstacle(found: Whereabouts, state: Mapping[str, Any], claim_share: float) -> str:
+    entry, queue = found.entry, found.lane
+    if state["paused"]:
+        return "dispatching is paused"
+    if not state["ready_backends"]:
+        return "no endpoint is ready"
+    if queue is not None and queue.parked:
+        text = "the endpoints its flow's next request may go to are at their limits"
+        if entry.limit:
+            text = f"its flow is at its limit of {entry.limit} in flight on each endpoint, or {text}"
+        return text
+    stock, bounds = state["stock"], state["bounds"]
+    if stock >= bounds["lower"]:
+        return f"the stock ({stock:g}) is at its bounds ({bounds['lower']:g} to {bounds['upper']:g})"
+    takes = min(entry.cost, claim_share * bounds["upper"])
+    if stock + takes > bounds["upper"]:
+        return f"its cost ({takes:g}) does not fit above the stock ({stock:g}) yet"
+    return "it is served when its turn comes"

@@ -1,0 +1,519 @@
+"""What a replica shows of the fleet and of itself, as the models of the admin API (models.py): `FleetView`
+for the state, endpoints and health; `FleetLists` for lists, page by page, at a cost that does not grow with
+the queue.
+
+Both raise StateUnavailable if the shared state cannot be read. The routes (api.py) and the event stream
+(events.py) call them.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast, overload
+
+import orjson
+
+from picker_fleet.admin import models
+from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetState, FleetStateCache, ReplicaReport
+from picker_fleet.admin.models import BandName
+from picker_fleet.admin.queue_order import (
+    Position,
+    PredictedRequest,
+    count_before,
+    predicted_order,
+    predicted_tag,
+    request_status,
+)
+from picker_fleet.config import Settings
+from picker_fleet.endpoints.readings import MetricsCache, Reading
+from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.errors import BadRequest
+from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.request import Band
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.endpoint_history import LatencyTracker
+from picker_fleet.state.reads import Stretch, Whereabouts
+from picker_fleet.state.rows import Entry, Lane, WorkloadRow
+from picker_fleet.state.store import Store
+
+BAND_NAMES = cast(tuple[BandName, ...], tuple(band.label for band in Band))
+_Row = TypeVar("_Row")
+_MAX_CURSOR_CHARS = 4096
+_MAX_SCANNED_WORKLOADS = 200  # among which the busiest are looked for
+_FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
+_BAND_ORDER = {
+    "strict": "band after band",
+    "weighted": "band after band, though bands take turns by their weights",
+}
+_ORDER_IN_FLOW = {
+    "fcfs": "in a flow by arrival",
+    "edf": "in a flow by deadline",
+    "workload-aware": "in a flow by arrival, and those on one page by score",
+}
+
+
+class BadCursor(BadRequest):
+    """A cursor that this list has not returned."""
+
+    code = "bad_cursor"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "cursor: not one that this list gave; take `cursor` of the page before, or leave it out"
+        )
+
+
+def encode_cursor(name: str, *parts: str | int | float) -> str:
+    """An opaque cursor of the list `name` that holds `parts`."""
+    return base64.urlsafe_b64encode(orjson.dumps([name, *parts])).rstrip(b"=").decode()
+
+
+def decode_cursor(text: str, name: str, *types: type) -> list[str | int | float]:
+    """The parts of a cursor, of exactly these types; an int is not negative. Raises BadCursor."""
+    if len(text) > _MAX_CURSOR_CHARS:
+        raise BadCursor
+    try:
+        packed = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        parts = orjson.loads(packed)
+    except (binascii.Error, ValueError):  # UnicodeError and orjson's own are ValueErrors
+        raise BadCursor from None
+    if not isinstance(parts, list) or len(parts) != len(types) + 1 or parts[0] != name:
+        raise BadCursor
+    for part, of_type in zip(parts[1:], types, strict=True):
+        if type(part) is not of_type or (isinstance(part, int) and not 0 <= part < 2**63):
+            raise BadCursor
+    return parts[1:]
+
+
+def finite_score(text: object) -> str:
+    """`text` if it spells a finite number, as a score of Redis does. Raises BadCursor."""
+    try:
+        if isinstance(text, str) and text.isascii() and math.isfinite(float(text)) and "_" not in text:
+            return text.strip()
+    except ValueError:
+        pass
+    raise BadCursor
+
+
+def _next_cursor(
+    more: bool, name: str, rows: Sequence[_Row], position: Callable[[_Row], tuple[str | int, ...]]
+) -> str | None:
+    """Where the list `name` continues after the last of `rows`; None if there are no more."""
+    return encode_cursor(name, *position(rows[-1])) if more else None
+
+
+class FleetView:
+    """The fleet's state, its endpoints, and this replica's health.
+
+    A replica is ready from its first contact with a pool that may admit, and stays ready: one that loses
+    Redis still answers, and must be looked at.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        membership: Membership,
+        readings: MetricsCache,
+        latencies: LatencyTracker,
+        cache: FleetStateCache,
+        *,
+        replica: str,
+        pool: str,
+    ) -> None:
+        self._store = store
+        self._membership = membership
+        self._readings = readings
+        self._latencies = latencies
+        self._cache = cache
+        self._identity = {"replica": replica, "pool": pool}
+
+    async def state(self) -> models.State:
+        """The shared state at one moment; while it is unavailable, as it was last read."""
+        state = await self._membership.state()
+        fleet = self._cache.last if state["degraded"] else await self._cache.get()
+        settings = self._membership.effective.settings
+        queue = settings.fair_request_queue
+        weights = queue.band_weights if queue.band_policy == "weighted" else None
+        bands = [
+            models.BandState(
+                band=name,
+                queued=state["queue_length"][name],
+                virtual_time=state["virtual_times"][name],
+                active_flows=fleet.totals[band] + fleet.totals[band + len(Band)],
+                oldest_s=_rounded(fleet.oldest_s(band)),
+                weight=None if weights is None else weights[band],
+            )
+            for band, name in zip(Band, BAND_NAMES, strict=True)
+        ]
+        age_s = max(0.0, (state["now_us"] - state["born_us"]) / 1e6) if state["born_us"] else 0.0
+        return models.State(
+            **self._identity,
+            **state,
+            unit=settings.request_queue_controller.unit,
+            queue_enabled=settings.request_queue_controller.enabled,
+            bands=bands,
+            pool_age_s=age_s,
+        )
+
+    async def endpoints(self) -> list[models.Endpoint]:
+        in_flight = (await self._membership.state())["in_flight"]
+        readings = self._readings.snapshot()
+        return [
+            self._endpoint(each, in_flight.get(each.address, 0), readings.get(each.address))
+            for each in await self._membership.endpoints()
+        ]
+
+    def _endpoint(self, endpoint: Endpoint, in_flight: int, reading: Reading | None) -> models.Endpoint:
+        shown = models.Endpoint(
+            address=endpoint.address,
+            labels=endpoint.labels,
+            status="down"
+            if endpoint.down
+            else "drained"
+            if endpoint.drained
+            else "draining"
+            if endpoint.draining
+            else "ready",
+            in_flight=in_flight,
+            max_inflight=endpoint.max_inflight,
+        )
+        if reading is not None:
+            metrics = reading.metrics
+            shown.waiting, shown.running = metrics.waiting, metrics.running
+            shown.kv_utilisation = metrics.kv_utilisation
+            shown.adapters, shown.waiting_adapters = (
+                sorted(metrics.active_adapters),
+                sorted(metrics.waiting_adapters),
+            )
+            shown.max_adapters = metrics.max_adapters
+            shown.scraped_s_ago, shown.scrape_fault = round(reading.age_s, 3), metrics.fault
+        if (latency := self._latencies.stats(endpoint.address)) is not None:
+            shown.latency_mean_s, shown.latency_std_s = _rounded(latency.mean_s), _rounded(latency.std_s)
+        return shown
+
+    def ready(self) -> tuple[bool, dict[str, str]]:
+        """Whether this replica should get traffic, and for each component `ok` or what is wrong with it."""
+        pulse = self._membership.pulse
+        joined = pulse is not None and pulse.born != "0"
+        endpoints = pulse.ready if pulse is not None else 0
+        return joined, {
+            "redis": self._store.fault or "ok",
+            "pool": self._membership.standing if joined else "not joined yet",
+            "endpoints": "ok" if endpoints else "none is ready",
+        }
+
+    def health(self, status: str, components: dict[str, str]) -> models.Health:
+        return models.Health(status=status, components=components, **self._identity)
+
+
+class FleetLists:
+    """Flows, requests, workloads and replicas. A method that gets a cursor of another list raises BadCursor;
+    one that looks up a single thing returns None if it is not known."""
+
+    def __init__(
+        self,
+        store: Store,
+        membership: Membership,
+        cache: FleetStateCache,
+        chooser: EndpointChooser,
+        replica: str,
+    ) -> None:
+        self._store = store
+        self._membership = membership
+        self._cache = cache
+        self._chooser = chooser  # explains the choices of this replica
+        self._replica = replica
+
+    async def flows(self, limit: int, cursor: str | None, band: Band | None) -> models.Flows:
+        group, after = 0, None
+        if cursor is not None:
+            cursor_group, tag, name = decode_cursor(cursor, "flows", int, str, str)
+            group, after = int(cursor_group), (finite_score(tag), str(name))
+        fleet = await self._cache.get()
+        queues, totals = fleet.page(limit + 1, group, after, band), fleet.totals
+        if queues is None:
+            page = await self._store.reads.lanes(limit + 1, group=group, behind=after, band=band)
+            queues, totals = page.lanes, page.totals
+        queues, more = queues[:limit], len(queues) > limit
+        return models.Flows(
+            flows=self._flows(queues, fleet),
+            total=sum(count for at, count in enumerate(totals) if band is None or at % len(Band) == band),
+            cursor=_next_cursor(
+                more, "flows", queues, lambda last: (last.group, repr(last.start), last.name)
+            ),
+        )
+
+    async def flow(self, name: str) -> models.FlowDetail | None:
+        queues = await self._store.reads.lane(name)
+        fleet = await self._cache.get()
+        served = {band.label: round(fleet.served_per_s(band, name) or 0.0, 6) for band in Band}
+        if not queues and not any(served.values()):
+            return None
+        effective = self._membership.effective
+        return models.FlowDetail(
+            flow=name,
+            bands=self._flows(queues, fleet),
+            served_cost_per_s=served,
+            weight_override=effective.weights.get(name),
+            flow_capacity=effective.settings.fair_request_queue.flow_capacity,
+        )
+
+    async def queue(
+        self, limit: int, cursor: str | None, band: Band | None, flow: str | None
+    ) -> models.Queue:
+        after = None
+        if cursor is not None:
+            group, tag, name = decode_cursor(cursor, "queue", int, str, str)
+            after = Position(int(group), float(finite_score(tag)), str(name))
+        queues: Sequence[Lane]
+        if flow is None:
+            fleet = await self._cache.get()
+            queues = fleet.queues if band is None else fleet.bands[band].queues
+            total = fleet.queued(band) if fleet.complete else await self._queue_length(band)
+        else:
+            queues = [
+                each for each in await self._store.reads.lane(flow) if band is None or each.band == band
+            ]
+            total = sum(each.queued for each in queues)
+        requests = predicted_order(queues, after, limit + 1)
+        requests, more = requests[:limit], len(requests) > limit
+        return models.Queue(
+            requests=await self._queued(requests),
+            total=total,
+            cursor=_next_cursor(
+                more, "queue", requests, lambda last: (last.queue.group, repr(last.tag), last.queue.name)
+            ),
+            order=self._order(),
+        )
+
+    async def in_flight(self, limit: int, cursor: str | None) -> models.Inflight:
+        after = None
+        if cursor is not None:
+            lease_ms, request_id = decode_cursor(cursor, "inflight", str, str)
+            after = (finite_score(lease_ms), str(request_id))
+        found, total = await self._store.reads.in_flight(limit + 1, after)
+        found, more = found[:limit], len(found) > limit
+        return models.Inflight(
+            requests=[
+                models.Running(**_placed(each.entry), lease_in_s=_rounded(each.lease_in_s)) for each in found
+            ],
+            total=total,
+            cursor=_next_cursor(more, "inflight", found, lambda last: (last.lease_ms, last.entry.id)),
+        )
+
+    async def request(self, request_id: str) -> models.RequestStatus | None:
+        explained = self._chooser.explain(request_id)
+        explanation = None if explained is None else explained.to_dict()
+        found = await self._store.reads.request(request_id)
+        if found is None:
+            if explanation is None:
+                return None
+            why = (
+                "this replica placed it; it has ended since, or the pool has lost it"
+                if explanation["chosen"]
+                else "this replica refused it: there was no endpoint for it"
+            )
+            return models.RequestStatus(
+                id=request_id, state="unknown-to-the-pool", why=why, explanation=explanation
+            )
+        state = await self._membership.state()
+        before: int | None = None
+        if found.entry.state in ("queued", "held"):
+            before, tag = await self._predicted(found)
+            fields = _queued(found.entry, None if before is None else before + 1, tag).model_dump()
+        else:
+            fields = _placed(found.entry)
+        return models.RequestStatus(
+            **fields,
+            lease_in_s=_rounded(found.lease_in_s),
+            why=request_status(found, state, before, self._membership.effective.settings.claim_share),
+            explanation=explanation,
+        )
+
+    async def _predicted(self, found: Whereabouts) -> tuple[int | None, float | None]:
+        """How many requests are served before this one, and its start tag; None if it is in no flow queue."""
+        queue = found.lane
+        if queue is None or found.rank is None:
+            return None, None
+        tag = predicted_tag(queue, found.rank)
+        others = [
+            each
+            for each in (await self._cache.get()).queues
+            if (each.group, each.name) != (queue.group, queue.name)
+        ]
+        return found.rank + count_before(others, Position(queue.group, tag, queue.name)), tag
+
+    async def workloads(self, limit: int, cursor: str | None) -> models.Workloads:
+        start: tuple[str, int] = ("0", 0)
+        if cursor is not None:
+            scan, skip = decode_cursor(cursor, "workloads", str, int)
+            if not str(scan).isascii() or not str(scan).isdigit() or int(scan) >= 2**64 or int(skip) > 10_000:
+                raise BadCursor
+            start = (str(scan), int(skip))
+        found, total, following = await self._store.reads.workloads(limit, *start)
+        return models.Workloads(
+            workloads=[self._workload(row) for row in found],
+            total=total,
+            cursor=following and encode_cursor("workloads", *following),
+        )
+
+    async def busiest(self, limit: int) -> models.Workloads:
+        """Those with the most requests that have not ended, of some hundred workloads."""
+        found, total, _ = await self._store.reads.workloads(_MAX_SCANNED_WORKLOADS)
+        found.sort(key=lambda row: (-row.active, row.last_request_s_ago))
+        return models.Workloads(
+            workloads=[self._workload(row) for row in found[:limit]], total=total, cursor=None
+        )
+
+    async def workload(self, workload_id: str) -> models.Workload | None:
+        row = await self._store.reads.workload(workload_id)
+        return None if row is None else self._workload(row)
+
+    async def replicas(self) -> models.Replicas:
+        silence_s = self._membership.effective.settings.leases.replica_silence
+        reports = (await self._cache.get()).replicas
+        found = [_replica(each, this=self._replica, silence_s=silence_s) for each in reports]
+        return models.Replicas(replicas=sorted(found, key=lambda each: (not each.live, each.id)))
+
+    def _flows(self, queues: Sequence[Lane], fleet: FleetState) -> list[models.Flow]:
+        even = self._membership.effective.settings.fair_request_queue.fairness == "round-robin"
+        weights = {band: fleet.weights(band, even=even) for band in Band}
+        return [_flow(queue, fleet, weights[Band(queue.band)], even=even) for queue in queues]
+
+    async def _queue_length(self, band: Band | None) -> int:
+        state = await self._membership.state()
+        return int(state["queued"] if band is None else state["queue_length"][band.label])
+
+    async def _queued(self, requests: Sequence[PredictedRequest]) -> list[models.Queued]:
+        """The requests at these places of the order."""
+        by_queue: dict[tuple[int, str], list[PredictedRequest]] = {}
+        for request in requests:
+            by_queue.setdefault((request.queue.group, request.queue.name), []).append(request)
+        ranges = [
+            Stretch(each[0].queue.band, each[0].queue.name, each[0].rank, each[-1].rank)
+            for each in by_queue.values()
+        ]
+        found: dict[str, tuple[PredictedRequest, Entry]] = {}
+        for places, entries in zip(by_queue.values(), await self._store.reads.queued(ranges), strict=True):
+            if len(entries) > 1:  # of a flow's requests on one page, the best score is served first
+                entries.sort(key=lambda entry: -sum(entry.score or ()))
+            for place, entry in zip(places, entries, strict=False):
+                found[entry.id] = place, entry
+        rows = sorted(found.values(), key=lambda row: row[0].number)
+        return [_queued(entry, place.number, place.tag) for place, entry in rows]
+
+    def _order(self) -> str:
+        queue = self._membership.effective.settings.fair_request_queue
+        order = f"{_FLOW_ORDER}; {_BAND_ORDER[queue.band_policy]}; {_ORDER_IN_FLOW[queue.ordering]}"
+        guard = f"; up to {queue.guard_share:.0%} of dispatches go to the most overdue before all others"
+        return order + guard + f"; flows at their limit last; of the first {MAX_FLOWS} flows"
+
+    def _workload(self, row: WorkloadRow) -> models.Workload:
+        """The parts of the score are those of a request that would arrive now; its criticality is its own."""
+        settings = self._membership.effective.settings
+        return models.Workload(
+            id=row.id,
+            total=row.total,
+            active=row.active,
+            dispatched=row.dispatched,
+            rate=_rounded(row.rate),
+            average_wait_s=_rounded(row.average_wait_s),
+            last_request_s_ago=_rounded(row.last_request_s_ago),
+            score=_arrival_score(row, settings),
+        )
+
+
+def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
+    policy = settings.workloads
+    if settings.fair_request_queue.ordering != "workload-aware":
+        return None
+    wait = 0.0
+    if policy.wait_signal == "workload_average":
+        wait = policy.wait_weight * min(row.average_wait_s / policy.wait_cap, 1)
+    rate = -policy.rate_weight * min(row.rate / policy.rate_cap, 1)
+    return models.Score(wait=_rounded(wait), criticality=None, rate=_rounded(rate), total=None)
+
+
+@overload
+def _rounded(value: float) -> float: ...
+@overload
+def _rounded(value: float | None) -> float | None: ...
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _flow(queue: Lane, fleet: FleetState, weights: float | None, *, even: bool) -> models.Flow:
+    """`weights`: the sum over the band's waiting flows; `even`: the policy ignores weights
+    (`round-robin`)."""
+    served = fleet.served_per_s(queue.band, queue.name)
+    all_served = fleet.served_bands[queue.band]
+    return models.Flow(
+        flow=queue.name,
+        band=BAND_NAMES[queue.band],
+        queued=queue.queued,
+        oldest_s=_rounded(queue.oldest_s),
+        start_tag=queue.start,
+        weight=queue.weight,
+        parked=queue.parked,
+        in_flight=queue.in_flight,
+        served_cost_per_s=_rounded(served),
+        share=None if served is None or not all_served else _rounded(min(served / all_served, 1.0)),
+        fair_share=_rounded((1.0 if even else queue.weight) / weights) if weights else None,
+    )
+
+
+def _queued(entry: Entry, position: int | None, start_tag: float | None) -> models.Queued:
+    score = entry.score
+    return models.Queued(
+        **_request(entry),
+        position=position,
+        deadline_in_s=_rounded(entry.deadline_in_s),
+        overdue=entry.overdue,
+        overdue_in_s=_rounded(entry.overdue_in_s),
+        score=None
+        if score is None
+        else models.Score(
+            wait=_rounded(score.wait),
+            criticality=_rounded(score.criticality),
+            rate=_rounded(score.rate),
+            total=_rounded(score.wait + score.criticality + score.rate),
+        ),
+        start_tag=start_tag,
+    )
+
+
+def _placed(entry: Entry) -> dict[str, Any]:
+    endpoint, *fallbacks = entry.endpoints or (None,)
+    return {**_request(entry), "endpoint": endpoint, "fallbacks": fallbacks}
+
+
+def _request(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "state": entry.state,
+        "flow": entry.flow,
+        "band": BAND_NAMES[entry.band],
+        "workload": entry.workload or None,
+        "model": entry.model,
+        "criticality": entry.criticality,
+        "cost": entry.cost,
+        "age_s": _rounded(entry.age_s),
+        "owner": entry.owner,
+    }
+
+
+def _replica(report: ReplicaReport, *, this: str, silence_s: float) -> models.Replica:
+    return models.Replica(
+        id=report.id,
+        live=report.heartbeat_s_ago < silence_s,
+        heartbeat_s_ago=round(report.heartbeat_s_ago, 3),
+        host=report.host,
+        degraded=report.degraded,
+        waiting=report.waiting,
+        admin=report.admin,
+        grpc=report.grpc,
+        version=report.version,
+        started_s_ago=None if report.up_s is None else round(report.up_s + report.heartbeat_s_ago, 3),
+        this=report.id == this,
+    )
