@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-upheaval bench-versions hostile faults pulses soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-versions hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -67,20 +67,20 @@ bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a milli
 bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn chats over 4 endpoints
 	$(BIN)/python -m bench.prefix $(ARGS)
 
-bench-upheaval: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
-	$(BIN)/python -m bench.upheaval $(ARGS)
+bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
+	$(BIN)/python -m bench.chaos $(ARGS)
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)
 
 hostile: $(VENV)/.installed ## every attack at once for ten minutes, honest clients beside them (ARGS='--minutes 1')
-	$(BIN)/python -m bench.hostile $(ARGS)
+	PYTHONPATH=tests/fleet $(BIN)/python -m bench.hostile $(ARGS)
 
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
 	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
 
 pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (ARGS='calm 1 2')
-	$(BIN)/python -m bench.pulses $(ARGS)
+	PYTHONPATH=tests/faults $(BIN)/python -m bench.pulses $(ARGS)
 
 soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)

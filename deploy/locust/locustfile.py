@@ -19,7 +19,7 @@ from typing import Any
 import gevent
 from locust import FastHttpUser, task
 
-from picker_tools.load.client import Ask
+from picker_tools.load.client import HttpRequest
 from picker_tools.load.generator import completion_request, conversation_turn
 from picker_tools.load.scenarios import SCENARIOS, Scenario, Source
 
@@ -57,7 +57,7 @@ class ScenarioUser(FastHttpUser):
             said += [words, f"answer {number}"]
             gevent.sleep(_chance.expovariate(1 / source.conversation.think_s))
 
-    def send(self, source: Source, ask: Ask) -> bool:
+    def send(self, source: Source, ask: HttpRequest) -> bool:
         """One request, read to its end; whether it was served whole."""
         began = time.perf_counter()
         headers = {**dict(ask.headers), "content-type": "application/json"}

@@ -310,7 +310,7 @@ class QueueMachine(RuleBasedStateMachine):
     def change_policy(self, caller: str, overrides: dict[str, Any]) -> None:
         # Nothing is served until the waiting requests are refiled. Which of them the sweep has filed anew at
         # a moment depends on where the server's hash keeps them; until then a lane mixes two orders, of which
-        # nothing is promised but that nobody is lost or served twice. That is left to bench/upheaval, whose
+        # nothing is promised but that nobody is lost or served twice. That is left to bench/chaos, whose
         # policies change amid dispatch and whose log is audited.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from picker_tools.load.client import Answer, Ask, Client, Kind, answer_of
+from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
 from picker_tools.load.generator import Arrival, LoadGenerator
 from picker_tools.load.scenarios import Conversation, Source
 
@@ -64,8 +64,8 @@ async def serving(answer: Callable[[int], bytes | None]) -> AsyncIterator[tuple[
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
 
 
-def ask(streamed: bool) -> Ask:
-    return Ask("/v1/completions", (("x-a", "b"),), b'{"model": "llama"}', streamed, 2)
+def ask(streamed: bool) -> HttpRequest:
+    return HttpRequest("/v1/completions", (("x-a", "b"),), b'{"model": "llama"}', streamed, 2)
 
 
 async def sent(client: Client, streamed: bool = True, within_s: float = 10.0) -> Answer:

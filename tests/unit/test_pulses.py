@@ -1,4 +1,4 @@
-"""The pulses bench: what it stops goes on in the end, and its verdict finds each fault."""
+"""Runs with pulses: a stopped process runs again in the end, and each fault of a run is found."""
 
 import asyncio
 import sys
@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from pulse_runs import Run, faults_of, faults_of_all, page, pulses
 
-from bench.pulses.stops import pulses
-from bench.pulses.verdict import Run, faults_of, page, verdict
 from picker_tools.local_fleet import network
 
 CALM = Run(40.0, 2400, 0, 0.4, 0.6, 0.8, 13, 0, 0, 0.0)
 WELL = Run(40.0, 1300, 0, 0.8, 1.8, 2.1, 15, 0, 1, 11.0)
 
 
-def test_given_a_run_as_it_should_be_when_judged_then_there_is_no_fault() -> None:
-    assert verdict({1: WELL, 2: WELL}, CALM) == []
+def test_a_good_run_has_no_fault() -> None:
+    assert faults_of_all({1: WELL, 2: WELL}, CALM) == []
     assert "**as it should be**" in page("about", {1: WELL}, CALM)
 
 
@@ -27,24 +26,22 @@ def test_given_a_run_as_it_should_be_when_judged_then_there_is_no_fault() -> Non
         ({"p99_s": 2.1}, "p99 2.10 s"),
         ({"served": 1000}, "0.42 of the calm"),
         ({"failed": 1}, "1 requests failed"),
-        ({"engaged": 16}, "16 at the engines"),
+        ({"most_at_engines": 16}, "16 at the engines"),
         ({"left_over": 1}, "counts were 1"),
     ],
 )
-def test_given_a_run_that_is_not_when_judged_then_the_fault_is_named(
-    change: dict[str, float], said: str
-) -> None:
+def test_each_fault_of_a_run_is_named(change: dict[str, float], said: str) -> None:
     (fault,) = faults_of(replace(WELL, **change), CALM)  # type: ignore[arg-type]
     assert said in fault
     assert said in page("about", {1: replace(WELL, **change)}, CALM)  # type: ignore[arg-type]
 
 
-def test_given_seeds_that_serve_little_when_judged_then_their_mean_is_a_fault() -> None:
-    (fault,) = verdict({1: replace(WELL, served=1100), 2: replace(WELL, served=1200)}, CALM)
+def test_a_low_mean_throughput_of_all_seeds_is_a_fault() -> None:
+    (fault,) = faults_of_all({1: replace(WELL, served=1100), 2: replace(WELL, served=1200)}, CALM)
     assert "on average" in fault
 
 
-async def test_given_a_child_that_is_stopped_when_the_block_ends_then_it_runs() -> None:
+async def test_a_process_that_is_stopped_when_the_block_ends_runs_again() -> None:
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )

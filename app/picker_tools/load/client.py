@@ -18,7 +18,7 @@ import httptools
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class HttpRequest:
     """One request as it goes out. `answer_tokens` is what it asks for."""
 
     path: str
@@ -114,6 +114,7 @@ class Exchange:
         "sent_at",
         "status",
         "tail",
+        "timed_out",
     )
 
     def __init__(self, kept_bytes: int = _TAIL_BYTES) -> None:
@@ -124,10 +125,11 @@ class Exchange:
         self.last_at = self.sent_at
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        self.tail = b""
+        self.tail = bytearray()  # the last `kept_bytes` of the body
         self.kept_bytes = kept_bytes
         self.answers = 0
         self.fault = ""
+        self.timed_out = False
 
     def end(self, fault: str = "") -> None:
         if not self.over.done():
@@ -214,7 +216,8 @@ class Connection(asyncio.Protocol):
             return
         if exchange.first_at is None:
             exchange.first_at = time.perf_counter()
-        exchange.tail = (exchange.tail + part)[-exchange.kept_bytes :]
+        exchange.tail += part
+        del exchange.tail[: -exchange.kept_bytes]
 
     def on_message_complete(self) -> None:
         if self._exchange is not None:
@@ -263,16 +266,16 @@ class Client:
         except (OSError, TimeoutError):
             return None
         await self._exchange(connection, head.encode(), exchange, within_s)
-        return None if exchange.fault else (exchange.status, exchange.tail)
+        return None if exchange.fault else (exchange.status, bytes(exchange.tail))
 
-    async def send(self, ask: Ask, *, within_s: float) -> Exchange:
+    async def send(self, ask: HttpRequest, *, within_s: float, kept_bytes: int = _TAIL_BYTES) -> Exchange:
         """Send `ask` and wait for the end of its answer, `within_s` at most: then the connection is closed,
         which tells the fleet that the client has gone.
         """
         lines = [f"POST {ask.path} HTTP/1.1", f"host: {self._netloc}", "content-type: application/json"]
         lines += [f"{name}: {value}" for name, value in ask.headers]
         request = "\r\n".join([*lines, f"content-length: {len(ask.body)}", "", ""]).encode() + ask.body
-        exchange = Exchange()  # what connecting takes is part of what its client waits
+        exchange = Exchange(kept_bytes)  # its time includes connecting
         try:
             async with asyncio.timeout(_CONNECT_S):
                 connection = await self._connection()
@@ -289,6 +292,7 @@ class Client:
         try:
             # Not awaited itself: a timeout would cancel it, and it would pass for an answer.
             await asyncio.wait([exchange.over], timeout=within_s)
+            exchange.timed_out = not exchange.over.done()
             exchange.end(f"no whole answer within {within_s:g} s")
         finally:
             self._give_back(connection, exchange)
@@ -319,7 +323,7 @@ class Client:
 
 
 def answer_of(
-    exchange: Exchange, ask: Ask, *, source: str, number: int, turn: int, due_s: float, began: float
+    exchange: Exchange, ask: HttpRequest, *, source: str, number: int, turn: int, due_s: float, began: float
 ) -> Answer:
     """What `exchange` amounts to. `began` is the load's beginning, of `perf_counter`."""
     fault = exchange.fault

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from picker_tools.load.client import Answer, Ask, Client, Kind, answer_of
+from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
 from picker_tools.load.scenarios import Conversation, Scenario, Source, Wave
 
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
 
-def completion_request(source: Source, model: str, number: int, seed: int) -> Ask:
+def completion_request(source: Source, model: str, number: int, seed: int) -> HttpRequest:
     """Request `number` of `source`: a prompt of its own, so that no prompt repeats another."""
     chance = Random(f"{seed}/{source.name}/{number}")
     streamed = chance.random() < source.streamed
@@ -34,10 +34,14 @@ def completion_request(source: Source, model: str, number: int, seed: int) -> As
         "max_tokens": source.answer_tokens,
         "stream": streamed,
     }
-    return Ask(COMPLETIONS, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens)
+    return HttpRequest(
+        COMPLETIONS, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens
+    )
 
 
-def conversation_turn(source: Source, model: str, said: Sequence[str], chance: Random) -> tuple[Ask, str]:
+def conversation_turn(
+    source: Source, model: str, said: Sequence[str], chance: Random
+) -> tuple[HttpRequest, str]:
     """The next request of a conversation with the messages `said` so far, and the user's new message."""
     streamed = chance.random() < source.streamed
     words = _text(source, chance)
@@ -49,7 +53,9 @@ def conversation_turn(source: Source, model: str, said: Sequence[str], chance: R
         "max_tokens": source.answer_tokens,
         "stream": streamed,
     }
-    return Ask(CHAT, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens), words
+    return HttpRequest(
+        CHAT, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens
+    ), words
 
 
 def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
@@ -240,7 +246,9 @@ class LoadGenerator:
                     tasks.create_task(self._converse(source, source.conversation, arrival))
             await self._stopped_within(self._duration_s - self.now_s)
 
-    async def _request(self, source: Source, ask: Ask, number: int, turn: int, due_s: float) -> Answer:
+    async def _request(
+        self, source: Source, ask: HttpRequest, number: int, turn: int, due_s: float
+    ) -> Answer:
         counts = self.counts
         counts.sent += 1
         counts.open += 1

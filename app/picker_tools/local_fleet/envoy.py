@@ -1,6 +1,6 @@
 """Envoy: the bootstrap it starts with (docs/protocol.md), and its process in a local fleet."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,10 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy in front of `pickers`, for clients of this machine alone. Its admin port is any free one."""
+    """Envoy in front of `pickers`, for clients of this machine alone. Its admin port is any free one.
+
+    `edit` changes its bootstrap, as YAML, before Envoy reads it.
+    """
 
     name = "envoy"
 
@@ -115,7 +118,10 @@ class Envoy:
         pickers: Sequence[Host],
         folder: Path,
         *,
-        debug_headers: bool,
+        debug_headers: bool = False,
+        trusted: Iterable[str] = TRUSTED_HEADERS,
+        max_heap_bytes: int = MAX_HEAP_BYTES,
+        edit: Callable[[str], str] = str,
     ) -> None:
         self._settings = settings
         self._mode = mode
@@ -125,6 +131,9 @@ class Envoy:
         self._file = folder / "envoy.yaml"
         self._admin_file = folder / "envoy-admin-address"
         self._debug_headers = debug_headers
+        self._trusted = tuple(trusted)
+        self._max_heap_bytes = max_heap_bytes
+        self._edit = edit
 
     @property
     def url(self) -> str:
@@ -141,10 +150,11 @@ class Envoy:
             listen=(LOOPBACK, self._port),
             admin=(LOOPBACK, self._admin_port),
             pickers=self._pickers,
-            trusted=TRUSTED_HEADERS,
+            trusted=self._trusted,
+            max_heap_bytes=self._max_heap_bytes,
             debug_headers=self._debug_headers,
         )
-        self._file.write_text(to_yaml(bootstrap), encoding="utf-8")
+        self._file.write_text(self._edit(to_yaml(bootstrap)), encoding="utf-8")
         self._admin_file.unlink(missing_ok=True)
         return [
             envoy_binary(),

@@ -11,7 +11,7 @@ from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, shared
 from whole_fleet import Fleet
 
-from bench.witness.asking import Asked
+from picker_tools.load.client_history import ClientRecord
 
 REPLICAS = (0, 1, 2)
 LEASE_S = 15.0  # `leases.inflight`
@@ -62,11 +62,11 @@ async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     assert servers.in_flight == 0
 
 
-def turned_away(history: Iterable[Asked]) -> list[Asked]:
+def turned_away(history: Iterable[ClientRecord]) -> list[ClientRecord]:
     """Those answered 503 with a time to come again. AssertionError if one had any other error."""
-    failed = [asked for asked in history if asked.failed]
-    assert [asked for asked in failed if asked.status != 503 or not asked.retry_after] == []
-    assert all(int(asked.retry_after) >= 1 for asked in failed)
+    failed = [record for record in history if record.failed]
+    assert [record for record in failed if record.status != 503 or not record.retry_after] == []
+    assert all(int(record.retry_after) >= 1 for record in failed)
     return failed
 
 

@@ -7,9 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.witness.asking import Asked
-from bench.witness.check import Verdict, check
-from bench.witness.written import write
+from picker_tools.load.client_history import ClientRecord, HistoryCheck, check_history, save_run
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
 # How long model servers take to a first token where a case wants a full pool, however fast it turns. In the
@@ -37,19 +35,21 @@ class Case:
         """How many of something: the form of `make test`, or that of `make faults`."""
         return full if FULL else short
 
-    def judge(self, history: Sequence[Asked], log: Sequence[Mapping[str, str]], **rules: Any) -> Verdict:
-        """`check` of what clients remember against the log.
+    def check(
+        self, history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **rules: Any
+    ) -> HistoryCheck:
+        """`check_history` of the clients' records and the log.
 
-        In full, of what is written of them, and kept in bench/results/faults/: `python -m bench.witness` on
-        that folder says the same again. The next run takes its place, but not that of one with faults.
+        The full form saves both in bench/results/faults/, in place of the last run's, unless that one
+        has faults.
         """
         if not FULL:
-            return check(history, log, **rules)
+            return check_history(history, log, **rules)
         folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
-        verdict = write(folder, history, log, **rules).judge()
-        if verdict.faults:
+        found = save_run(folder, history, log, **rules).check()
+        if found.faults:
             folder.rename(folder.with_name(f"{folder.name}-{datetime.now(UTC):%Y-%m-%dT%H.%M.%S}"))
-        return verdict
+        return found
 
     def record(self, passed: bool) -> None:
         """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bench.witness.asking import Asked, Wish, ask
+from picker_tools.load.client_history import ClientRecord, ClientRequest, send_request
 
 
 class Paced:
     """What has been asked and answered so far. One event loop."""
 
     def __init__(self, url: str, per_s: float) -> None:
-        self.history: list[Asked] = []
+        self.history: list[ClientRecord] = []
         self._url = url
         self._pause_s = 1 / per_s
 
@@ -25,7 +25,7 @@ class Paced:
             tasks.create_task(self._one(number))
 
     async def _one(self, number: int) -> None:
-        self.history.append(await ask(self._url, Wish(f"request {number}", 1)))
+        self.history.append(await send_request(self._url, ClientRequest(f"request {number}", 1)))
 
 
 @asynccontextmanager

@@ -10,8 +10,13 @@ from case_fleet import TERMS, config, envoy_stats, log_of, ready, replica_proces
 from fault_case import Case
 from fleet_load import Caller, shared
 
-from bench.witness.asking import Wish, ask
-from bench.witness.load import Load, loaded, mixed
+from picker_tools.load.client_history import (
+    ClientRequest,
+    ClosedLoop,
+    closed_loop,
+    mixed_request,
+    send_request,
+)
 
 ITL_S = 0.02
 AT_ONCE = 100
@@ -26,18 +31,18 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
     # When they run to their end
-    async with loaded(here.url, clients=10) as load:
+    async with closed_loop(here.url, clients=10) as load:
         streams = await asyncio.gather(
-            *(ask(here.url, Wish(f"long {n}", tokens, streamed=True)) for n in range(6))
+            *(send_request(here.url, ClientRequest(f"long {n}", tokens, streamed=True)) for n in range(6))
         )
     await rests(here)
     # Then each was whole, and none lost its lease on the way
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
-    verdict = case.judge([*streams, *load.history], await log_of(here))
-    case.tell(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {verdict.ends['reclaimed']} reaped")
-    assert verdict.faults == ()
+    found = case.check([*streams, *load.history], await log_of(here))
+    case.tell(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {found.ends['reclaimed']} reaped")
+    assert found.faults == ()
     assert load.failed == []
 
 
@@ -46,15 +51,15 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     case.is_about(f"{count} clients leave at random phases")
     # Given a fleet that has served some, and what it has open then
     here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
-    async with loaded(here.url, clients=10) as before:
-        await before.more(50)
+    async with closed_loop(here.url, clients=10) as before:
+        await before.wait_for_served(50)
     await rests(here)
     baseline = await _open(here)
     # When clients come and leave: before they are placed, queued, before the first byte, amid the answer
-    load, stopping = Load(here.url, 3, _fickle), asyncio.Event()
+    load, stopping = ClosedLoop(here.url, 3, _fickle), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(AT_ONCE):
-            tasks.create_task(load.client(stopping))
+            tasks.create_task(load.run_client(stopping))
         while _left(load) < count:  # noqa: ASYNC110 - a plain count, not an event
             await asyncio.sleep(0.1)
         stopping.set()
@@ -73,8 +78,8 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
 
     await here.eventually(closed, what=f"the baseline {baseline}")
     case.tell(f"connections and requests open as before: {await _open(here)}, before {baseline}")
-    verdict = case.judge(load.history, await log_of(here))
-    assert verdict.faults == ()
+    found = case.check(load.history, await log_of(here))
+    assert found.faults == ()
 
 
 async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
@@ -100,8 +105,8 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
         # Then they are given up long before their leases end, since their endpoints do not have them
         await rests(here, within_s=15.0)
         case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
-    verdict = case.judge([], await log_of(here))
-    assert verdict.faults == ()
+    found = case.check([], await log_of(here))
+    assert found.faults == ()
 
 
 async def _holds(here: Any, what: str, count: int) -> bool:
@@ -115,7 +120,10 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "20", config=config())
     longest_s = 0.0
     for _ in range(kills):
-        streams = [asyncio.create_task(ask(here.url, Wish("long", 3000, streamed=True))) for _ in range(40)]
+        streams = [
+            asyncio.create_task(send_request(here.url, ClientRequest("long", 3000, streamed=True)))
+            for _ in range(40)
+        ]
 
         async def full() -> bool:
             state = (await here.admin("/api/v1/state")).json()
@@ -129,26 +137,26 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
         # Then what it had is released by its leases, which nobody renews any more, and one sweep
         await rests(here)
         longest_s = max(longest_s, time.monotonic() - since)
-        assert not any(asked.served for asked in await asyncio.gather(*streams))
+        assert not any(record.served for record in await asyncio.gather(*streams))
         # And the next Envoy serves
         await ready(here)
-    async with loaded(here.url, clients=10) as load:
-        await load.more(50)
+    async with closed_loop(here.url, clients=10) as load:
+        await load.wait_for_served(50)
     await rests(here)
     case.tell(f"all counts 0 within {longest_s:.1f} s ({TERMS})")
     assert load.failed == []
-    assert case.judge(load.history, await log_of(here)).faults == ()
+    assert case.check(load.history, await log_of(here)).faults == ()
 
 
-def _fickle(dice: random.Random, number: int) -> Wish:
+def _fickle(dice: random.Random, number: int) -> ClientRequest:
     """A mixed wish, three of four with a client that leaves within the time that such a request takes."""
-    wish = mixed(dice, number)
+    request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
-    return Wish(wish.prompt, 60, wish.streamed, wish.pad_bytes, leaves_s, wish.headers)
+    return ClientRequest(request.prompt, 60, request.streamed, request.pad_bytes, leaves_s, request.headers)
 
 
-def _left(load: Load) -> int:
-    return sum(asked.left for asked in load.history)
+def _left(load: ClosedLoop) -> int:
+    return sum(record.left for record in load.history)
 
 
 async def _open(here: Any) -> dict[str, int]:

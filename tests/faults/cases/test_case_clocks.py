@@ -16,7 +16,7 @@ import pytest
 from case_fleet import config, log_of, rests
 from fault_case import Case
 
-from bench.witness.asking import Asked, Wish, ask
+from picker_tools.load.client_history import ClientRecord, ClientRequest, send_request
 
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
@@ -66,21 +66,23 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
     """Who was granted in which order, then who expired; by the number of the request."""
-    held = asyncio.create_task(ask(fleet.url, Wish("held", 100_000, streamed=True, leaves_s=60.0)))
+    held = asyncio.create_task(
+        send_request(fleet.url, ClientRequest("held", 100_000, streamed=True, leaves_s=60.0))
+    )
 
     async def state(stock: int, queued: int) -> bool:
         now = (await fleet.admin("/api/v1/state", 0)).json()
         return (now["stock"], now["queued"]) == (stock, queued)
 
     await fleet.eventually(lambda: state(1, 0), what="the one that runs")
-    waiting: list[asyncio.Task[Asked]] = []
+    waiting: list[asyncio.Task[ClientRecord]] = []
     for number in range(count):
         # Three flows of unlike cost; every fourth request is impatient, and expires in the queue.
         headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]
         if number % 4 == 3:
             headers.append(("x-llm-d-inference-ttl", "3s"))
-        wish = Wish(f"number {number}", 1, headers=tuple(headers))
-        waiting.append(asyncio.create_task(ask(fleet.url, wish)))
+        request = ClientRequest(f"number {number}", 1, headers=tuple(headers))
+        waiting.append(asyncio.create_task(send_request(fleet.url, request)))
 
         async def came(number: int = number) -> bool:
             return [entry["event"] for entry in await log_of(fleet)].count("queued") == number + 1

@@ -8,8 +8,7 @@ from typing import Any
 from case_fleet import config, log_of, rests
 from fault_case import TTFT_MS, Case
 
-from bench.witness.asking import Wish
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRequest, closed_loop
 
 ENDS = ("completed", "upstream_failed")
 
@@ -20,17 +19,17 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     # Given answers whose first byte comes when they are whole: any moment is before it
     here = faulty("--mode", "lean", "--sim-ttft", "100", "--sim-itl", "5", config=config())
     dice = random.Random(2)
-    async with loaded(here.url, clients=30, wish=_plain) as load:
+    async with closed_loop(here.url, clients=30, make_request=_plain) as load:
         for _ in range(kills):
-            await load.more(dice.randrange(20, 80))
+            await load.wait_for_served(dice.randrange(20, 80))
             # When one of the four is killed, and comes back
             await _kill_and_return(here, dice.randrange(4))
     # Then no client has seen an error
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
-    verdict = case.judge(load.history, await log_of(here), may_end=ENDS)
-    assert verdict.faults == ()
+    found = case.check(load.history, await log_of(here), may_end=ENDS)
+    assert found.faults == ()
 
 
 async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
@@ -39,19 +38,19 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
     # Given answers that stream
     here = faulty("--mode", "lean", "--sim-ttft", "10", "--sim-itl", "20", config=config())
     dice = random.Random(3)
-    async with loaded(here.url, clients=30, wish=_streamed) as load:
+    async with closed_loop(here.url, clients=30, make_request=_streamed) as load:
         for _ in range(kills):
-            await load.more(dice.randrange(20, 80))
+            await load.wait_for_served(dice.randrange(20, 80))
             await _kill_and_return(here, dice.randrange(4))
     # Then only answers that had begun are cut, at most as many a kill as an endpoint may have
-    cut = [asked for asked in load.failed if asked.status == 200]
+    cut = [record for record in load.failed if record.status == 200]
     case.tell(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
-    assert [asked for asked in load.failed if asked.status != 200] == []
+    assert [record for record in load.failed if record.status != 200] == []
     assert len(cut) <= 4 * kills
     # And what they held is released, and no count is ever negative
     await rests(here)
-    verdict = case.judge(load.history, await log_of(here), may_end=ENDS)
-    assert verdict.faults == ()
+    found = case.check(load.history, await log_of(here), may_end=ENDS)
+    assert found.faults == ()
 
 
 async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
@@ -71,10 +70,10 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(look())
-        async with loaded(here.url, clients=30, wish=_plain) as load:
+        async with closed_loop(here.url, clients=30, make_request=_plain) as load:
             for _ in range(flaps):
                 await _kill_and_return(here, 0)
-            await load.more(30)
+            await load.wait_for_served(30)
         done.set()
     # Then no client saw an error, and nothing was ever counted below 0
     await rests(here)
@@ -83,15 +82,15 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests, lowest count {lowest:g}")
     assert load.failed == []
     assert lowest == 0
-    assert case.judge(load.history, log, may_end=ENDS).faults == ()
+    assert case.check(load.history, log, may_end=ENDS).faults == ()
 
 
-def _plain(dice: random.Random, number: int) -> Wish:
-    return Wish(f"plain {number}", dice.randrange(1, 20))
+def _plain(dice: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"plain {number}", dice.randrange(1, 20))
 
 
-def _streamed(dice: random.Random, number: int) -> Wish:
-    return Wish(f"streamed {number}", dice.randrange(10, 60), streamed=True)
+def _streamed(dice: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"streamed {number}", dice.randrange(10, 60), streamed=True)
 
 
 async def _kill_and_return(here: Any, index: int) -> None:

@@ -18,8 +18,7 @@ from redis_clustered import Cluster, clustered
 from redis_servers import Server, debian, valkey_binary, wait
 from redis_watched import Watched, watched
 
-from bench.witness.asking import Wish
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRequest, closed_loop, flow_header
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
@@ -60,9 +59,9 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
             servers,
         ):
             # Given three replicas under load that fills the pool
-            async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
+            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
                 for number in range(kills):
-                    await load.more(2 * BOUND)
+                    await load.wait_for_served(2 * BOUND)
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
                     seen.before.append(servers.peak)
                     servers.forget_peak()
@@ -71,7 +70,7 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
                     await asyncio.to_thread(former.kill)
                     # Then the replicas are one fleet again within a lease and one sweep, and count what runs
                     await _converge(here, servers, redis, former, seen)
-                    await load.more(2 * BOUND)
+                    await load.wait_for_served(2 * BOUND)
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
@@ -95,9 +94,9 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
         f"counts agree with what runs after {_told(seen.agreed_s)} s (lease {LEASE_S:g} s)"
     )
     case.tell(f"all counts 0 {rested_s:.1f} s after the last answer")
-    verdict = case.judge(load.history, log, alone=True)
-    case.tell(f"G1–G6 over {verdict.entries} log entries")
-    assert verdict.faults == ()
+    found = case.check(load.history, log, served_without_redis=True)
+    case.tell(f"G1–G6 over {found.entries} log entries")
+    assert found.faults == ()
 
 
 async def _converge(
@@ -159,5 +158,5 @@ def _told(figures: Iterable[float]) -> str:
     return ", ".join(f"{figure:.1f}".removesuffix(".0") for figure in figures)
 
 
-def _wish(_: random.Random, number: int) -> Wish:
-    return Wish(f"request {number}", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 3}"),))
+def _make_request(_: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"request {number}", 1, headers=flow_header(f"flow-{number % 3}"))

@@ -15,9 +15,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
 from mutation import end, entries, exchange
 
-from bench.witness.load import loaded
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.server import SERVICE
+from picker_tools.load.client_history import closed_loop
 
 STREAMS = 40
 HANGS_S = 60.0
@@ -51,8 +51,8 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(unforeseen)} unforeseen errors in its log")
     assert unforeseen == []
     # And nothing is left of it: others are served, and every count is 0
-    async with loaded(here.url, clients=10) as load:
-        await load.more(30)
+    async with closed_loop(here.url, clients=10) as load:
+        await load.wait_for_served(30)
     assert load.failed == []
     await rests(here)
 

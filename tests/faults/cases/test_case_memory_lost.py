@@ -9,8 +9,7 @@ from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, log_of, rests
 from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
 
-from bench.witness.asking import Asked, Wish, ask
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRecord, ClientRequest, closed_loop, send_request
 
 OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
@@ -21,8 +20,8 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     case.is_about(f"FUNCTION FLUSH and SCRIPT FLUSH each 100 ms, {flushes} times")
     # Given a fleet under load
     here = faulty(*OPTIONS, config=config())
-    async with here.redis() as redis, loaded(here.url, clients=30) as load:
-        await load.more(30)
+    async with here.redis() as redis, closed_loop(here.url, clients=30) as load:
+        await load.wait_for_served(30)
         # When its scripts are deleted ten times a second
         for _ in range(flushes):
             await redis.function_flush()
@@ -32,9 +31,9 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
-    verdict = case.judge(load.history, await log_of(here))
-    case.tell(f"G1–G6 over {verdict.entries} log entries")
-    assert verdict.faults == ()
+    found = case.check(load.history, await log_of(here))
+    case.tell(f"G1–G6 over {found.entries} log entries")
+    assert found.faults == ()
 
 
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
@@ -42,14 +41,15 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
     case.is_about(f"FLUSHALL under load, {flushes} times")
     # Given load beside streams that run on through it all
     here = faulty(*OPTIONS, config=config())
-    histories: list[Asked] = []
+    histories: list[ClientRecord] = []
     rebuilt_s: list[float] = []
-    async with Redis.from_url(here.state["redis"]) as redis, loaded(here.url, clients=30) as load:
+    async with Redis.from_url(here.state["redis"]) as redis, closed_loop(here.url, clients=30) as load:
         for _ in range(flushes):
             streams = [
-                asyncio.create_task(ask(here.url, Wish("long", 1000, streamed=True))) for _ in range(6)
+                asyncio.create_task(send_request(here.url, ClientRequest("long", 1000, streamed=True)))
+                for _ in range(6)
             ]
-            await load.more(60)
+            await load.wait_for_served(60)
             running = await here.eventually(lambda: _longest(redis), what="the streams' leases")
             # When everything is deleted
             await redis.flushall()
@@ -64,14 +64,14 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             histories += await asyncio.gather(*streams)
     case.tell(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
     # And no client saw an error
-    failed = [*load.failed, *(asked for asked in histories if not asked.served)]
+    failed = [*load.failed, *(record for record in histories if not record.served)]
     case.tell(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
     assert failed == []
     # And the counts are exactly 0 in the end
     await rests(here)
-    verdict = case.judge([*load.history, *histories], await log_of(here), forgotten=True)
-    case.tell(f"highest stock {verdict.highest_stock:g} of 16 after the last one")
-    assert verdict.faults == ()
+    found = case.check([*load.history, *histories], await log_of(here), log_lost=True)
+    case.tell(f"highest stock {found.highest_stock:g} of 16 after the last one")
+    assert found.faults == ()
 
 
 async def _longest(redis: Any) -> set[bytes]:

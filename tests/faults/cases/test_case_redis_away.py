@@ -13,8 +13,7 @@ from counted_fleet import all_at_rest, all_shared, counted, told_ms, turned_away
 from fault_case import FULL, Case
 from own_valkey import OwnValkey, own_valkey
 
-from bench.witness.asking import Asked, Wish
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRecord, ClientRequest, closed_loop, flow_header
 
 pytestmark = pytest.mark.alone
 SERVERS, EACH = 4, 3
@@ -49,8 +48,10 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
         ) as (here, servers),
     ):
         # Given more clients than there is room for
-        async with loaded(here.url, clients=CLIENTS, wish=_wish, pause_s=PAUSE_S) as load:
-            await load.more(2 * BOUND)
+        async with closed_loop(
+            here.url, clients=CLIENTS, make_request=_make_request, pause_s=PAUSE_S
+        ) as load:
+            await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
             await asyncio.sleep(beside_s)
             # When Redis is away for a while
@@ -68,7 +69,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
             await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
             shared_s = time.monotonic() - back_s
             await asyncio.sleep(beside_s)
-            await load.more(2 * BOUND)
+            await load.wait_for_served(2 * BOUND)
             ended_s = time.monotonic()
         # Then at no time was more in flight than the bound
         peaks = before, meanwhile, servers.peak
@@ -82,30 +83,30 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
         )
         case.tell(_refusals("meanwhile", load.history, lost_s, back_s))
         case.tell(_refusals("before", load.history, began_s, lost_s))
-        assert any(asked.served for asked in load.history if lost_s < asked.sent_s < back_s)
-        expired = [asked for asked in load.history if asked.reason == "rejected-ttl-expired"]
+        assert any(record.served for record in load.history if lost_s < record.sent_s < back_s)
+        expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
-        assert max(asked.took_s for asked in expired) <= TTL_S + TOLD_S or not FULL
+        assert max(record.took_s for record in expired) <= TTL_S + TOLD_S or not FULL
         # And the replicas are one fleet again, whose counts are exactly 0 in the end
         case.tell(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL
         await all_at_rest(here, servers)
 
 
-def _wish(_: random.Random, number: int) -> Wish:
-    return Wish(f"request {number}", 1, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 3}"),))
+def _make_request(_: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"request {number}", 1, headers=flow_header(f"flow-{number % 3}"))
 
 
-def _rate(history: list[Asked], from_s: float, to_s: float) -> str:
-    served = sum(asked.served and from_s <= asked.done_s < to_s for asked in history)
+def _rate(history: list[ClientRecord], from_s: float, to_s: float) -> str:
+    served = sum(record.served and from_s <= record.done_s < to_s for record in history)
     return f"{served / (to_s - from_s):.0f}"
 
 
-def _refusals(when: str, history: list[Asked], from_s: float, to_s: float) -> str:
+def _refusals(when: str, history: list[ClientRecord], from_s: float, to_s: float) -> str:
     """How soon those who asked then were refused, by the reason they were given."""
     kinds: dict[str, list[float]] = defaultdict(list)
-    for asked in history:
-        if asked.failed and from_s <= asked.sent_s < to_s:
-            kinds[asked.reason.removeprefix("rejected-") or "no reason given"].append(asked.took_s)
+    for record in history:
+        if record.failed and from_s <= record.sent_s < to_s:
+            kinds[record.reason.removeprefix("rejected-") or "no reason given"].append(record.took_s)
     told = [f"{len(times)} {kind} ({told_ms(times)})" for kind, times in sorted(kinds.items())]
     return f"refused {when}: {', '.join(told) or 'none'}"

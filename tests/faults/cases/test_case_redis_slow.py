@@ -70,14 +70,14 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
                 await here.eventually(lambda: _asked(load, PER_S), what="requests that warm everything up")
                 first, quick = len(load.history), await _decisions(here)
                 await asyncio.sleep(well_s)
-                usual = sorted(asked.took_s for asked in load.history[first:])
+                usual = sorted(record.took_s for record in load.history[first:])
                 # When Redis is as ill as that for a while
                 before, since_s = await _decisions(here), time.monotonic()
                 await inflict(between, ill_s)
                 after, until_s = await _decisions(here), time.monotonic()
-            ill = [asked.took_s for asked in load.history if since_s <= asked.sent_s < until_s]
+            ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
             # Then each request was answered, none with an error
-            failed = [asked for asked in load.history if not asked.served]
+            failed = [record for record in load.history if not record.served]
             case.tell(f"{len(failed)} of {len(load.history)} answers not 200")
             # And decisions were taken in time, by the replicas' own clocks
             median_s = quantile(usual, 0.5)

@@ -20,8 +20,7 @@ from case_fleet import (
 )
 from fault_case import TTFT_MS, Case
 
-from bench.witness.asking import Wish, ask
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRequest, closed_loop, send_request
 
 CLIENTS = 40
 OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5")
@@ -32,13 +31,13 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     case.is_about(f"SIGKILL of a replica, {kills} times, at random moments")
     # Given three replicas under load, streams and bodies up to 60 KB among it
     here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
-    async with loaded(here.url, clients=CLIENTS) as load:
+    async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
-            await load.more(dice.randrange(20, 120))
+            await load.wait_for_served(dice.randrange(20, 120))
             # When one is killed, and the supervisor starts another in its place
             await ready(here)
             here.kill_replica(dice.randrange(3))
-        await load.more(50)
+        await load.wait_for_served(50)
     # Then no client has seen an error
     case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
     assert load.failed == []
@@ -48,10 +47,10 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     rested_s = time.monotonic() - since
     # And the log keeps every promise: order, bounds, one end each
     # (what only the dead replica had heard of its end, its lease ends)
-    verdict = case.judge(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
     case.tell(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
-    case.tell(f"G1–G6 over {verdict.entries} log entries; {verdict.ends['reclaimed']} ended by their lease")
-    assert verdict.faults == ()
+    case.tell(f"G1–G6 over {found.entries} log entries; {found.ends['reclaimed']} ended by their lease")
+    assert found.faults == ()
 
 
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
@@ -59,9 +58,9 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     case.is_about(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
     # Given three replicas under load that fills the pool
     here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0
-    async with loaded(here.url, clients=CLIENTS) as load:
+    async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(stops):
-            await load.more(dice.randrange(30, 90))
+            await load.wait_for_served(dice.randrange(30, 90))
             await ready(here)
             # When one is stopped for longer than every lease it knows of, and goes on
             stopped = replica_process(here, dice.randrange(3))
@@ -76,14 +75,12 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
     # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
-    verdict = case.judge(
-        load.history, await log_of(here), may_end=("completed", "reclaimed"), may_return=True
-    )
-    case.tell(f"{verdict.returned} requests lived twice: abandoned first, or cancelled after their end")
-    case.tell(f"highest stock {verdict.highest_stock:g} of 16, {highest} at the model servers")
+    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_resume=True)
+    case.tell(f"{found.resumed} requests lived twice: abandoned first, or cancelled after their end")
+    case.tell(f"highest stock {found.highest_stock:g} of 16, {highest} at the model servers")
     case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
-    assert verdict.faults == ()
-    assert verdict.highest_stock <= 16
+    assert found.faults == ()
+    assert found.highest_stock <= 16
     assert highest <= 16
 
 
@@ -98,8 +95,8 @@ async def test_rolling_restart_with_another_library(
         config=config(extproc={"drain_grace": "2s"}),
         environment=two_versions.environment,
     )
-    async with loaded(here.url, clients=CLIENTS) as load:
-        await load.more(100)
+    async with closed_loop(here.url, clients=CLIENTS) as load:
+        await load.wait_for_served(100)
         for number in range(rounds):
             # When the scripts change, and one replica after another is replaced
             two_versions.change(f"version {number}")
@@ -112,7 +109,7 @@ async def test_rolling_restart_with_another_library(
 
                 await here.eventually(replaced, within_s=40, what="another process")
                 await ready(here)
-                await load.more(30)
+                await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
     # Then both versions have run side by side, and nobody saw an error
@@ -120,9 +117,9 @@ async def test_rolling_restart_with_another_library(
     assert libraries == rounds + 1
     assert load.failed == []
     await rests(here)
-    verdict = case.judge(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"G1–G6 over {verdict.entries} log entries")
-    assert verdict.faults == ()
+    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
+    case.tell(f"G1–G6 over {found.entries} log entries")
+    assert found.faults == ()
 
 
 async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
@@ -151,22 +148,26 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     """Kill all replicas under load, wait for the first answer of status `settled` that no replica had a part
     in; the statuses of 60 requests after it, each third of 60 KB.
     """
-    async with loaded(here.url, clients=8) as load:
-        await load.more(30)
+    async with closed_loop(here.url, clients=8) as load:
+        await load.wait_for_served(30)
         for index in range(3):
             here.kill_replica(index)
     since = time.monotonic()
 
     async def has_settled() -> bool:
         healthy = await envoy_stats(here, "cluster.picker.membership_healthy")
-        return healthy == [0] and (await ask(here.url, Wish("first ", tokens=1))).status == settled
+        return (
+            healthy == [0]
+            and (await send_request(here.url, ClientRequest("first ", tokens=1))).status == settled
+        )
 
     await here.eventually(has_settled, what=f"an answer {settled} without replicas")
-    statuses = dict(Counter(asked.status for asked in load.history if asked.status != 200))
+    statuses = dict(Counter(record.status for record in load.history if record.status != 200))
     assert set(statuses) <= {503}
     case.tell(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
     asks = [
-        Wish(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2)) for n in range(60)
+        ClientRequest(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2))
+        for n in range(60)
     ]
-    answers = await asyncio.gather(*(ask(here.url, wish) for wish in asks))
+    answers = await asyncio.gather(*(send_request(here.url, request) for request in asks))
     return dict(Counter(answer.status for answer in answers if answer.served or answer.status != 200))

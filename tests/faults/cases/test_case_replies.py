@@ -14,8 +14,7 @@ from own_valkey import own_valkey
 from proxy import Proxy, proxy
 from redis_servers import debian
 
-from bench.witness.asking import Wish
-from bench.witness.load import loaded
+from picker_tools.load.client_history import ClientRequest, closed_loop
 
 SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
@@ -43,14 +42,14 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             service_s=SERVICE_S,
         ) as (here, servers):
             # Given three replicas behind one wire, under load that fills the pool
-            async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
-                await load.more(2 * CLIENTS)
+            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+                await load.wait_for_served(2 * CLIENTS)
                 for _ in range(losses):
                     # When the reply to a script is lost, and its connection with it, whoever's it is
                     between.lose_script_replies += 1
                     await here.eventually(lambda: _all_lost(between), within_s=30, what="a lost reply")
-                    await load.more(dice.randint(1, BETWEEN))
-                await load.more(2 * CLIENTS)
+                    await load.wait_for_served(dice.randint(1, BETWEEN))
+                await load.wait_for_served(2 * CLIENTS)
             # Then no bound was passed, inside the model servers too, and nobody saw an error
             case.tell(f"{between.lost} replies lost, {between.connections} connections made")
             assert between.lost == losses
@@ -63,15 +62,15 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             await all_at_rest(here, servers)
             case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s")
             # (but that a replica serves alone for a while whose message is lost twice)
-            verdict = case.judge(load.history, await log_of(here), alone=form == "in_a_row")
-            case.tell(f"G1–G6 over {verdict.entries} log entries")
-            assert verdict.faults == ()
+            found = case.check(load.history, await log_of(here), served_without_redis=form == "in_a_row")
+            case.tell(f"G1–G6 over {found.entries} log entries")
+            assert found.faults == ()
 
 
 async def _all_lost(between: Proxy) -> bool:
     return between.lose_script_replies == 0
 
 
-def _wish(dice: random.Random, number: int) -> Wish:
+def _make_request(dice: random.Random, number: int) -> ClientRequest:
     flow = ("x-gateway-inference-fairness-id", f"flow-{dice.randrange(4)}")
-    return Wish(f"request {number}", 1, headers=(flow,))
+    return ClientRequest(f"request {number}", 1, headers=(flow,))

@@ -8,7 +8,7 @@ from typing import Any
 from case_fleet import config, log_of, rests
 from fault_case import Case
 
-from bench.witness.asking import Asked, Wish, ask
+from picker_tools.load.client_history import ClientRecord, ClientRequest, send_request
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
@@ -38,23 +38,25 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     case.tell(f"a wake-up costs {told} at {few} and {many} waiters: ratio {ratio:.2f}")
     assert ratio <= MOST_RATIO
     assert costs[1][1] / costs[0][1] <= MOST_RATIO
-    assert case.judge([], await log_of(here)).faults == ()
+    assert case.check([], await log_of(here)).faults == ()
 
 
 async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     """Script calls, and commands in all, that Redis ran for each request dispatched while `waiters` wait."""
-    tasks: list[asyncio.Task[Asked]] = []
+    tasks: list[asyncio.Task[ClientRecord]] = []
 
     async def queued() -> int:
         return int((await here.admin("/api/v1/state")).json()["queued"])
 
-    hold = asyncio.create_task(ask(here.url, Wish("hold", 100_000, streamed=True, leaves_s=PATIENCE_S)))
+    hold = asyncio.create_task(
+        send_request(here.url, ClientRequest("hold", 100_000, streamed=True, leaves_s=PATIENCE_S))
+    )
     await here.eventually(lambda: _runs(here), what="the one that holds the place")
     for number in range(waiters):
-        wish = Wish(
+        request = ClientRequest(
             "w", 1, leaves_s=PATIENCE_S, headers=(("x-gateway-inference-fairness-id", f"flow-{number % 10}"),)
         )
-        tasks.append(asyncio.create_task(ask(here.url, wish)))
+        tasks.append(asyncio.create_task(send_request(here.url, request)))
         if number % ARRIVING == ARRIVING - 1:
 
             async def caught_up(least: int = number - ARRIVING) -> bool:

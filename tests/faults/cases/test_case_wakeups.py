@@ -17,8 +17,7 @@ from fault_case import FULL, Case
 from own_valkey import own_valkey
 from proxy import proxy
 
-from bench.witness.asking import Asked, Wish
-from bench.witness.load import Load, loaded
+from picker_tools.load.client_history import ClientRecord, ClientRequest, ClosedLoop, closed_loop
 
 SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
@@ -41,8 +40,8 @@ async def test_every_wakeup_dropped(
         url = f"redis://127.0.0.1:{between.port}/0"
         async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=service_s) as (here, servers):
             # Given a full pool and clients that wait for it
-            async with loaded(here.url, clients=CLIENTS, wish=_wish) as load:
-                await load.more(2 * CLIENTS)
+            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+                await load.wait_for_served(2 * CLIENTS)
                 heard: list[_Stretch] = []
                 deaf: list[_Stretch] = []
                 for _ in range(turns):
@@ -70,22 +69,22 @@ async def test_every_wakeup_dropped(
             case.tell(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
             assert (max(extra) if FULL else extra[0]) <= HEARTBEAT_S
             await all_at_rest(here, servers)
-            assert case.judge(load.history, await log_of(here)).faults == ()
+            assert case.check(load.history, await log_of(here)).faults == ()
 
 
 class _Stretch:
     """`asked` in `took_s`, from one answer to another."""
 
-    def __init__(self, asked: list[Asked]) -> None:
-        self.asked = asked[1:]
-        self.pace_s = (asked[-1].done_s - asked[0].done_s) / len(self.asked)
+    def __init__(self, record: list[ClientRecord]) -> None:
+        self.record = record[1:]
+        self.pace_s = (record[-1].done_s - record[0].done_s) / len(self.record)
 
 
-async def _stretch(load: Load, count: int) -> _Stretch:
+async def _stretch(load: ClosedLoop, count: int) -> _Stretch:
     """`count` answers, when all that were asked before are answered."""
-    await load.more(2 * CLIENTS)
+    await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
-    await load.more(count)
+    await load.wait_for_served(count)
     return _Stretch(load.history[first - 1 : first + count])
 
 
@@ -94,8 +93,8 @@ def _pace_s(stretches: list[_Stretch]) -> float:
 
 
 def _waits(stretches: list[_Stretch], service_s: float) -> list[float]:
-    return sorted(asked.took_s - service_s for stretch in stretches for asked in stretch.asked)
+    return sorted(record.took_s - service_s for stretch in stretches for record in stretch.record)
 
 
-def _wish(_: random.Random, number: int) -> Wish:
-    return Wish(f"request {number}", 1)
+def _make_request(_: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"request {number}", 1)

@@ -1,8 +1,7 @@
-"""Stop and continue replicas and Valkey at random under load; then bench/results/pulses.md. Exits with 0 if
-every run is as it should be.
+"""Stop and continue replicas and Valkey at random under load; then write bench/results/pulses.md.
 
-`python -m bench.pulses` makes all runs; `python -m bench.pulses calm 1 2` those alone, beside what
-bench/results/pulses.json has of the others.
+`make pulses` makes all runs; `make pulses ARGS='calm 1 2'` those alone, and keeps the others of
+bench/results/pulses.json. Exits with 0 if no run has a fault.
 """
 
 import argparse
@@ -17,14 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
-from bench.overhead.surroundings import look
-from bench.pulses.stops import pulses
-from bench.pulses.verdict import Run, page, verdict
-from bench.soak.fleet import Fleet, running
-from bench.witness.asking import Wish
-from bench.witness.load import loaded
+from pulse_runs import Run, faults_of_all, page, pulses
 
-_RESULTS = Path(__file__).parents[1] / "results"
+from bench.overhead.surroundings import look
+from bench.soak import Fleet, running_fleet
+from picker_tools.load.client_history import ClientRequest, closed_loop
+
+_RESULTS = Path(__file__).parent / "results"
 _CALM = "calm"
 _SEEDS = range(1, 11)
 _CLIENTS, _TOKENS = 24, 16
@@ -37,7 +35,7 @@ _CONFIG = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.pulses")
+    parser = argparse.ArgumentParser(prog="make pulses")
     parser.add_argument("runs", nargs="*", default=[_CALM, *map(str, _SEEDS)], metavar="calm|SEED")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--out", type=Path, default=_RESULTS)
@@ -55,33 +53,33 @@ def main() -> int:
     if calm is None or not seeds:
         return 0
     about = (
-        f"`python -m bench.pulses`, {here.date}: two replicas, two simulators, Envoy in `lean`, a Valkey;\n"
+        f"`make pulses`, {here.date}: two replicas, two simulators, Envoy in `lean`, a Valkey;\n"
         f"{_CLIENTS} clients that ask again at once, {options.seconds:g} s a run. Replicas and Valkey are\n"
         "stopped (SIGSTOP) for 50 to 600 ms, each after a pause of 0.1 to 1.5 s since its last stop ended."
     )
     text = page(about, seeds, calm)
     (options.out / "pulses.md").write_text(text, encoding="utf-8")
     print(text)
-    return 1 if verdict(seeds, calm) else 0
+    return 1 if faults_of_all(seeds, calm) else 0
 
 
 async def _run(seed: int | None, lasts_s: float) -> Run:
     """One run on a fleet of its own; without a `seed` nothing is stopped."""
-    async with running(_CONFIG, _OPTIONS) as fleet:
-        async with loaded(fleet.url, clients=_CLIENTS, wish=_wish):
+    async with running_fleet(_CONFIG, _OPTIONS) as fleet:
+        async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request):
             await asyncio.sleep(_WARM_S)
         before = await _departures(fleet)
         highest: list[int] = []
-        victims = {f"replica {n}": process for n, process in enumerate(fleet.replicas)} | {
+        processes = {f"replica {n}": process for n, process in enumerate(fleet.replicas)} | {
             "valkey": fleet.redis
         }
         async with contextlib.AsyncExitStack() as stack:
             looking = asyncio.create_task(_look(fleet, highest))
             began_s = time.monotonic()
-            async with loaded(fleet.url, clients=_CLIENTS, wish=_wish) as load:
+            async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request) as load:
                 stopped_s: Mapping[str, float] = {"nobody": 0.0}
                 if seed is not None:
-                    stopped_s = await stack.enter_async_context(pulses(seed, victims))
+                    stopped_s = await stack.enter_async_context(pulses(seed, processes))
                 await asyncio.sleep(lasts_s)
                 await stack.aclose()
             looking.cancel()
@@ -89,16 +87,16 @@ async def _run(seed: int | None, lasts_s: float) -> Run:
         await asyncio.sleep(_REST_S)
         left_over = await fleet.drift()
         departures = await _departures(fleet) - before
-    within = [asked for asked in load.history if asked.done_s < began_s + lasts_s]
-    waited_s = sorted(asked.took_s for asked in load.history)
+    within = [record for record in load.history if record.done_s < began_s + lasts_s]
+    waited_s = sorted(record.took_s for record in load.history)
     return Run(
         lasted_s=lasts_s,
-        served=sum(asked.served for asked in within),
+        served=sum(record.served for record in within),
         failed=len(load.failed),
         median_s=_quantile(waited_s, 0.5),
         p99_s=_quantile(waited_s, 0.99),
         longest_s=waited_s[-1],
-        engaged=max(highest),
+        most_at_engines=max(highest),
         left_over=left_over,
         departures=departures,
         stopped_s=mean(stopped_s.values()),
@@ -107,7 +105,7 @@ async def _run(seed: int | None, lasts_s: float) -> Run:
 
 async def _look(fleet: Fleet, highest: list[int]) -> None:
     while True:
-        highest.append(await fleet.engaged())
+        highest.append(await fleet.at_model_servers())
         await asyncio.sleep(_LOOK_S)
 
 
@@ -120,8 +118,8 @@ async def _departures(fleet: Fleet) -> int:
     )
 
 
-def _wish(dice: random.Random, number: int) -> Wish:
-    return Wish(f"request {number} ", _TOKENS, streamed=number % 2 == 0)
+def _make_request(dice: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"request {number} ", _TOKENS, streamed=number % 2 == 0)
 
 
 def _quantile(of: Sequence[float], share: float) -> float:

@@ -1,28 +1,48 @@
-"""The attacks. Each is done again and again, at a pace that one attacker of the same machine can keep.
+"""Clients and model servers that attack a fleet, as a process of its own.
 
-What came of each try is counted: the status of the answer, or `ended` where the other side hung up.
+`hostile_attacks.py attack TARGET` runs all attacks on TARGET (a `Target` as JSON) until its stdin ends, then
+prints how the attempts ended in one line of JSON: by the status of the answer, or as `ended` where the fleet
+hung up. Each attack is repeated at a pace that one attacker of the same machine can keep.
+
+`hostile_attacks.py serve big|slow` is a model server with a metrics page without end (`big`) or one that
+comes a byte at a time (`slow`). Both answer requests with whole and useless answers.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import grpc
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 
-from bench.hostile.target import ATTACKER, HONEST, MODEL, TRAP, Target
 from picker_fleet.extproc.accesslog import SERVICE as ACCESS_LOG
 from picker_fleet.extproc.budget_transfer import SERVICE as SHARES
 
+MODEL = "llama"  # of the honest model servers
+TRAP = "trap"  # of the hostile ones
+HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
+
+
+class Target(NamedTuple):
+    """Addresses, host:port: Envoy's listener, the replicas' gRPC and admin ports."""
+
+    envoy: str
+    grpc: tuple[str, ...]
+    admin: tuple[str, ...]
+
+
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
-_PATIENCE_S = 40.0  # longer than anybody here may take to answer or to hang up
+_PATIENCE_S = 40.0  # longer than the fleet may take to answer or to hang up
 _LEAVES_S = 0.3
 
 ENDED = "ended"
@@ -31,7 +51,7 @@ Try = Callable[[Target, int], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`at_once` loops of `attempt`, each begun `every_s` after the one before, or when that has ended."""
+    """`at_once` loops of `attempt`, started every `every_s`, or when the one before has ended."""
 
     name: str
     attempt: Try
@@ -82,7 +102,7 @@ def _ask(model: str = MODEL, **fields: object) -> bytes:
 
 @cache
 def _bodies() -> tuple[bytes, ...]:
-    """As large as may be: what costs most to build, to walk or to believe."""
+    """Bodies of the largest size that cost most to parse, to walk or to admit."""
 
     def filled(begin: str, unit: str, end: str) -> bytes:
         return (begin + unit * ((_BODY_BYTES - len(begin) - len(end)) // len(unit)) + end).encode()
@@ -110,7 +130,7 @@ async def _body(target: Target, number: int) -> str:
 
 
 async def _stall(target: Target, number: int) -> str:
-    """Send half of a large body, and no more."""
+    """Send half of a large body."""
     whole = _request("/v1/completions", _bodies()[5])
     async with _connected(target.envoy) as (reader, writer):
         writer.write(whole[: len(whole) // 2])
@@ -118,7 +138,7 @@ async def _stall(target: Target, number: int) -> str:
 
 
 async def _claim(target: Target, number: int) -> str:
-    """Claim more than any model can answer, or as much as it can, then leave."""
+    """Ask for more tokens than a model can answer, or for the most it can, then leave."""
     body = _ask(max_tokens=(10 ** (6 + number % 13), 4000)[number % 2], stream=True)
     async with _connected(target.envoy) as (reader, writer):
         writer.write(_request("/v1/completions", body))
@@ -132,7 +152,7 @@ async def _claim(target: Target, number: int) -> str:
             return "left"
 
 
-# Requests that are only begun
+# Requests that are never finished
 
 _HALVES = (
     b"",
@@ -162,11 +182,11 @@ async def _half_at_admin(target: Target, number: int) -> str:
     return await _half(target.admin[number % len(target.admin)], number)
 
 
-# What only Envoy and replicas say, on the replicas' gRPC port
+# Messages that only Envoy and replicas may send, to the replicas' gRPC port
 
 
 def _forged(number: int) -> bytes:
-    """Entries that end, renew and restore requests that nobody has placed, by tokens of the attacker's."""
+    """Entries with forged tokens that end, renew and restore requests nobody has placed."""
     dice = random.Random(number)
     message = als_pb2.StreamAccessLogsMessage()
     kinds = (accesslog_pb2.DownstreamEnd, accesslog_pb2.DownstreamPeriodic, 99)
@@ -175,12 +195,12 @@ def _forged(number: int) -> bytes:
         common = entry.common_properties
         common.access_log_type = kinds[each % len(kinds)]
         fields = [f"flow{number}", "1", "1.0", "1e12", "", "3", MODEL, "127.0.0.1:1", "0"]
-        accounting_token = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
-        about = {"id": f"forged-{number}-{each}", "ticket": accounting_token}
-        common.metadata.filter_metadata["picker"].update(about)
+        token = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
+        metadata = {"id": f"forged-{number}-{each}", "ticket": token}
+        common.metadata.filter_metadata["picker"].update(metadata)
         common.metadata.filter_metadata["picker.usage"].update({"completion_tokens": 1e300})
         entry.response.response_code.value = dice.choice((0, 200, 2**32 - 1))
-        entry.request.request_id = about["id"]
+        entry.request.request_id = metadata["id"]
     return message.SerializeToString()
 
 
@@ -288,11 +308,11 @@ ATTACKS = (
     Attack("paths that are not inference, guessed keys", _path, 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
 )
-_LEAST_PAUSE_S = 0.05  # between two tries of one loop: an attacker has a network between
+_LEAST_PAUSE_S = 0.05  # between two attempts of one loop, as a network would take
 
 
 class Attackers:
-    """All attacks on one target. `came` is what came of the tries, by attack."""
+    """All attacks on one target. `outcomes` is what outcomes of the tries, by attack."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -304,20 +324,88 @@ class Attackers:
             for attack in ATTACKS:
                 numbers = itertools.count()
                 for _ in range(attack.at_once):
-                    group.create_task(self._again(attack, numbers))
+                    group.create_task(self._repeat(attack, numbers))
 
-    async def _again(self, attack: Attack, numbers: "itertools.count[int]") -> None:
+    async def _repeat(self, attack: Attack, numbers: "itertools.count[int]") -> None:
         clock = asyncio.get_running_loop().time
         while True:
             begun_s = clock()
             try:
-                came = await attack.attempt(self._target, next(numbers))
+                outcome = await attack.attempt(self._target, next(numbers))
             except (OSError, asyncio.IncompleteReadError):
-                came = ENDED
+                outcome = ENDED
             except TimeoutError:
-                came = "no answer"
+                outcome = "no answer"
             except asyncio.CancelledError:
                 self.came[attack.name]["under way"] += 1
                 raise
-            self.came[attack.name][came] += 1
+            self.came[attack.name][outcome] += 1
             await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
+
+
+_ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
+_PAGE_LINES = 80_000  # 4 MiB
+_PAUSE_S = 0.05
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
+    with contextlib.suppress(OSError, EOFError, asyncio.IncompleteReadError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b"/metrics" not in head.split(b"\r\n", 1)[0]:
+                await _answer_uselessly(reader, writer, head)
+            elif slow:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+                for _ in range(1_000_000):
+                    writer.write(b"#")
+                    await writer.drain()
+                    await asyncio.sleep(_PAUSE_S)
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                for number in range(_PAGE_LINES):
+                    writer.write(_LINE % number)
+                    await writer.drain()
+                break
+    writer.close()
+
+
+async def _answer_uselessly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    left = int(lengths[0].split(b":")[1]) if lengths else 0
+    while left > 0:
+        part = await reader.read(min(left, 65536))
+        if not part:
+            raise EOFError
+        left -= len(part)
+    writer.write(_HEAD % len(_ANSWER))
+    writer.write(_ANSWER)
+    await writer.drain()
+
+
+async def _serve_until_killed(slow: bool) -> None:
+    server = await asyncio.start_server(lambda *ends: _serve(*ends, slow), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    print(f"listening on http://{host}:{port}", flush=True)
+    await server.serve_forever()
+
+
+async def _attack_until_eof(target: Target) -> None:
+    attackers = Attackers(target)
+    attacking = asyncio.create_task(attackers.run())
+    print("attacking", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    attacking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await attacking
+    print(json.dumps(attackers.came))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "attack":
+        envoy, grpc_ports, admin = json.loads(sys.argv[2])
+        asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin))))
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_serve_until_killed(sys.argv[2] == "slow"))

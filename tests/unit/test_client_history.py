@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from bench.witness.asking import Asked, Wish, ask
-from bench.witness.check import check
-from bench.witness.written import write
+from picker_tools.load.client_history import (
+    ClientRecord,
+    ClientRequest,
+    check_history,
+    main,
+    save_run,
+    send_request,
+)
 
 ANSWER = json.dumps({"usage": {"completion_tokens": 2}}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nx-picker-request-id: r1\r\n"
@@ -41,13 +45,15 @@ def life(*ends: str) -> list[Mapping[str, str]]:
     return log
 
 
-def served(request: str = "r1") -> Asked:
-    return Asked(Wish("p", 2), 0.0, 1.0, 200, True, False, request, "10.0.0.1:8000", "", "")
+def served(request: str = "r1") -> ClientRecord:
+    return ClientRecord(ClientRequest("p", 2), 0.0, 1.0, 200, True, False, request, "10.0.0.1:8000", "", "")
 
 
-def faults(history: Sequence[Asked], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+def faults(history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
     """What the check finds besides what the audit does, which has tests of its own."""
-    return [fault for fault in check(history, log, **options).faults if not fault.startswith(("G", "log"))]
+    return [
+        fault for fault in check_history(history, log, **options).faults if not fault.startswith(("G", "log"))
+    ]
 
 
 def test_a_request_that_ended_once_is_right() -> None:
@@ -65,7 +71,7 @@ def test_a_request_that_ended_once_is_right() -> None:
         ([], life("completed")[:1], "never ended"),
     ],
 )
-def test_what_is_wrong_is_found(history: list[Asked], log: list[Mapping[str, str]], what: str) -> None:
+def test_what_is_wrong_is_found(history: list[ClientRecord], log: list[Mapping[str, str]], what: str) -> None:
     found = faults(history, log)
     assert any(what in fault for fault in found), found
 
@@ -74,14 +80,14 @@ def test_the_life_of_a_sleeper_is_let_pass_only_where_it_may_be() -> None:
     # Given a request that a sleeper brings again, and takes back
     log = life("completed", "cancelled")
     assert faults([served()], log) != []
-    assert faults([served()], log, may_return=True) == []
-    assert check([served()], log, may_return=True).returned == 1
+    assert faults([served()], log, may_resume=True) == []
+    assert check_history([served()], log, may_resume=True).resumed == 1
     # Then two true ends are never right
-    assert faults([served()], life("completed", "completed"), may_return=True) != []
+    assert faults([served()], life("completed", "completed"), may_resume=True) != []
 
 
 def test_a_forgotten_request_may_be_missing() -> None:
-    assert faults([served()], [], forgotten=True) == []
+    assert faults([served()], [], log_lost=True) == []
 
 
 def test_a_client_that_left_is_no_failure_and_a_cut_answer_is() -> None:
@@ -93,7 +99,7 @@ def test_a_client_that_left_is_no_failure_and_a_cut_answer_is() -> None:
 Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def told(answer: bytes, wish: Wish) -> Asked:
+async def told(answer: bytes, request: ClientRequest) -> ClientRecord:
     """What a client remembers of a server that says `answer` and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -104,7 +110,7 @@ async def told(answer: bytes, wish: Wish) -> Asked:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        return await ask(f"http://127.0.0.1:{port}", wish)
+        return await send_request(f"http://127.0.0.1:{port}", request)
 
 
 def chunked(*pieces: bytes) -> bytes:
@@ -130,46 +136,52 @@ def chunked(*pieces: bytes) -> bytes:
 async def test_an_answer_is_whole_only_with_all_it_should_have(
     answer: bytes, streamed: bool, right: bool
 ) -> None:
-    asked = await told(answer, Wish("p", 2, streamed=streamed))
-    assert asked.served is right
-    assert asked.failed is not right
+    record = await told(answer, ClientRequest("p", 2, streamed=streamed))
+    assert record.served is right
+    assert record.failed is not right
 
 
 async def test_no_server_is_a_failure_and_not_an_exception() -> None:
-    asked = await ask("http://127.0.0.1:1", Wish("p", 2))
-    assert (asked.status, asked.failed) == (0, True)
-    assert asked.fault
+    record = await send_request("http://127.0.0.1:1", ClientRequest("p", 2))
+    assert (record.status, record.failed) == (0, True)
+    assert record.fault
 
 
 @pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
 def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends: tuple[str, ...]) -> None:
     # Given a run, with all that a client can remember
-    wish = Wish("p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=(("a", "b"), ("c", "d")))
-    history = [replace(served(), wish=wish, reason="none"), replace(served(""), status=503, whole=False)]
+    request = ClientRequest(
+        "p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=(("a", "b"), ("c", "d"))
+    )
+    history = [
+        replace(served(), request=request, reason="none"),
+        replace(served(""), status=503, whole=False),
+    ]
     rules = {"may_end": ("completed", "reclaimed")}
     # When it is written, then what is read is judged the same
-    written = write(tmp_path / "run", history, life(*ends), **rules)
-    assert written.judge() == check(history, life(*ends), **rules)
+    written = save_run(tmp_path / "run", history, life(*ends), **rules)
+    assert written.check() == check_history(history, life(*ends), **rules)
 
 
 def test_a_promise_that_a_fault_breaks_by_its_nature_need_not_be_judged() -> None:
     # Given a stock of five where four are the bound
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
-    assert {fault[:2] for fault in check([], log).faults} == {"G1"}
+    assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
     # When that is what the fault does, then nothing else is blamed
-    assert check([], log, but=("G1",)).faults == ()
+    assert check_history([], log, except_promises=("G1",)).faults == ()
 
 
 @pytest.mark.parametrize(("ends", "code"), [(("completed",), 0), (("completed", "completed"), 1), ((), 2)])
-def test_the_command_tells_by_its_status(tmp_path: Path, ends: tuple[str, ...], code: int) -> None:
-    # Given a folder with a run, or without one
+def test_the_command_exits_with_what_it_finds(
+    tmp_path: Path,
+    ends: tuple[str, ...],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if ends:
-        write(tmp_path, [served()], life(*ends))
-    # When it is checked, then the exit status is the verdict
-    ran = subprocess.run(
-        [sys.executable, "-m", "bench.witness", str(tmp_path)], capture_output=True, text=True, timeout=60,
-        cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert ran.returncode == code
-    assert ("rules broken" in ran.stdout) is bool(ends)
+        save_run(tmp_path, [served()], life(*ends))
+    monkeypatch.setattr(sys, "argv", ["client_history", str(tmp_path)])
+    assert main() == code
+    assert ("rules broken" in capsys.readouterr().out) is bool(ends)

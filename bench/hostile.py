@@ -1,4 +1,7 @@
-"""Attack a whole fleet for ten minutes; then bench/results/hostile.md. Exits with 0 if everything held."""
+"""Attack a whole fleet for ten minutes and write bench/results/hostile.md: `make hostile`.
+
+Exits with 0 if there is no fault.
+"""
 
 import argparse
 import asyncio
@@ -6,17 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.hostile.honest import Seen
-from bench.hostile.run import Report, run
-from bench.hostile.stage import limit_mib
+from hostile_fleet import ClientTimes, HostileReport, attack_fleet, limit_mib
+
 from bench.overhead.surroundings import Surroundings, look
 
-_RESULTS = Path(__file__).parents[1] / "results"
+_RESULTS = Path(__file__).parent / "results"
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.hostile")
+    parser = argparse.ArgumentParser(prog="make hostile")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--calm-minutes", type=float, default=2.0)
     parser.add_argument("--per-s", type=float, default=15.0, help="honest requests (default: %(default)s)")
@@ -24,7 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     here = look(sys.argv[1:])
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    report = asyncio.run(run(replicas=3, simulators=4, per_s=options.per_s, **times))
+    report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=options.per_s, **times))
     faults = [*report.faults(), *slower(report)]
     text = page(report, faults, here, options)
     (options.out / "hostile.md").write_text(text, encoding="utf-8")
@@ -32,8 +34,8 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def slower(report: Report) -> list[str]:
-    """What honest clients waited longer than they may."""
+def slower(report: HostileReport) -> list[str]:
+    """A fault if honest clients wait longer than they may."""
     ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
     return [f"p99 is {ratio:.2f} times the calm one"] if ratio > _MOST else []
 
@@ -43,13 +45,15 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-def page(report: Report, faults: Sequence[str], here: Surroundings, options: argparse.Namespace) -> str:
+def page(
+    report: HostileReport, faults: Sequence[str], here: Surroundings, options: argparse.Namespace
+) -> str:
     """The results as Markdown."""
     ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
     verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."
-    came = "\n".join(
+    outcomes = "\n".join(
         f"| {name} | {sum(each.values())} | {', '.join(f'{what}: {n}' for what, n in sorted(each.items()))} |"
-        for name, each in report.came.items()
+        for name, each in report.outcomes.items()
     )
     memory = "\n".join(
         f"| {name} | {peak:.0f} | {limit_mib(name)} |"
@@ -71,13 +75,13 @@ attackers and honest clients share one machine of {here.cores} cores, whose load
 
 p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {_left(report)}.
 
-| attack | tries | what came of them |
+| attack | tries | what outcomes of them |
 |---|---|---|
-{came}
+{outcomes}
 
 `ended` is a connection that the fleet closed, `held` one that it had not closed after 20 s, `left` one that
-the attacker closed, `under way` what had not ended with the run, `taken` a stream of access logs that was
-read to its end; nothing of it was believed.
+the attacker closed, `under way` what had not ended with the run, `taken` a stream of access logs
+that was read to its end; nothing of it was believed.
 
 | process | most memory, MiB | its limit |
 |---|---|---|
@@ -85,12 +89,12 @@ read to its end; nothing of it was believed.
 """
 
 
-def _row(name: str, seen: Seen) -> str:
+def _row(name: str, seen: ClientTimes) -> str:
     times = " | ".join(f"{quantile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999))
     return f"| {name} | {len(seen.last_s) + len(seen.failed)} | {len(seen.failed)} | {times} |"
 
 
-def _left(report: Report) -> str:
+def _left(report: HostileReport) -> str:
     return ", ".join(f"{name} is {count:g}" for name, count in report.left.items())
 
 

@@ -1,0 +1,1 @@
+"""A long run in which everything fails and changes at once, audited."""

@@ -1,0 +1,185 @@
+"""One replica of the chaos run with its clients, and how its pool is configured.
+
+`bench.chaos` starts it as `python -m bench.chaos.replica` and leads it over stdin. The first line is a
+`bench.fairness.job.Job`; then `adopt ID ID…` sends requests of a replica that was killed, and `end` lets what
+is in flight finish. It prints `ready`, and `done` when all have ended. Each request follows from its id, so
+that any replica can send it again.
+"""
+
+import asyncio
+import itertools
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from bench.fairness.job import Job
+from bench.fairness.replica import Led, joined
+from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.errors import RequestError
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+
+POOL = "chaos"
+_LOG_ENTRIES = 4_000_000  # more entries than a run writes
+_LEASE_S = 3.0
+_ENDPOINTS = 4
+FLOWS = tuple(f"flow-{number}" for number in range(12))
+_LIMITED, _LIMIT = 3, 2  # so many flows may have so many in flight on each endpoint
+_WORKLOADS = 30
+_MODEL = "llama"
+_CLIENTS = 60
+_AGAIN_S = 0.1  # a refused client's pause
+_PROMPT_TOKENS = 1
+
+
+def configuration(url: str) -> dict[str, Any]:
+    """Bounds and capacities so small that every kind of refusal and preemption happens."""
+    return {
+        "pool": POOL,
+        "redis": {"url": url, "silence": _LEASE_S / 2, "connect_timeout": 5.0},
+        "discovery": {"static": [{"address": f"10.0.0.{n + 1}:8000"} for n in range(_ENDPOINTS)]},
+        "request_queue_controller": {"watermark_per_backend": 200, "unit": "tokens"},
+        "fair_request_queue": {"total_capacity": 200, "flow_capacity": 60, "queue_ttl": 30.0},
+        "leases": {
+            "heartbeat": 0.5, "replica_silence": 1.5, "inflight": _LEASE_S, "access_log_interval": 1.0,
+        },
+        "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
+    }  # fmt: skip
+
+
+def change(dice: random.Random) -> Mapping[str, Any]:
+    """A live change, by the names of docs/redis-schema.md; None takes one back."""
+    per = dice.choice((75, 200, 200, 400))
+    return dice.choice(
+        (
+            {"upper_per": per * 1.1, "lower_per": per * 0.9},
+            {"upper_per": None, "lower_per": None},
+            {"weights": {dice.choice(FLOWS): dice.choice((0.5, 2.0, 8.0))}},
+            {"weights": None},
+            {"total_capacity": dice.choice((100, 150, 400))},
+            {"flow_capacity": dice.choice((20, 60))},
+            {"overload": dice.choice(("preempt", "reject-noncritical"))},
+            {"guard_share": dice.choice((0.05, 0.1, 0.5))},
+            {"starvation_ms": dice.choice((0, 100, 1000))},
+            {"band_policy": dice.choice(("strict", "weighted"))},
+            # These reorder the queue: a flow queue keeps its order until the next sweep.
+            {"ordering": dice.choice(("fcfs", "edf", "workload-aware"))},
+            {"fairness": dice.choice(("weighted-fair", "round-robin", "none"))},
+            {"wait_signal": dice.choice(("request", "workload_average"))},
+            {"ordering": None, "fairness": None, "wait_signal": None},
+            {"total_capacity": None, "overload": None, "band_policy": None, "flow_capacity": None},
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request, and what its client and its model server do.
+
+    `leaves_s`: the client hangs up after so long without an answer (None: never). `tokens`: the real cost.
+    """
+
+    request: InferenceRequest
+    leaves_s: float | None
+    service_s: float
+    stream_owned: bool
+    tokens: int
+
+
+def call_of(request_id: str) -> Call:
+    """The same for the same id, in every process."""
+    dice = random.Random(request_id)
+    number = dice.randrange(len(FLOWS))
+    shared = dice.random() < 0.5
+    name = f"workload-{dice.randrange(_WORKLOADS)}" if shared else f"auto-{request_id}"
+    tokens = dice.randint(1, 20)
+    long = dice.random() < 0.002
+    request = InferenceRequest(
+        request_id,
+        model=_MODEL,
+        target_model=_MODEL,
+        stream=False,
+        flow=FLOWS[number],
+        band=Band(dice.choice((0, 1, 1, 2, 2))),
+        weight=1.0 + number % 4,
+        workload=Workload(name, dice.randint(1, 5), registered=shared),
+        cost=float(max(1, round(tokens * dice.uniform(0.25, 4)))),
+        ttl_s=dice.choice((0.3, 1.0, 5.0, 30.0)),
+        subset=None,
+        limit=_LIMIT if number < _LIMITED else 0,
+    )
+    return Call(
+        request,
+        leaves_s=dice.uniform(0, 0.3) if dice.random() < 0.1 else None,
+        service_s=4.0 if long else dice.uniform(0.002, 0.02),
+        stream_owned=long,
+        tokens=tokens,
+    )
+
+
+class Clients:
+    """Clients of one replica, until `end`."""
+
+    def __init__(self, gate: SharedGate, name: str, tasks: asyncio.TaskGroup) -> None:
+        self._gate = gate
+        self._ids = (f"{name}.{number}" for number in itertools.count())
+        self._tasks = tasks
+        self._ending = False
+
+    def start(self) -> None:
+        for _ in range(_CLIENTS):
+            self._tasks.create_task(self._call())
+
+    def adopt(self, request_id: str) -> None:
+        self._tasks.create_task(self._one(request_id))
+
+    def end(self) -> None:
+        self._ending = True
+
+    async def _call(self) -> None:
+        while not self._ending:
+            if not await self._one(next(self._ids)):
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _one(self, request_id: str) -> bool:
+        """Whether it was served."""
+        call = call_of(request_id)
+        try:
+            async with asyncio.timeout(call.leaves_s):
+                await self._gate.admit(call.request, stream_owned=call.stream_owned)
+        except (RequestError, TimeoutError):
+            return False
+        await asyncio.sleep(call.service_s)
+        spent = (_PROMPT_TOKENS, call.tokens - _PROMPT_TOKENS)
+        seconds = (call.service_s, call.service_s)
+        self._gate.settle(Completion(request_id, Outcome.COMPLETED, 200, None, *spent, *seconds))
+        return True
+
+
+async def work(job: Job, led: Led) -> None:
+    async with joined(job) as gate:
+        led.say("ready")
+        async with asyncio.TaskGroup() as tasks:
+            clients = Clients(gate, job.replica, tasks)
+            clients.start()
+            while (order := await led.hear()) and order != "end":
+                for request_id in order.split()[1:]:
+                    clients.adopt(request_id)
+            clients.end()
+        led.say("done")
+        await led.hear()  # keeps its heartbeats until all replicas have ended
+
+
+async def main() -> None:
+    orders = asyncio.StreamReader(limit=1 << 24)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    led = Led(orders)
+    await work(Job.read(await led.hear()), led)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,1 +1,0 @@
-"""All attacks of docs/security.md at once on a whole fleet, with honest clients beside them."""

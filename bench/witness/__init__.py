@@ -1,1 +1,0 @@
-"""Clients that remember every request they made, and the check of their memory against the fleet's log."""

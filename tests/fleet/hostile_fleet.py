@@ -1,0 +1,293 @@
+"""A fleet under every attack of docs/security.md at once, with honest clients beside them.
+
+tests/fleet/test_hostile.py runs it for seconds, `make hostile` (bench/hostile.py) for minutes. The fleet is
+Valkey, replicas, simulators, two hostile model servers, and Envoy as `picker envoy-config` prints it, with
+the flow by API key (deploy/examples); attackers have a key.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hostile_attacks
+import httpx
+import yaml
+from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
+
+from picker_fleet.allowlist import FAIRNESS_ID
+from picker_fleet.config import parse
+from picker_tools.load.client import Client, Exchange, HttpRequest
+from picker_tools.load.generator import COMPLETIONS
+from picker_tools.local_fleet.envoy import Envoy
+from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey
+from picker_tools.local_fleet.processes import Report, Supervisor
+
+MIB = 1024 * 1024
+# Memory limits of deploy/kubernetes and docker-compose.yml.
+LIMITS_MIB = {"replica": 512, "envoy": 512, "valkey": 640, "endpoint": 256}
+
+_ATTACKS = hostile_attacks.__file__
+_EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "api_key.py"
+_GRACE_S = 10.0
+_READY_S = 60.0
+_LOOK_S = 0.05
+_HEAP_BYTES = 400 * MIB
+_CONFIG: dict[str, Any] = {
+    "extproc": {"trusted_headers": [FAIRNESS_ID[0]]},
+    "models": [
+        {"name": MODEL, "endpoint_labels": {"kind": "good"}},
+        {"name": TRAP, "endpoint_labels": {"kind": "bad"}},
+    ],
+    "objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}],
+    "request_queue_controller": {"watermark_per_backend": 8},
+    "scheduling": {"scorers": [{"name": "queue-depth", "weight": 2}, {"name": "kv-cache", "weight": 2}]},
+}
+
+
+class _Hostile(Simulator):
+    """A hostile model server, `big` or `slow`."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        super().__init__(number, SimOptions(), ())
+        self.name = f"hostile-{kind}"
+        self._kind = kind
+
+    def command(self) -> list[str]:
+        return [sys.executable, _ATTACKS, "serve", self._kind]
+
+
+def _flow_by_api_key(folder: Path) -> Callable[[str], str]:
+    """Edits Envoy's bootstrap so that a client's key names its flow."""
+    keys = folder / "keys.yaml"
+    keys.write_text(
+        yaml.safe_dump({hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)})
+    )
+
+    def edit(bootstrap: str) -> str:
+        command = [sys.executable, str(_EXAMPLE), str(keys)]
+        made = subprocess.run(
+            command, input=bootstrap, capture_output=True, text=True, timeout=_READY_S, check=True
+        )
+        return made.stdout
+
+    return edit
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningFleet:
+    """A _running_fleet fleet. `target` is what attackers know; `pids` are its processes by name."""
+
+    target: Target
+    pids: dict[str, int]
+
+    def peaks_mib(self) -> dict[str, float]:
+        """The highest memory of each process so far; 0 for one that has ended."""
+        return {name: _peak_bytes(pid) / MIB for name, pid in self.pids.items()}
+
+
+def limit_mib(name: str) -> int | None:
+    """The memory limit of process `name`; None for those that are no part of the product."""
+    return next((limit for kind, limit in LIMITS_MIB.items() if name.startswith(kind)), None)
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+
+
+@contextlib.asynccontextmanager
+async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_RunningFleet]:
+    """Start the fleet; it ends with the block.
+
+    Raises:
+        StartupError: a part did not start, or ended within the block.
+    """
+    with tempfile.TemporaryDirectory(prefix="hostile-") as name:
+        folder = Path(name)
+        supervisor = Supervisor(folder, Report())
+        valkey = Valkey(folder)
+        options = SimOptions(ttft_ms=40, itl_ms=10, max_num_seqs=32)
+        servers = [Simulator(number, options, (MODEL,)) for number in range(1, simulators + 1)]
+        hostile = [_Hostile(number, kind) for number, kind in enumerate(("big", "slow"), 1)]
+        parts: list[Any] = [valkey, *servers, *hostile]
+        try:
+            await supervisor.bring_up([valkey], attempts=3)
+            await supervisor.bring_up([*servers, *hostile])
+            endpoints = [
+                *({"address": each.address, "labels": {"kind": "good"}} for each in servers),
+                *({"address": each.address, "labels": {"kind": "bad"}} for each in hostile),
+            ]
+            tree = {**_CONFIG, "redis": {"url": valkey.url}, "discovery": {"static": endpoints}}
+            pickers = [Replica(number, 0, folder, lambda: tree) for number in range(1, replicas + 1)]
+            parts = [*pickers, *parts]
+            await supervisor.bring_up(pickers)
+            hosts = [each.host for each in pickers]
+            envoy = Envoy(
+                parse(tree), "lean", 0, hosts, folder,
+                trusted=(), max_heap_bytes=_HEAP_BYTES, edit=_flow_by_api_key(folder),
+            )  # fmt: skip
+            parts = [envoy, *parts]
+            await supervisor.bring_up([envoy])
+            async with asyncio.timeout(_READY_S):
+                while await envoy.missing(len(endpoints)) is not None:
+                    supervisor.check()
+                    await asyncio.sleep(_LOOK_S)
+            yield _RunningFleet(
+                Target(
+                    envoy.url.removeprefix("http://"),
+                    tuple(each.announced.grpc for each in pickers),
+                    tuple(each.announced.admin.removeprefix("http://") for each in pickers),
+                ),
+                {part.name: supervisor.pid(part) for part in parts},
+            )
+            supervisor.check()
+        finally:
+            await supervisor.stop(parts, _GRACE_S)
+
+
+_PATIENCE_S = 30.0
+_TOKENS = 16
+
+
+@dataclass(slots=True)
+class ClientTimes:
+    """Seconds to the first byte and to the last of each answer, and the failures, in words."""
+
+    first_s: list[float] = field(default_factory=list)
+    last_s: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, exchange: Exchange, streamed: bool) -> None:
+        whole = exchange.tokens == _TOKENS and (exchange.is_done or not streamed)
+        if exchange.fault or exchange.status != 200 or not whole:
+            self.failed.append(exchange.fault or f"{exchange.status} {exchange.tail[:200]!r}")
+            return
+        self.first_s.append((exchange.first_at or exchange.last_at) - exchange.sent_at)
+        self.last_s.append(exchange.last_at - exchange.sent_at)
+
+
+def _http_request(number: int) -> HttpRequest:
+    streamed = number % 2 == 0
+    body: dict[str, object] = {"model": MODEL, "prompt": f"question {number}", "max_tokens": _TOKENS}
+    if streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers = (("authorization", f"Bearer {HONEST}"),)
+    return HttpRequest(COMPLETIONS, headers, json.dumps(body).encode(), streamed, _TOKENS)
+
+
+@contextlib.asynccontextmanager
+async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
+    """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
+    with Client(f"http://{envoy}") as client:
+
+        async def one(number: int) -> None:
+            request = _http_request(number)
+            times.add(await client.send(request, within_s=_PATIENCE_S), request.streamed)
+
+        async with asyncio.TaskGroup() as group:
+
+            async def paced() -> None:
+                clock = asyncio.get_running_loop().time
+                begun_s = clock()
+                for number in itertools.count():
+                    group.create_task(one(number))
+                    await asyncio.sleep(begun_s + (number + 1) / per_s - clock())
+
+            pacing = group.create_task(paced())
+            try:
+                yield
+            finally:
+                pacing.cancel()
+
+
+_CALL_S = 10.0
+_ATTACKERS_END_S = 5.0
+_RESTS_S = 40.0  # longer than a lease and the wait for a client's body
+
+
+@dataclass(slots=True)
+class HostileReport:
+    """The results of one run. `left` is what the fleet still counts after its last client."""
+
+    calm: ClientTimes = field(default_factory=ClientTimes)
+    hostile: ClientTimes = field(default_factory=ClientTimes)
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    peaks_mib: dict[str, float] = field(default_factory=dict)
+    left: dict[str, float] = field(default_factory=dict)
+
+    def faults(self) -> list[str]:
+        """Failed requests, memory above its limit, counts that stay; slow answers are not checked here."""
+        found = [f"calm: {failed}" for failed in self.calm.failed]
+        found += [f"under attack: {failed}" for failed in self.hostile.failed]
+        for name, peak in self.peaks_mib.items():
+            limit = limit_mib(name)
+            if not peak:
+                found.append(f"{name} has ended")
+            elif limit is not None and peak > limit:
+                found.append(f"{name} took {peak:.0f} MiB; it may have {limit}")
+        found += [f"{name} is {count:g} at rest" for name, count in self.left.items() if count]
+        found += [f"nothing outcomes of: {name}" for name, outcomes in self.outcomes.items() if not outcomes]
+        return found
+
+
+async def attack_fleet(
+    *, replicas: int, simulators: int, per_s: float, calm_s: float, hostile_s: float
+) -> HostileReport:
+    """`per_s` honest requests a second: `hostile_s` seconds beside attackers, `calm_s` before and after."""
+    report = HostileReport()
+    async with _running_fleet(replicas, simulators) as fleet:
+        await _calm(fleet.target, report, per_s, calm_s / 2)
+        attackers = await asyncio.create_subprocess_exec(
+            *(sys.executable, _ATTACKS, "attack", json.dumps(fleet.target)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert attackers.stdout is not None
+        try:
+            async with asyncio.timeout(_RESTS_S):
+                assert await attackers.stdout.readline() == b"attacking\n"
+            async with _honest_clients(fleet.target.envoy, per_s, report.hostile):
+                await asyncio.sleep(hostile_s)
+            async with asyncio.timeout(_ATTACKERS_END_S):
+                said, _ = await attackers.communicate()
+        finally:
+            if attackers.returncode is None:
+                attackers.kill()
+                await attackers.wait()
+        report.outcomes = {name: Counter(outcomes) for name, outcomes in json.loads(said).items()}
+        report.left = await _left(fleet.target)
+        await _calm(fleet.target, report, per_s, calm_s / 2)
+        report.peaks_mib = fleet.peaks_mib()
+    return report
+
+
+async def _calm(target: Target, report: HostileReport, per_s: float, lasts_s: float) -> None:
+    if lasts_s:
+        async with _honest_clients(target.envoy, per_s, report.calm):
+            await asyncio.sleep(lasts_s)
+
+
+async def _left(target: Target) -> dict[str, float]:
+    """What the fleet counts once it is at rest, or after so long."""
+    async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S) as client:
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + _RESTS_S
+        while True:
+            state = (await client.get(f"http://{target.admin[0]}/api/v1/state")).json()
+            left = {name: float(state[name]) for name in ("stock", "queued", "leases")}
+            if not any(left.values()) or clock() >= until_s:
+                return left
+            await asyncio.sleep(0.2)
