@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 
-from lane_order import Request
+from model_state import Request
 
 CLOSED = 1e9  # what the scripts add to the count of an endpoint that takes nothing new
 

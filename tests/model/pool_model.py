@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from endpoint_counts import EndpointCounts, burdens, read_candidates
-from fair_lanes import FairLanes
-from lane_order import Moment, Request, Workloads
+from model_state import Moment, Request, Workloads
+from shared_queue import SharedQueue
 
 Choose = Callable[[str, dict[str, float]], str]
 Item = TypeVar("Item")
@@ -45,14 +45,13 @@ class PoolModel:
     def __init__(self, choose: Choose = least_burdened) -> None:
         self.moment = Moment()
         self.workloads = Workloads(self.moment)
-        self.lanes = FairLanes(self.moment, self.workloads, self._log)
+        self.queue = SharedQueue(self.moment, self.workloads, self._next_arrival, self._log)
         self.endpoints = EndpointCounts()
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
         self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
         self.stock = self.upper = self.lower = self.rate = 0.0
-        self.credit = 0.0
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
         self.events: list[str] = []
         self._choose = choose
@@ -99,8 +98,9 @@ class PoolModel:
     def _put_settings(self) -> None:
         old, new = self.moment.settings, self._base | self._overrides
         changed = any(old.get(name) != new[name] for name in REFILED_BY)
-        self.refiling = self.refiling or (changed and self.lanes.queued > 0)
+        self.refiling = self.refiling or (changed and len(self.queue) > 0)
         self.moment.settings = new
+        self.queue.put_settings(self.moment)
         ready = self.endpoints.ready
         self.upper = float(f"{new['upper_per'] * ready:.9g}")
         self.lower = max(float(f"{new['lower_per'] * ready:.9g}"), 1e-9)
@@ -159,9 +159,9 @@ class PoolModel:
         return self.endpoints.places(self._caps, granted) if self._caps else math.inf
 
     def _unblock(self, address: str) -> None:
-        """A request has left the endpoint: who is parked because of its limit may come back."""
+        """A request has left the endpoint: flow queues that wait for it may take turns again."""
         if self.endpoints.has_place(address, self._caps):
-            self.lanes.unblock(address)
+            self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
         """The reply; or none, whether only a limit stands in the way, and the endpoints whose limit it is."""
@@ -185,19 +185,19 @@ class PoolModel:
         if not limited or r.deadline_ms <= self.moment.now_ms:
             self._finish(r, "expired" if limited else "refused")
             return "expired" if limited else "refused no-endpoints 1"
-        # Back to its place, uncharged; the lane waits until one of the flow's requests ends, or an endpoint
-        # has a place. Where none has one nobody is served, and the lane stays.
+        # Back to its place, uncharged. The flow queue waits until one of the flow's requests ends, or an
+        # endpoint has room. Where none has room nobody is served, and the flow queue keeps its turns.
         assert r.tag is not None
         self._give_back(r)
         self.workloads.sent_back(r.workload)
-        self.lanes.insert(r)
-        self.lanes.correct(r, -self.lanes.share(r), r.tag)
-        self.lanes.charge_band(r, -r.cost)
+        self.queue.insert(r)
+        self.queue.correct(r, -self.queue.share(r), r.tag)
+        self.queue.charge_band(r, -r.cost)
         self._log("requeued", r.id)
         if not closed or self.places() > 0:
-            if not self.lanes.bands[r.band].lanes[r.lane].parked:
-                self.lanes.park(r)
-            self.lanes.block(r, closed)
+            if not self.queue.is_throttled(r):
+                self.queue.throttle(r)
+            self.queue.wait_for_endpoints(r, closed)
         return f"queued {r.deadline_ms - self.moment.now_ms}"
 
     # The ends
@@ -206,7 +206,7 @@ class PoolModel:
         state = r.state
         ran = state in ("granted", "placed")
         if r.state == "queued":
-            self.lanes.remove(r)
+            self.queue.remove(r)
         elif r.state == "placed":
             self._release(r)
         elif r.state == "granted":
@@ -220,8 +220,8 @@ class PoolModel:
         if state == "placed":
             self._unblock(first(r.endpoints))
         if ran and r.limit > 0:
-            for number in range(len(self.lanes.bands)):
-                self.lanes.unpark(number, self.lanes.name_of(r))
+            for number in range(len(self.queue.bands)):
+                self.queue.unthrottle(number, self.queue.name_of(r))
 
     def _turn_away(self, r: Request, event: str) -> None:
         """End one that waits and did not ask for it."""
@@ -230,7 +230,7 @@ class PoolModel:
 
     def _hold(self, r: Request, until_ms: int) -> None:
         """Its replica is silent: keep it, out of the order, for whoever brings its id."""
-        self.lanes.remove(r)
+        self.queue.remove(r)
         r.state, r.timer_ms = "held", min(r.deadline_ms, until_ms)
         self._log("held", r.id)
 
@@ -247,7 +247,8 @@ class PoolModel:
             elif r.deadline_ms <= self.moment.now_ms:
                 self._turn_away(r, "expired")
             else:
-                r.overdue, r.timer_ms = True, r.deadline_ms
+                self.queue.mark_overdue(r)
+                r.timer_ms = r.deadline_ms
         return len(due), self.ended - ended
 
     # Serving
@@ -260,11 +261,10 @@ class PoolModel:
         lower = self.lower if self.queues else math.inf
         attempts = served = 0
         while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and self.places() > 0:
-            by, r = "guard", self._guarded()
-            if r is None:
-                by, r = "turn", self.lanes.turn()
-            if r is None:
+            turn = self.queue.next_turn()
+            if turn is None:
                 break
+            r, by_guard = turn
             attempts += 1
             take = self.share_of_stock(r)
             if r.deadline_ms <= self.moment.now_ms:
@@ -272,33 +272,23 @@ class PoolModel:
             elif r.owner not in self.live(s["silence_ms"]):
                 self._hold(r, self.moment.now_ms + s["lease_ms"])
             elif self.endpoints.flow_full(r):
-                self.lanes.park(r)
+                self.queue.throttle(r)
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
                 break
             else:
-                self._grant(r, take, by)
+                self._grant(r, take, by_guard)
                 served += 1
         return attempts, served
 
-    def _guarded(self) -> Request | None:
-        """The most overdue, as often as the guard's share allows."""
-        if self.moment.settings["guard_share"] > 0 and self.credit >= 1 - 1e-9:
-            return self.lanes.most_overdue()
-        return None
-
-    def _grant(self, r: Request, take: float, by: str) -> None:
-        self.lanes.serve(r, by)
+    def _grant(self, r: Request, take: float, by_guard: bool) -> None:
+        r.tag = self.queue.serve(r, by_guard)
         r.state = "granted"
         self._take(r, take)
         self.dispatches += 1
-        if by == "guard":
-            self.guards += 1
-            self.credit -= 1
-        share = self.moment.settings["guard_share"]
-        self.credit = min(self.credit + share, 1.0 + share)
+        self.guards += by_guard
         self.workloads.dispatched(r.workload, (self.moment.now_us - r.arrived) / 1000)
         self._tell(r, "granted")
-        self._log("granted", r.id, by)
+        self._log("granted", r.id, "guard" if by_guard else "turn")
 
     # The sweep's parts
 
@@ -322,7 +312,7 @@ class PoolModel:
 
     def _walk(self) -> None:
         if self.refiling or self.moment.settings["ordering"] == "workload-aware":
-            self.lanes.refile(self.refiling)
+            self.queue.reorder(self.refiling)
         self.refiling = False
 
     def _measure_rate(self) -> None:

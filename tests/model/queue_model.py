@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lane_order import Request
+from model_state import Request
 from pool_model import CHUNK, PoolModel, Reply, first
+
+from picker_fleet.failover.fair_queue import QueueFull
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class QueueModel(PoolModel):
         versions = [*self._versions, self.tuned or ""]
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.news = told + reply.news
-        reply.answers += [self.stock, self.lanes.queued, self.upper, self.lower, self.endpoints.ready]
+        reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
         # No keys, since none are offered; nobody of another version; and what time it is.
         reply.answers += [self.moment.settings["paused"], "", 0, self.moment.now_us]
         return reply
@@ -147,7 +149,7 @@ class QueueModel(PoolModel):
         self._begin(caller)
         self.endpoints.publish(draining)
         if not self._base:
-            self.credit = 1.0
+            self.queue.credit = 1.0
         self._base, self._versions = dict(settings), versions
         self._put_settings()
         reply = self._conclude([])
@@ -174,11 +176,11 @@ class QueueModel(PoolModel):
         if not self._more:
             self._hold_orphans(grace_ms)
         self._walk()
-        self.lanes.unpark_all()
-        self.lanes.age_tags(at_rest=self.lanes.queued == 0 and self.stock == 0)
+        self.queue.unthrottle_all()
+        self.queue.forget_finish_tags(at_rest=len(self.queue) == 0 and self.stock == 0)
         if fresh:
-            self.lanes.rebase()
-        self.lanes.relax()
+            self.queue.rebase()
+        self.queue.forget_preemptions()
         if fresh:
             self._measure_rate()
         self.workloads.forget_idle(idle_ms)
@@ -215,7 +217,7 @@ class QueueModel(PoolModel):
     def _bypass(self, r: Request, item: Arrival) -> str | None:
         take = self.share_of_stock(r)
         no_room = take > 0 and self.stock + take > self.upper
-        blocked = self.moment.settings["paused"] or self.lanes.queued or no_room
+        blocked = self.moment.settings["paused"] or len(self.queue) or no_room
         if blocked or self.endpoints.flow_full(r) or self.places() < 1:
             return None
         reply, limited, _ = self._place(r, item.candidates)
@@ -230,31 +232,26 @@ class QueueModel(PoolModel):
     def _full(self, r: Request) -> str | None:
         """Why r cannot be queued, if it cannot. May preempt another to make room."""
         s = self.moment.settings
-        if not self.queues and not s["paused"] and not self.lanes.queued:
+        if not self.queues and not s["paused"] and not len(self.queue):
             return self._refuse(r, "saturated")
-        if s["overload"] == "reject-noncritical" and r.band > 0:
-            return self._refuse(r, "saturated")
-        if s["fairness"] != "none" and self.lanes.length(r) >= s["flow_capacity"]:
-            return self._refuse(r, "insufficient-flow-capacity")
-        if r.band > 0 and self.lanes.flows() >= s.get("max_flows", math.inf) and not self.lanes.length(r):
-            return self._refuse(r, "too-many-flows")
-        if self.lanes.queued >= s["total_capacity"]:
-            victim = self.lanes.victim(r, self._next_arrival) if s["overload"] == "preempt" else None
-            if victim is None:
-                return self._refuse(r, "total-capacity")
-            self._turn_away(victim, "preempted")
+        try:
+            preempted = self.queue.make_room(r)
+        except QueueFull as full:
+            return self._refuse(r, full.reason)
+        if preempted is not None:
+            self._turn_away(preempted, "preempted")
         return None
 
     def _queue(self, r: Request, left_ms: int) -> str:
         self.requests[r.id] = r
-        self.lanes.insert(r)
+        self.queue.insert(r)
         self._log("queued", r.id)
         return f"queued {left_ms}"
 
     def _refuse(self, r: Request, reason: str) -> str:
         retry_after_s = 1
         if reason != "no-endpoints" and self.rate > 0:
-            retry_after_s = max(1, min(60, math.ceil((self.lanes.queued + 1) / self.rate)))
+            retry_after_s = max(1, min(60, math.ceil((len(self.queue) + 1) / self.rate)))
         self._log("refused", r.id)
         return f"refused {reason} {retry_after_s}"
 
@@ -266,7 +263,7 @@ class QueueModel(PoolModel):
                 self._finish(r, "expired")
                 return "expired"
             if r.state == "held":
-                self.lanes.insert(r)
+                self.queue.insert(r)
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)
@@ -302,10 +299,10 @@ class QueueModel(PoolModel):
         """Charge r's lane and band what it really cost. A bypass was charged nothing."""
         if r.tag is None or actual is None or actual == r.cost:
             return
-        self.lanes.charge_band(r, actual - r.cost)
+        self.queue.charge_band(r, actual - r.cost)
         if self.moment.settings["fairness"] == "weighted-fair":
-            share = self.lanes.share(r)
-            self.lanes.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
+            share = self.queue.share(r)
+            self.queue.correct(r, (actual - r.cost) * share / r.cost, r.tag + share)
             self._log("corrected", r.id)
 
     def _learn(self, flow: str, tokens: int) -> None:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fair_lanes import BANDS, overdue_since
 from pool_model import Reply
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, Seen, arguments, plain
+from shared_queue import BANDS
 
 START_US = 1_750_000_000_000_123
 
@@ -80,7 +80,7 @@ class SideBySide:
         numbers: dict[str, Any] = {
             "now_us": self.now_us,
             "stock": model.stock,
-            "queued": model.lanes.queued,
+            "queued": len(model.queue),
             "upper": model.upper,
             "lower": model.lower,
             "ready": model.endpoints.ready,
@@ -89,9 +89,9 @@ class SideBySide:
             "ended": model.ended,
             "loads": model.endpoints.loads(),
             "guards": model.guards,
-            "credit": model.credit,
-            "bv": model.lanes.bv,
-            "overdue": sum(r.overdue for r in model.lanes.requests()),
+            "credit": model.queue.credit,
+            "bv": model.queue.bv,
+            "overdue": len(model.queue.overdue),
             "rate": model.rate,
             "paused": model.moment.settings.get("paused", 0),
             "tuned": model.tuned or "",
@@ -100,10 +100,10 @@ class SideBySide:
             ),
         }
         for number in BANDS:
-            band = model.lanes.bands[number]
+            band = model.queue.bands[number]
             numbers |= {
                 f"v:{number}": band.v,
-                f"lanes:{number}": len(band.lanes),
+                f"lanes:{number}": len(band.queues),
                 f"queued:{number}": band.queued,
                 f"band:{number}": band.tag,
             }
@@ -114,30 +114,23 @@ class SideBySide:
         requests = self.model.requests.values()
         orders = {
             "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "held")},
-            "overdue": {r.id: float(overdue_since(r)) for r in requests if r.overdue},
+            "overdue": self.model.queue.overdue.scores(),
             "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
         }
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
-        for number, band in enumerate(self.model.lanes.bands):
-            orders[f"flows:{number}"] = {
-                name: lane.tag for name, lane in band.lanes.items() if not lane.parked
-            }
-            orders[f"parked:{number}"] = {name: lane.tag for name, lane in band.lanes.items() if lane.parked}
+        for number, band in enumerate(self.model.queue.bands):
+            orders[f"flows:{number}"] = band.turns.scores()
+            orders[f"parked:{number}"] = self.model.queue.throttled(band)
             orders[f"finish:{number}"] = band.finish
             if number > 0:
                 last = {name: float(when) for name, when in band.preempted.items()}
-                orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.lanes}
-                orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.lanes}
+                orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.queues}
+                orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.queues}
             for address in ("e1", "e2", "e3"):
-                orders[f"blocked:{number}:{address}"] = {
-                    name: lane.blocked[address]
-                    for name, lane in band.lanes.items()
-                    if address in lane.blocked
-                }
-            for name, lane in band.lanes.items() if by_workload and not self.model.refiling else ():
-                for kind in ("growing", "static"):
-                    filed = {id: it.key for id, it in lane.filed.items() if it.grows == (kind == "growing")}
-                    orders[f"{kind}:{number}:{name}"] = filed
+                orders[f"blocked:{number}:{address}"] = self.model.queue.blocked(number, address)
+            for name, queue in band.queues.items() if by_workload and not self.model.refiling else ():
+                orders[f"growing:{number}:{name}"] = queue.growing.scores()
+                orders[f"static:{number}:{name}"] = queue.static.scores()
         return orders
 
     def _choose(self, id: str, burdens: dict[str, float]) -> str:

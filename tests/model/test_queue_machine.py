@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from lane_order import Request
+from model_state import Request
 from names import distinct
 from pool_model import Reply
 from queue_model import Arrival

@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
-from lane_order import Lane, Moment, Request, Workload, Workloads
+from model_state import Moment, Request, Workload, Workloads
 from queue_model import Arrival, QueueModel
+from shared_queue import policy_of
+
+from picker_fleet.failover.fair_queue import Context, FlowQueue
 
 START_US = 1_000_000_000_000
 SETTINGS: dict[str, Any] = {
@@ -38,6 +41,16 @@ def serve(model: QueueModel, times: int, actual: float | None = None) -> list[st
     return order
 
 
+def flow_queue(moment: Moment, workloads: Workloads) -> FlowQueue[Request]:
+    return FlowQueue(Context(policy_of(moment), lambda: moment.now_us, workloads))
+
+
+def head_of(queue: FlowQueue[Request]) -> str:
+    head = queue.head()
+    assert head is not None
+    return head.id
+
+
 def test_lanes_are_served_by_their_weights() -> None:
     # Given three flows of weights 1, 2 and 4, each with more waiting than can be served
     model = model_of()
@@ -46,7 +59,7 @@ def test_lanes_are_served_by_their_weights() -> None:
     # When 14 are served, then each has its share, in the order of start tags, ties by name
     order = serve(model, 14)
     assert [id[0] for id in order] == [*"pqrrqrr"] * 2
-    assert model.lanes.bands[1].v == 1.75
+    assert model.queue.bands[1].v == 1.75
 
 
 def test_a_lane_that_was_idle_has_no_claim() -> None:
@@ -71,35 +84,35 @@ def test_the_specifications_worked_examples() -> None:
     # Given workloads with the history of the examples
     moment = Moment(START_US, SETTINGS | {"ordering": "workload-aware", "wait_signal": "workload_average"})
     workloads = Workloads(moment)
-    lane = Lane(moment, workloads, 0.0)
+    queue = flow_queue(moment, workloads)
     for name, (wait_s, rate, criticality, _) in EXAMPLES.items():
         slot = moment.now_ms // 10_000
         counts: list[float] = [rate * 60, 0, 0, 0, 0, 0, 0]
         workloads.known[name] = Workload(1, 1, wait_s * 1000, moment.now_ms, slot, counts)
         # When each has a request waiting
-        lane.insert(Request(name, "a", "1", "f", 1, 1.0, 1.0, name, criticality, "m", 0, START_US))
+        queue.insert(Request(name, "a", "1", "f", 1, 1.0, 1.0, name, criticality, "m", 0, START_US))
     # Then its score is the example's, and so is the order
     for name, (_, _, _, expected) in EXAMPLES.items():
-        assert -lane.filed[name].key == pytest.approx(expected, abs=2e-4)
+        assert -queue.static.scores()[name] == pytest.approx(expected, abs=2e-4)
     order = []
-    while lane.requests:
-        order.append(lane.head().id)
-        lane.remove(lane.head())
+    while (head := queue.head()) is not None:
+        order.append(head.id)
+        queue.remove(head)
     assert order == ["interactive-user-456", "batch-job-123", "low-priority-789"]
 
 
 def test_own_waits_grow_until_the_cap() -> None:
     # Given a request that has waited to the cap, and a more critical one that arrives
     moment = Moment(START_US, SETTINGS | {"ordering": "workload-aware"})
-    lane = Lane(moment, Workloads(moment), 0.0)
-    lane.insert(Request("old", "a", "1", "f", 1, 1.0, 1.0, "", 2, "m", 0, START_US - 60_000_000))
-    lane.insert(Request("new", "a", "1", "f", 1, 1.0, 1.0, "", 5, "m", 0, START_US))
+    queue = flow_queue(moment, Workloads(moment))
+    queue.insert(Request("old", "a", "1", "f", 1, 1.0, 1.0, "", 2, "m", 0, START_US - 60_000_000))
+    queue.insert(Request("new", "a", "1", "f", 1, 1.0, 1.0, "", 5, "m", 0, START_US))
     # Then the older leads, at 0.4 + 0.16 against 0.4, until the other has waited 24 s
-    assert lane.head().id == "old"
+    assert head_of(queue) == "old"
     moment.now_us += 23_900_000
-    assert lane.head().id == "old"
+    assert head_of(queue) == "old"
     moment.now_us += 200_000
-    assert lane.head().id == "new"
+    assert head_of(queue) == "new"
 
 
 def test_edf_serves_the_nearest_deadline() -> None:
@@ -122,7 +135,7 @@ def test_the_guard_spends_its_credit_on_the_most_overdue() -> None:
     # Then the first goes at once, on the credit that was there, and the next when it has grown again
     assert serve(model, 6) == ["low1", "high0", "high1", "high2", "low2", "high3"]
     assert model.guards == 2
-    assert model.lanes.bands[2].v == 0.0  # served out of turn
+    assert model.queue.bands[2].v == 0.0  # served out of turn
 
 
 def test_weighted_bands_share_by_their_weights() -> None:
@@ -174,7 +187,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged() -> None
     # Then it waits again, its lane parked with the tag it had
     assert reply.answers == ["queued 10000"]
     assert model.events == ["requeued p2 ", "parked p "]
-    assert model.lanes.bands[1].lanes["p"].tag == 0.0
+    assert model.queue.bands[1].queues["p"].tag == 0.0
     # And it goes there once that has ended
     model.settle("a", [("p1", "completed", None, None)])
     assert model.place("a", [("p2", "1", "e0")]).answers == ["placed e0 1"]  # beside the one that runs

@@ -151,7 +151,7 @@ def test_given_as_many_flows_as_may_wait_when_another_is_offered_then_it_is_refu
 
 def test_given_capacities_of_the_fleet_when_divided_then_each_replica_has_its_part() -> None:
     parts = rules(3, total_capacity=100, flow_capacity=2)
-    assert (parts.total_capacity, parts.flow_capacity) == (33, 1)
+    assert (parts.policy.total_capacity, parts.policy.flow_capacity) == (33, 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "serve", "leave"]), st.integers(0, 5)), max_size=120))

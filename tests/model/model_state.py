@@ -1,0 +1,122 @@
+"""What the model knows of time, settings, requests and workloads."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Moment:
+    """What every decision depends on: the time, and the settings in force (docs/redis-schema.md)."""
+
+    now_us: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def now_ms(self) -> int:
+        return self.now_us // 1000
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the pool knows it. `taken`: of the stock; `tag`: its flow queue's when it was granted."""
+
+    id: str
+    owner: str
+    attempt: str
+    flow: str
+    band: int
+    weight: float
+    cost: float
+    workload: str
+    criticality: int
+    model: str
+    limit: int
+    arrived: int = 0  # us
+    deadline_ms: int = 0
+    due_ms: float = 0  # becomes overdue
+    timer_ms: float = 0  # when its next event is due
+    state: str = "new"  # queued, held, granted, placed
+    flow_queue: str = ""  # the one it is in while queued
+    endpoints: str = ""
+    taken: float = 0.0
+    tag: float | None = None
+    lease_ms: int = 0
+
+
+@dataclass(slots=True)
+class Workload:
+    """One workload of the registry. `counts`: arrivals in each sixth of the window, newest first."""
+
+    active: int = 0
+    dispatched: int = 0
+    ema_ms: float = 0.0
+    last_ms: int = 0
+    slot: int = 0
+    counts: list[float] = field(default_factory=lambda: [0.0] * 7)
+    total: int = 0
+
+
+class Workloads:
+    """The registry. An anonymous request (workload '') leaves nothing here."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+        self.known: dict[str, Workload] = {}
+
+    def _slid(self, name: str) -> Workload:
+        workload = self.known.setdefault(name, Workload())
+        slot = int(self._moment.now_ms // (self._moment.settings["window_ms"] / 6))
+        passed = min(slot - workload.slot, 7)
+        workload.counts = ([0.0] * passed + workload.counts)[:7]
+        workload.slot = slot
+        return workload
+
+    def arrivals(self, name: str) -> list[float]:
+        """In this sixth of the window and the six before it."""
+        return self._slid(name).counts
+
+    def rate(self, name: str) -> float:
+        """Arrivals a second over the sliding window."""
+        if name not in self.known:
+            return 0.0
+        counts, window_ms = self._slid(name).counts, self._moment.settings["window_ms"]
+        left = 1 - (self._moment.now_ms % (window_ms / 6)) / (window_ms / 6)
+        return float((sum(counts[:6]) + counts[6] * left) / (window_ms / 1000))
+
+    def wait_ms(self, name: str) -> float:
+        return self.known[name].ema_ms if name in self.known else 0.0
+
+    def arrived(self, name: str) -> None:
+        if name:
+            self._slid(name).counts[0] += 1
+            self.known[name].total += 1
+            self._active(name, 1)
+
+    def dispatched(self, name: str, wait_ms: float) -> None:
+        if name:
+            workload, alpha = self.known.setdefault(name, Workload()), self._moment.settings["ema_alpha"]
+            first = workload.dispatched == 0
+            workload.ema_ms = wait_ms if first else alpha * wait_ms + (1 - alpha) * workload.ema_ms
+            workload.dispatched += 1
+
+    def sent_back(self, name: str) -> None:
+        """A dispatch that came to nothing: it counts again, and the average keeps its wait."""
+        if name:
+            self.known[name].dispatched -= 1
+
+    def restored(self, name: str) -> None:
+        if name:
+            self._active(name, 1)
+
+    def ended(self, name: str) -> None:
+        if name:
+            self._active(name, -1)
+
+    def _active(self, name: str, change: int) -> None:
+        workload = self.known.setdefault(name, Workload())
+        workload.active, workload.last_ms = max(workload.active + change, 0), self._moment.now_ms
+
+    def forget_idle(self, idle_ms: int) -> None:
+        for name, workload in list(self.known.items()):
+            if workload.active == 0 and self._moment.now_ms - workload.last_ms > idle_ms:
+                del self.known[name]

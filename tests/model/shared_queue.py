@@ -1,0 +1,134 @@
+"""The queue of the model: the fair queue of an outage, and what only the shared queue does."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from model_state import Moment, Request, Workloads
+
+from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy
+
+BANDS = (0, 1, 2)  # Critical, Default, Sheddable
+REBASED_AT, REBASED_TO = 2.0**26, 2.0**20
+_NAMES = [each.name for each in fields(Policy)]
+_DEFAULTS = {"max_flows": math.inf}
+
+
+def policy_of(moment: Moment) -> Policy:
+    """The settings in force, as far as they decide the order."""
+    settings = _DEFAULTS | moment.settings
+    return Policy(**{name: settings.get(name) for name in _NAMES})
+
+
+class SharedQueue(FairQueue[Request]):
+    """Throttled flow queues, corrected charges, rebased tags, and the sweep's order of all that wait.
+    `log(event, flow_queue)` is called for flow queues that are throttled and take turns again."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        workloads: Workloads,
+        next_arrival: Callable[[], int],
+        log: Callable[[str, str], None],
+    ) -> None:
+        self._rules = Context(policy_of(moment), lambda: moment.now_us, workloads)
+        super().__init__(self._rules, len(BANDS), next_arrival)
+        self._log = log
+        self.credit = 0.0  # until the first publish
+        # (band, throttled flow queue) -> the endpoints that it waits for -> its tag then
+        self._blocked: dict[tuple[int, str], dict[str, float]] = {}
+
+    def put_settings(self, moment: Moment) -> None:
+        self._rules.policy = policy_of(moment)
+
+    def insert(self, r: Request) -> None:
+        super().insert(r)
+        r.state, r.timer_ms = "queued", r.due_ms
+
+    def remove(self, r: Request) -> None:
+        super().remove(r)
+        if r.flow_queue not in self.bands[r.band].queues:
+            self._blocked.pop((r.band, r.flow_queue), None)
+
+    def correct(self, r: Request, change: float, floor: float) -> None:
+        """Change what r's flow queue has been charged; `floor` is its tag where none is kept."""
+        band, name = self.bands[r.band], self.name_of(r)
+        if name in band.queues:
+            self.charge(band, name, change)
+        else:
+            band.finish[name] = band.finish.get(name, min(floor, band.v)) + change
+
+    def is_throttled(self, r: Request) -> bool:
+        return r.flow_queue not in self.bands[r.band].turns
+
+    def throttle(self, r: Request) -> None:
+        """r's flow is at its limit: its flow queue takes no turns, and keeps its tag."""
+        self.bands[r.band].turns.remove(r.flow_queue)
+        self._log("parked", r.flow_queue)
+
+    def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
+        """r's flow queue, throttled, waits for room on one of these endpoints."""
+        tag = self.bands[r.band].queues[r.flow_queue].tag
+        self._blocked.setdefault((r.band, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
+
+    def blocked(self, number: int, address: str) -> dict[str, float]:
+        """The flow queues of a band that wait for an endpoint, with their tags."""
+        found = self._blocked.items()
+        return {name: tags[address] for (band, name), tags in found if band == number and address in tags}
+
+    def endpoint_has_room(self, address: str) -> None:
+        """The flow queue that waits for the endpoint and would be next takes turns again."""
+        for band in self.bands_in_order():
+            number = self.bands.index(band)
+            waiting = [(tag, name) for name, tag in self.blocked(number, address).items()]
+            if waiting:
+                self.unthrottle(number, min(waiting)[1])
+                return
+
+    def unthrottle(self, number: int, name: str) -> None:
+        """It takes turns again, without a claim to those it missed."""
+        band = self.bands[number]
+        if name in band.queues and name not in band.turns:
+            self._blocked.pop((number, name), None)
+            self.activate(band, name, max(band.v, band.queues[name].tag))
+            self._log("unparked", name)
+
+    def throttled(self, band: BandQueue[Request]) -> dict[str, float]:
+        """The throttled flow queues of a band, with their tags."""
+        return {name: queue.tag for name, queue in band.queues.items() if name not in band.turns}
+
+    def unthrottle_all(self) -> None:
+        for number, band in enumerate(self.bands):
+            for _, name in sorted((tag, name) for name, tag in self.throttled(band).items()):
+                self.unthrottle(number, name)
+
+    def reorder(self, policy_changed: bool) -> None:
+        """The sweep's scan: put each request where the policy in force has it, by rates as they are now."""
+        if policy_changed:
+            for r in list(self.requests()):
+                if r.flow_queue != self.name_of(r):
+                    self.remove(r)
+                    self.insert(r)
+        for band in self.bands:
+            for queue in band.queues.values():
+                queue.reorder() if policy_changed else queue.refresh()
+
+    def rebase(self) -> None:
+        """When virtual time has come far, all tags are lowered by one amount."""
+        for number, band in enumerate(self.bands):
+            if band.v < REBASED_AT:
+                continue
+            by = band.v - REBASED_TO
+            band.v, band.newcomers = band.v - by, max(band.newcomers - by, 0.0)
+            band.finish = {name: tag - by for name, tag in band.finish.items()}
+            for name in band.queues:
+                self.charge(band, name, -by)
+            for (other, _), tags in self._blocked.items():
+                if other == number:
+                    tags.update({address: tag - by for address, tag in tags.items()})
+            self._log("rebased", "")
+        if self.bv >= REBASED_AT:
+            by = self.bv - REBASED_TO
+            self.bv -= by
+            for band in self.bands:
+                band.tag -= by
