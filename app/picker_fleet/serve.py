@@ -95,13 +95,15 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         ExchangeService(context, uploads),
         drain_gate,
         settings.extproc,
-        extra=(
-            accesslog.handler(parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace),
-            eds.handler(parts.endpoints),
-            budget_transfer.handler(
+        services={
+            **accesslog.handlers(
+                parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace
+            ),
+            **eds.handlers(parts.endpoints),
+            **budget_transfer.handlers(
                 settings.pool, parts.failover.lend, parts.signing, lambda: parts.replica_info.grpc
             ),
-        ),
+        },
     )
     fleet_state = FleetStateCache(store, settings.leases.replica_silence)
     view = FleetView(
@@ -158,7 +160,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
 async def _announce(membership: Membership, server: Server) -> None:
     """Readiness follows the first contact with a pool that may admit."""
     await membership.known()
-    await server.set_ready(True)
+    server.set_ready(True)
     _log.info("ready")
     await asyncio.Event().wait()
 

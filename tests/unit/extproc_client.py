@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -18,6 +19,8 @@ from picker_fleet.errors import RequestError
 from picker_fleet.extproc.context import DrainGate, ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
+from picker_fleet.extproc.native import NativeTransport
+from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
 from picker_fleet.intake import Intake
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.telemetry.logs import DecisionLines
@@ -239,6 +242,31 @@ def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]
         if answer.request_headers.response.status == CommonResponse.CONTINUE_AND_REPLACE
     ]
     return whole + [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)]
+
+
+_transports = {"chosen": "grpcio"}
+
+
+def choose_transport(name: str) -> None:
+    """What `serving_on` and `chosen_transport` use from now on."""
+    _transports["chosen"] = name
+
+
+def chosen_transport() -> str:
+    return _transports["chosen"]
+
+
+@asynccontextmanager
+async def serving_on(handlers: Mapping[str, Handler]) -> AsyncIterator[str]:
+    """The address where the chosen transport serves `handlers`."""
+    largest = 1024 * 1024
+    transport: Transport = GrpcioTransport(handlers, largest)
+    if chosen_transport() == "native":
+        transport = NativeTransport(handlers, {}, largest)
+    try:
+        yield f"127.0.0.1:{await transport.start('127.0.0.1:0')}"
+    finally:
+        await transport.stop(None)
 
 
 class Fault(RequestError):

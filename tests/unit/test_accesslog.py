@@ -7,6 +7,7 @@ import grpc
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from extproc_client import serving_on
 from metrics_page import page_of
 
 from picker_fleet.admission import accounting_token
@@ -14,6 +15,8 @@ from picker_fleet.extproc import accesslog
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.signing import Keyring
 from picker_fleet.telemetry.metrics import Metrics
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 Entry = accesslog_pb2.HTTPAccessLogEntry
 METHOD = f"/{accesslog.SERVICE}/StreamAccessLogs"
@@ -104,15 +107,11 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 
 @asynccontextmanager
 async def serving(gate: RecordingGate, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((accesslog.handler(gate, metrics, KEYS),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
-    finally:
-        await server.stop(None)
+    async with (
+        serving_on(accesslog.handlers(gate, metrics, KEYS)) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield channel
 
 
 async def send(channel: grpc.aio.Channel, *messages: bytes) -> als_pb2.StreamAccessLogsResponse:

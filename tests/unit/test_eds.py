@@ -9,9 +9,12 @@ import pytest
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
+from extproc_client import serving_on
 
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.extproc import eds
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 Request = discovery_pb2.DiscoveryRequest
 Response = discovery_pb2.DiscoveryResponse
@@ -19,15 +22,11 @@ Response = discovery_pb2.DiscoveryResponse
 
 @asynccontextmanager
 async def serving(cell: SnapshotCell) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((eds.handler(cell),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
-    finally:
-        await server.stop(None)
+    async with (
+        serving_on(eds.handlers(cell)) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield channel
 
 
 def subscribe(channel: grpc.aio.Channel) -> Any:

@@ -7,16 +7,19 @@ from contextlib import asynccontextmanager
 import grpc
 import psutil
 import pytest
+from extproc_client import serving_on
 from local_requests import ask, rules
 from scripted_store import until
 
 from picker_fleet.admission.waiting import Wait
 from picker_fleet.extproc import budget_transfer
-from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handler
+from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.peers import Borrower
 from picker_fleet.signing import Keyring
 from picker_fleet.telemetry.metrics import Metrics
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 KEYS = Keyring()  # the fleet's
 
@@ -30,15 +33,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def lender(lend: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
     """The address of a replica of pool `p` that answers by `lend`."""
-    server = grpc.aio.server()
     address = ""
-    server.add_generic_rpc_handlers((handler("p", lend, KEYS, lambda: address),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
+    async with serving_on(handlers("p", lend, KEYS, lambda: address)) as bound:
+        address = bound
         yield address
-    finally:
-        await server.stop(None)
 
 
 @asynccontextmanager

@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-import grpc
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
+from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.signing import NO_TOKEN, Keyring
 from picker_fleet.telemetry.metrics import Metrics
@@ -54,28 +54,19 @@ _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
 
-def handler(gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> Any:
-    """The access-log service as a grpc.GenericRpcHandler for a grpc.aio server.
+def handlers(
+    gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE
+) -> Mapping[str, Handler]:
+    """The access-log service, by path. The metadata `namespace` says who served."""
 
-    The metadata `namespace` says who served.
-    """
-
-    async def stream(_: object, context: Any) -> Any:
-        while (message := await context.read()) is not grpc.aio.EOF:
+    async def collect(stream: Stream) -> bytes:
+        while (data := await stream.read()) is not None:
+            message = _message(data)
             if message.HasField("http_logs"):
                 take(message.http_logs.log_entry, gate, metrics, keys, namespace)
-        return als_pb2.StreamAccessLogsResponse()
+        return b""  # StreamAccessLogsResponse has no fields
 
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            "StreamAccessLogs": grpc.stream_unary_rpc_method_handler(
-                stream,
-                request_deserializer=_message,
-                response_serializer=als_pb2.StreamAccessLogsResponse.SerializeToString,
-            )
-        },
-    )
+    return {f"/{SERVICE}/StreamAccessLogs": collect}
 
 
 def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> None:

@@ -7,12 +7,13 @@ replica. `handler` serves it; failover asks through `GrpcPeers`.
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
 import grpc
 import orjson
 
+from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.failover.peers import ASK_S
 from picker_fleet.signing import Keyring
 
@@ -28,20 +29,20 @@ def _signed_text(pool: str, to: str, least: float, most: float, nonce: str) -> s
     return f"{pool}\n{to}\n{least!r}\n{most!r}\n{nonce}"
 
 
-def handler(
+def handlers(
     pool: str,
     transfer: Callable[[float, float], Awaitable[float]],
     keys: Keyring,
     own_address: Callable[[], str],
-) -> Any:
-    """The service as a grpc.GenericRpcHandler; `transfer(least, most)` gives up to `most`.
+) -> Mapping[str, Handler]:
+    """The service, by path; `transfer(least, most)` gives up to `most`.
 
     `own_address` is this replica's address as its peers know it, host:port.
     """
     seen_nonces: OrderedDict[str, None] = OrderedDict()
 
-    async def answer(request: bytes, _: Any) -> bytes:
-        return orjson.dumps({"given": await _given(request)})
+    async def answer(stream: Stream) -> bytes:
+        return orjson.dumps({"given": await _given(await stream.read() or b"")})
 
     async def _given(request: bytes) -> float:
         try:
@@ -59,7 +60,7 @@ def handler(
             seen_nonces.popitem(last=False)
         return await transfer(least, most)
 
-    return grpc.method_handlers_generic_handler(SERVICE, {"Ask": grpc.unary_unary_rpc_method_handler(answer)})
+    return {_ASK: answer}
 
 
 class GrpcPeers:

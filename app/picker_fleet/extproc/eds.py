@@ -7,14 +7,16 @@ UNIMPLEMENTED. Served by the replica's gRPC server.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
-import grpc
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream, Streaming
 from picker_fleet.units import split_host_port
 
 SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
@@ -26,22 +28,13 @@ _WRITE_S = 10.0  # an Envoy that takes no update for so long gets a new stream
 _log = logging.getLogger(__name__)
 
 
-def handler(cell: SnapshotCell) -> Any:
-    """The endpoint discovery service over `cell` as a grpc.GenericRpcHandler for a grpc.aio server."""
+def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
+    """The endpoint discovery service over `cell`, by path."""
 
-    async def stream(_: Any, context: Any) -> None:
-        await _Subscription(cell, context).run()
+    async def follow(stream: Stream) -> None:
+        await _Subscription(cell, stream).run()
 
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            "StreamEndpoints": grpc.stream_stream_rpc_method_handler(
-                stream,
-                request_deserializer=discovery_pb2.DiscoveryRequest.FromString,
-                response_serializer=discovery_pb2.DiscoveryResponse.SerializeToString,
-            )
-        },
-    )
+    return {f"/{SERVICE}/StreamEndpoints": Streaming(follow)}
 
 
 def assignment(name: str, snapshot: Snapshot) -> Any:
@@ -70,19 +63,26 @@ def _describe(message: Any, endpoint: Endpoint) -> None:
         message.health_status = health_check_pb2.HEALTHY if endpoint.ready else health_check_pb2.DRAINING
 
 
+def _request(data: bytes) -> Any:
+    try:
+        return discovery_pb2.DiscoveryRequest.FromString(data)
+    except DecodeError:
+        raise RpcError(Status.INVALID_ARGUMENT, "no DiscoveryRequest") from None
+
+
 class _Subscription:
     """One Envoy's stream: the names it subscribes to and the last version it was sent."""
 
-    def __init__(self, cell: SnapshotCell, context: Any) -> None:
+    def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
         self._cell = cell
-        self._context = context
+        self._stream = stream
         self._names: tuple[str, ...] | None = None  # None: nothing asked yet
         self._nonce = 0
         self._sent_version = ""
 
     async def run(self) -> None:
         """Serve until Envoy ends the stream or the server stops (which cancels this)."""
-        read = asyncio.ensure_future(self._context.read())
+        read = asyncio.ensure_future(self._stream.read())
         change = asyncio.ensure_future(self._cell.after(""))
         try:
             while True:
@@ -92,11 +92,11 @@ class _Subscription:
                     change = asyncio.ensure_future(self._cell.after(change.result().version))
                     due = True
                 if read.done():
-                    request = read.result()
-                    if request is grpc.aio.EOF:
+                    data = read.result()
+                    if data is None:
                         return
-                    read = asyncio.ensure_future(self._context.read())
-                    due = await self._on_request(request) or due
+                    read = asyncio.ensure_future(self._stream.read())
+                    due = self._on_request(_request(data)) or due
                 if due:
                     await self._send()
         finally:
@@ -104,10 +104,10 @@ class _Subscription:
             change.cancel()
             await asyncio.wait((read, change), timeout=1)
 
-    async def _on_request(self, request: Any) -> bool:
+    def _on_request(self, request: Any) -> bool:
         """Record a request; whether it needs an answer of its own."""
         if request.type_url and request.type_url != TYPE_URL:
-            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
+            raise RpcError(Status.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
         if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
             return False  # for an older response; Envoy acknowledges the newer one as well
         if request.HasField("error_detail"):
@@ -133,4 +133,4 @@ class _Subscription:
         for name in self._names:
             response.resources.add().Pack(assignment(name, snapshot))
         async with asyncio.timeout(_WRITE_S):
-            await self._context.write(response)
+            await self._stream.write(response.SerializeToString())

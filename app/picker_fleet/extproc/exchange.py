@@ -220,8 +220,12 @@ class Exchange:
 
     def fail_upload(self) -> ProcessingResponse:
         """The rest of the request does not come: release everything; the answer to Envoy."""
+        return self.abandon(BodyStalled("the rest of the body did not come"))
+
+    def abandon(self, error: RequestError) -> ProcessingResponse:
+        """Release everything; the answer to Envoy."""
         self._release()
-        return self._refuse(BodyStalled("the rest of the body did not come"))
+        return self._refuse(error)
 
     def _release(self) -> None:
         self._step = _DONE

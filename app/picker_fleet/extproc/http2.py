@@ -1,0 +1,833 @@
+"""HTTP/2 (RFC 9113) as a gRPC server needs it: one connection of Envoy as an asyncio protocol.
+
+`native.NativeTransport` makes a `Connection` for each peer. The connection runs the handler of each request
+in a task of its own and gives it a `GrpcStream`. Frames are parsed and written in the event loop's thread, so
+a reset cancels its handler in the same step and no message is copied between threads.
+
+Anyone who reaches the port may send anything. Damaged input ends in a reset of its stream or a GOAWAY. Memory
+is bounded: one frame and 32 KiB of headers a connection, `STREAMS` streams on it, and the replica's byte
+budget for all data that no handler has read yet. A stream's window opens again only when its handler has read
+every whole message.
+"""
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import hpack
+
+from picker_fleet.errors import BufferFull
+from picker_fleet.extproc.limits import BodyBudget
+from picker_fleet.extproc.transport import Handler, RpcError, Status
+
+STREAMS: Final = 20_000  # open at once on one connection
+WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
+_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
+_FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
+_BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
+_LIST_BYTES: Final = 64 * 1024  # the same, decoded
+_CACHED_BLOCKS: Final = 256
+_ENDED_IDS: Final = 4096  # remembered streams that this side ended first
+_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
+_END_S: Final = 5.0  # for a closed connection's last bytes
+_UNSENT_REPLIES: Final = 10_000  # to pings and settings of a peer that does not read
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream
+_PAIR = struct.Struct(">HL")
+_HEADER_BYTES = 9
+_MAX_WINDOW = 2**31 - 1
+_ANY_STREAM = 2**31 - 1
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 0x5, 0x6, 0x7, 0x8
+COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 0x9, 0xB
+_TABLE_SIZE, _ENABLE_PUSH, _MAX_STREAMS, _INITIAL_WINDOW, _MAX_FRAME, _MAX_LIST = range(1, 7)
+
+_log = logging.getLogger(__name__)
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    size = len(payload)
+    return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
+
+
+def _start(kind: int, flags: int, size: int) -> bytes:
+    """The first bytes of a frame, up to its stream's id."""
+    return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, 0)[:5]
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """A header field that no table holds; HPACK's integers of a byte count to 126."""
+    return b"\0" + _string(name) + _string(value)
+
+
+def _string(text: bytes) -> bytes:
+    size = len(text)
+    if size < 127:
+        return bytes((size,)) + text
+    size -= 127
+    length = bytearray((127,))
+    while size >= 128:
+        length.append(size % 128 + 128)
+        size //= 128
+    length.append(size)
+    return bytes(length) + text
+
+
+_OK_BLOCK = b"\x88" + _literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
+_END_BLOCK = _literal(b"grpc-status", b"0")
+_BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status`, a literal: RFC 9113 has no gRPC error for another protocol
+_OK = _start(HEADERS, END_HEADERS, len(_OK_BLOCK))
+_END = _start(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
+_STOP = _start(RST_STREAM, 0, 4)
+_NO_ERROR_CODE = b"\0\0\0\0"
+_CREDIT = _start(WINDOW_UPDATE, 0, 4)
+
+_HOP_HEADERS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+
+
+class ConnectionFault(Exception):
+    """The peer broke the protocol: the connection ends with a GOAWAY of `code`."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class _Request(NamedTuple):
+    """What a block of request headers asks for: a handler, or `refusal`, all but its stream's id.
+
+    `reset` is the code with which a malformed request's stream ends, None if it is well-formed.
+    """
+
+    handler: Handler | None
+    budget: BodyBudget | None
+    refusal: bytes
+    reset: int | None
+    content_length: int
+
+
+class GrpcStream:
+    """One request's stream, as its handler sees it (`transport.Stream`)."""
+
+    __slots__ = (
+        "_budget",
+        "_connection",
+        "_content_length",
+        "_fault",
+        "_id",
+        "_messages",
+        "_partial",
+        "_reader",
+        "_received_bytes",
+        "_remote_ended",
+        "_started",
+        "_unread_bytes",
+        "_writer",
+        "receive_window",
+        "send_window",
+        "sid",
+        "task",
+    )
+
+    def __init__(
+        self,
+        connection: "Connection",
+        stream_id: int,
+        send_window: int,
+        content_length: int,
+        budget: BodyBudget,
+    ) -> None:
+        self._connection = connection
+        self._id = stream_id
+        self.sid = stream_id.to_bytes(4, "big")
+        self._budget = budget
+        self._content_length = content_length
+        self._messages: deque[bytes] = deque()
+        self._partial = bytearray()
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._remote_ended = False
+        self._started = False  # the response's headers have been sent
+        self._fault: Exception | None = None
+        self._unread_bytes = 0
+        self._received_bytes = 0
+        self.receive_window = WINDOW_BYTES
+        self.send_window = send_window
+        self.task: asyncio.Task[None] | None = None
+
+    # The handler's side.
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end of the client's side.
+
+        Raises:
+            BufferFull: the replica's byte budget is used up; no more of the request is kept.
+            RpcError: what came is not a gRPC message, or it is too large.
+        """
+        while not self._messages:
+            if self._fault is not None:
+                raise self._fault
+            if self._remote_ended:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        message = self._messages.popleft()
+        self._release(len(message) + 5)
+        if not self._messages:
+            self._give_credit()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """Send one message; returns when all of it is on its way."""
+        connection = self._connection
+        size = len(message) + 5
+        if not self._fits(size):
+            await self._write_parts(message)
+            return
+        self.send_window -= size
+        connection.send_window -= size
+        data = (_start(DATA, 0, size), self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+        connection.write(b"".join(data if self._started else (_OK, self.sid, _OK_BLOCK, *data)))
+        self._started = True
+
+    async def finish(self, message: bytes | None) -> None:
+        """Send the last message, if there is one, and the end of the stream."""
+        connection, sid = self._connection, self.sid
+        parts: tuple[bytes, ...] = ()
+        if message is not None:
+            size = len(message) + 5
+            if not self._fits(size):
+                await self._write_parts(message)
+            else:
+                connection.send_window -= size
+                parts = (_start(DATA, 0, size), sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+        if not self._started:
+            parts = (_OK, sid, _OK_BLOCK, *parts)
+        if self._remote_ended:
+            connection.write(b"".join((*parts, _END, sid, _END_BLOCK)))
+        else:
+            # As gRPC's own servers do: nothing more is wanted of the client.
+            connection.write(b"".join((*parts, _END, sid, _END_BLOCK, _STOP, sid, _NO_ERROR_CODE)))
+        connection.forget(self._id, self._remote_ended)
+
+    def fail(self, status: Status, why: str) -> None:
+        """End the stream with an error status."""
+        block = _literal(b"grpc-status", str(status).encode()) + _literal(b"grpc-message", _escaped(why))
+        block = block if self._started else _OK_BLOCK + block
+        end = frame(HEADERS, END_HEADERS | END_STREAM, self._id, block)
+        stop = b"" if self._remote_ended else _STOP + self.sid + _NO_ERROR_CODE
+        self._connection.write(end + stop)
+        self._connection.forget(self._id, self._remote_ended)
+
+    def _fits(self, size: int) -> bool:
+        """Whether `size` bytes may be sent now, in one frame."""
+        connection = self._connection
+        return size <= min(_FRAME_BYTES, self.send_window, connection.send_window) and not connection.paused
+
+    async def _write_parts(self, message: bytes) -> None:
+        """Send a message in frames, as the peer's windows allow."""
+        connection = self._connection
+        rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
+        if not self._started:
+            connection.write(_OK + self.sid + _OK_BLOCK)
+            self._started = True
+        while rest:
+            room = min(self.send_window, connection.send_window)
+            if room <= 0 or connection.paused:
+                self._writer = asyncio.get_running_loop().create_future()
+                connection.blocked[self._id] = self
+                try:
+                    await self._writer
+                finally:
+                    self._writer = None
+                    connection.blocked.pop(self._id, None)
+                continue
+            # One write for several frames; not so much that a slow connection's buffer grows past its limit.
+            now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
+            self.send_window -= len(now)
+            connection.send_window -= len(now)
+            parts: list[bytes | memoryview] = []
+            for start in range(0, len(now), _FRAME_BYTES):
+                part = now[start : start + _FRAME_BYTES]
+                parts += (_start(DATA, 0, len(part)), self.sid, part)
+            connection.write(b"".join(parts))
+
+    def wake_writer(self) -> None:
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    # The connection's side.
+
+    def receive(self, data: bytes, start: int, end: int) -> None:
+        """Take what a DATA frame brought, `data[start:end]`."""
+        self._received_bytes += end - start
+        if self._fault is not None:
+            return  # and the window stays closed
+        if self._partial:
+            self._partial += data[start:end]
+            self._count(end - start)
+            if len(self._partial) >= 5 and self._is_decided():
+                data, self._partial = bytes(self._partial), bytearray()
+                self._release(len(data))
+                self._keep(data, 0, len(data))
+        else:
+            self._keep(data, start, end)
+        if not self._messages:
+            self._give_credit()
+
+    def _is_decided(self) -> bool:
+        """Whether the partial message is whole, or wrong."""
+        whole = 5 + int.from_bytes(self._partial[1:5], "big")
+        return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._connection.message_bytes
+
+    def _keep(self, data: bytes, start: int, end: int) -> None:
+        """Queue the whole messages of `data[start:end]`, and keep the rest until more comes."""
+        start = self._take_messages(data, start, end)
+        if start < end and self._fault is None:
+            self._partial += data[start:end]
+            self._count(end - start)
+
+    def _take_messages(self, data: bytes, start: int, end: int) -> int:
+        """Queue the whole messages of `data[start:end]`; where the rest begins."""
+        while end - start >= 5:
+            length = int.from_bytes(data[start + 1 : start + 5], "big")
+            if data[start]:
+                self._fail_reads(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
+                return end
+            if length + 5 > self._connection.message_bytes:
+                self._fail_reads(
+                    RpcError(Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
+                )
+                return end
+            stop = start + 5 + length
+            if stop > end:
+                break
+            self._messages.append(data[start + 5 : stop])
+            self._count(length + 5)
+            if self._fault is not None:
+                return end
+            start = stop
+        if self._messages:
+            self._wake_reader()
+        return start
+
+    def end_remote(self) -> bool:
+        """The client's side has ended; whether it had as many bytes as its headers said."""
+        self._remote_ended = True
+        if self._partial:
+            self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
+        self._wake_reader()
+        return self._content_length in (-1, self._received_bytes)
+
+    @property
+    def remote_ended(self) -> bool:
+        return self._remote_ended
+
+    def drop(self) -> None:
+        """The stream is over: keep nothing of it."""
+        self._messages.clear()
+        self._partial = bytearray()
+        self._release(self._unread_bytes)
+
+    def _give_credit(self) -> None:
+        """Open the window again: the handler has read all whole messages, so the rest of one may come."""
+        used = WINDOW_BYTES - self.receive_window
+        if used >= WINDOW_BYTES // 2 and not self._remote_ended and self._fault is None:
+            self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
+            self.receive_window = WINDOW_BYTES
+
+    def _count(self, size: int) -> None:
+        """Count `size` unread bytes in the replica's budget."""
+        try:
+            self._budget.take(size, self._unread_bytes + size)
+        except BufferFull as fault:
+            self._fail_reads(fault)
+        else:
+            self._unread_bytes += size
+
+    def _release(self, size: int) -> None:
+        size = min(size, self._unread_bytes)
+        self._unread_bytes -= size
+        self._budget.give_back(size)
+
+    def _fail_reads(self, fault: Exception) -> None:
+        if self._fault is None:
+            self._fault = fault
+            self.drop()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One peer's connection; `connections` is the transport's set of open ones.
+
+    `handlers` are by path, each with the budget that counts data which it has not read yet. `message_bytes`
+    is the largest message that a client may send.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[bytes, tuple[Handler, BodyBudget]],
+        message_bytes: int,
+        connections: "set[Connection]",
+    ) -> None:
+        self.message_bytes = message_bytes
+        self.send_window = 65_535
+        self.paused = False
+        self.blocked: dict[int, GrpcStream] = {}  # those whose handlers wait to write
+        self.received = False  # anything since the transport last asked
+        self.settled = False  # the peer's preface and settings have come
+        self._handlers = handlers
+        self._connections = connections
+        self._transport: Any = None
+        self._closed = False
+        self._tail = b""
+        self._streams: dict[int, GrpcStream] = {}
+        self._ended: dict[int, None] = {}
+        self._last_id = 0
+        self._refuse_after = _ANY_STREAM
+        self._initial_send_window = 65_535
+        self._receive_window = 65_535
+        self._arrived_bytes = 0
+        self._decoder = hpack.Decoder(max_header_list_size=_LIST_BYTES)
+        self._blocks: dict[bytes, _Request] = {}
+        self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
+        self._block_of = (0, 0)  # their stream and flags
+        self._unsent_replies = 0
+        self._draining = False
+        self._cancelled: set[asyncio.Task[None]] = set()  # whose handlers have not ended yet
+
+    # asyncio's side.
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        self._connections.add(self)
+        settings = ((_MAX_STREAMS, STREAMS), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES))
+        payload = b"".join(_PAIR.pack(*pair) for pair in settings)
+        more = _CONNECTION_WINDOW - self._receive_window
+        self.write(frame(SETTINGS, 0, 0, payload) + frame(WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
+        self._receive_window = _CONNECTION_WINDOW
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._connections.discard(self)
+        for stream_id in list(self._streams):
+            self._cancel(stream_id)
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self._unsent_replies = 0
+        self._wake_writers()
+
+    def data_received(self, data: bytes) -> None:
+        self.received = True
+        if self._closed:
+            return
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        try:
+            at = 0
+            if not self.settled:
+                if data[: len(PREFACE)] != PREFACE[: len(data)]:
+                    raise ConnectionFault(PROTOCOL_ERROR, "this is not HTTP/2")
+                if len(data) < len(PREFACE) + _HEADER_BYTES:
+                    self._tail = data
+                    return
+                at = len(PREFACE)
+                if data[at + 3] != SETTINGS or data[at + 4] & ACK:
+                    raise ConnectionFault(PROTOCOL_ERROR, "settings come first")
+                self.settled = True
+            end = len(data)
+            while end - at >= _HEADER_BYTES:
+                high, low, kind, flags, stream_id = _HEADER.unpack_from(data, at)
+                size = high << 16 | low
+                if size > _FRAME_BYTES:
+                    raise ConnectionFault(FRAME_SIZE_ERROR, "a frame is too large")
+                start = at + _HEADER_BYTES
+                at = start + size
+                if at > end:
+                    at = start - _HEADER_BYTES
+                    break
+                self._on_frame(kind, flags, stream_id & _ANY_STREAM, data, start, at)
+            if at < end:
+                self._tail = data[at:]
+        except ConnectionFault as fault:
+            self.close(fault.code, str(fault))
+        except Exception:
+            _log.exception("a connection failed")
+            self.close(INTERNAL_ERROR, "the picker failed on this connection; its log says why")
+
+    # What handlers and the transport ask for.
+
+    @property
+    def drained(self) -> bool:
+        """After `drain`: whether the peer knows of it and no stream is open."""
+        return self._closed or (self._refuse_after != _ANY_STREAM and not self._streams)
+
+    async def ended(self) -> None:
+        """Wait until the cancelled handlers have ended."""
+        if self._cancelled:
+            await asyncio.wait(self._cancelled, timeout=_END_S)
+
+    def write(self, data: bytes) -> None:
+        if not self._closed:
+            self._transport.write(data)
+
+    def ping(self) -> None:
+        self.write(frame(PING, 0, 0, b"picker\0\0"))
+
+    def drain(self) -> None:
+        """Announce that this side soon takes no new streams; those in flight are still served.
+
+        The peer's answer to the ping says that it has read the GOAWAY. Later streams are refused, so that the
+        peer sends them elsewhere.
+        """
+        self._draining = True
+        self.write(frame(GOAWAY, 0, 0, _ANY_STREAM.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big")))
+        self.ping()
+
+    def close(self, code: int = NO_ERROR, why: str = "") -> None:
+        """End the connection and everything on it."""
+        if self._closed:
+            return
+        payload = self._last_id.to_bytes(4, "big") + code.to_bytes(4, "big") + why.encode()
+        self.write(frame(GOAWAY, 0, 0, payload))
+        self._closed = True
+        for stream_id in list(self._streams):
+            self._cancel(stream_id)
+        self._transport.close()
+        asyncio.get_running_loop().call_later(_END_S, self._transport.abort)  # the peer may not read
+
+    def abort(self) -> None:
+        """Cut the connection without a word."""
+        self._transport.abort()
+
+    def forget(self, stream_id: int, remote_ended: bool) -> None:
+        """This side has ended a stream."""
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            return
+        stream.drop()
+        if not remote_ended:
+            self._ended[stream_id] = None
+            if len(self._ended) > _ENDED_IDS:
+                del self._ended[next(iter(self._ended))]
+
+    # Frames.
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
+        if self._block is not None and (kind != CONTINUATION or stream_id != self._block_of[0]):
+            raise ConnectionFault(PROTOCOL_ERROR, "headers are not complete")
+        if kind == DATA:
+            self._on_data(flags, stream_id, data, start, end)
+        elif kind == HEADERS:
+            self._on_headers(flags, stream_id, data, start, end)
+        elif kind == WINDOW_UPDATE:
+            self._on_window_update(stream_id, data[start:end])
+        elif kind == RST_STREAM:
+            self._on_reset(stream_id, end - start)
+        elif kind == PING:
+            self._on_ping(flags, stream_id, data[start:end])
+        elif kind == SETTINGS:
+            self._on_settings(flags, stream_id, data[start:end])
+        elif kind == CONTINUATION:
+            self._on_continuation(flags, data[start:end])
+        elif kind == PRIORITY:
+            self._on_priority(stream_id, data[start:end])
+        elif kind == PUSH_PROMISE:
+            raise ConnectionFault(PROTOCOL_ERROR, "a client pushes nothing")
+        elif kind == GOAWAY and (stream_id or end - start < 8):
+            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed GOAWAY")
+
+    def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
+        size = end - start
+        self._receive_window -= size
+        self._arrived_bytes += size
+        if self._receive_window < 0:
+            raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the connection's window")
+        if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
+            self.write(frame(WINDOW_UPDATE, 0, 0, self._arrived_bytes.to_bytes(4, "big")))
+            self._receive_window += self._arrived_bytes
+            self._arrived_bytes = 0
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            if stream_id == 0 or stream_id > self._last_id:
+                raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
+            if stream_id not in self._ended:
+                self._reset(stream_id, STREAM_CLOSED)
+            return
+        if stream.remote_ended:
+            self._reset(stream_id, STREAM_CLOSED)
+            return
+        stream.receive_window -= size
+        if stream.receive_window < 0:
+            self._reset(stream_id, FLOW_CONTROL_ERROR)
+            return
+        if flags & PADDED:
+            padding = data[start] + 1 if size else 1
+            if padding > size:
+                raise ConnectionFault(PROTOCOL_ERROR, "more padding than data")
+            start += 1
+            end -= padding - 1
+        if start < end:
+            stream.receive(data, start, end)
+        if flags & END_STREAM:
+            self._end_remote(stream_id, stream)
+
+    def _end_remote(self, stream_id: int, stream: GrpcStream) -> None:
+        if not stream.end_remote():
+            self._reset(stream_id, PROTOCOL_ERROR)
+
+    def _on_headers(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
+        if not stream_id & 1:
+            raise ConnectionFault(PROTOCOL_ERROR, "a client's streams have odd ids")
+        if flags & PADDED:
+            padding = data[start] if start < end else 0
+            start += 1
+            end -= padding
+        if flags & PRIORITISED:
+            if end - start >= 5 and int.from_bytes(data[start : start + 4], "big") & _ANY_STREAM == stream_id:
+                raise ConnectionFault(PROTOCOL_ERROR, "a stream depends on itself")
+            start += 5
+        if start > end:
+            raise ConnectionFault(PROTOCOL_ERROR, "more padding than headers")
+        if flags & END_HEADERS:
+            self._on_block(flags, stream_id, data[start:end])
+        else:
+            self._block, self._block_of = bytearray(data[start:end]), (stream_id, flags)
+
+    def _on_continuation(self, flags: int, payload: bytes) -> None:
+        if self._block is None:
+            raise ConnectionFault(PROTOCOL_ERROR, "nothing to continue")
+        self._block += payload
+        if len(self._block) > _BLOCK_BYTES:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "headers are too large")
+        if flags & END_HEADERS:
+            block, self._block = bytes(self._block), None
+            stream_id, first_flags = self._block_of
+            self._on_block(first_flags, stream_id, block)
+
+    def _on_block(self, flags: int, stream_id: int, block: bytes) -> None:
+        request = self._blocks.get(block)
+        if request is None:
+            request = self._read_block(block)
+        if stream_id <= self._last_id:
+            self._on_trailers(flags, stream_id)
+            return
+        self._last_id = stream_id
+        if request.reset is not None:
+            self._reset(stream_id, request.reset)
+        elif stream_id > self._refuse_after or len(self._streams) >= STREAMS:
+            self._reset(stream_id, REFUSED_STREAM)
+        elif request.handler is None or request.budget is None:
+            remote_ended = bool(flags & END_STREAM)
+            stop = b"" if remote_ended else frame(RST_STREAM, 0, stream_id, _NO_ERROR_CODE)
+            self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream_id, request.refusal) + stop)
+            if not remote_ended:
+                self._ended[stream_id] = None
+        else:
+            window, length = self._initial_send_window, request.content_length
+            stream = GrpcStream(self, stream_id, window, length, request.budget)
+            self._streams[stream_id] = stream
+            if flags & END_STREAM:
+                self._end_remote(stream_id, stream)
+            stream.task = asyncio.get_running_loop().create_task(
+                self._serve(stream, stream_id, request.handler)
+            )
+
+    async def _serve(self, stream: GrpcStream, stream_id: int, handler: Handler) -> None:
+        try:
+            await stream.finish(await handler(stream))
+        except asyncio.CancelledError:
+            self._reset(stream_id, CANCEL)
+        except RpcError as fault:
+            stream.fail(fault.status, str(fault))
+        except Exception:
+            _log.exception("a stream failed")
+            stream.fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
+
+    def _on_trailers(self, flags: int, stream_id: int) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            if stream_id not in self._ended:
+                raise ConnectionFault(STREAM_CLOSED, "headers of a closed stream")
+        elif stream.remote_ended:
+            self._reset(stream_id, STREAM_CLOSED)
+        elif not flags & END_STREAM:
+            self._reset(stream_id, PROTOCOL_ERROR)
+        else:
+            self._end_remote(stream_id, stream)
+
+    def _on_reset(self, stream_id: int, size: int) -> None:
+        if size != 4:
+            raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed reset")
+        if stream_id == 0 or stream_id > self._last_id:
+            raise ConnectionFault(PROTOCOL_ERROR, "a reset of a stream that is not open")
+        self._cancel(stream_id)
+
+    def _on_window_update(self, stream_id: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed window update")
+        more = int.from_bytes(payload, "big") & _MAX_WINDOW
+        if stream_id == 0:
+            self.send_window += more
+            if more == 0 or self.send_window > _MAX_WINDOW:
+                raise ConnectionFault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "a wrong window update")
+            self._wake_writers()
+            return
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            if stream_id > self._last_id:
+                raise ConnectionFault(PROTOCOL_ERROR, "a window of a stream that is not open")
+            return
+        stream.send_window += more
+        if more == 0 or stream.send_window > _MAX_WINDOW:
+            self._reset(stream_id, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
+            return
+        stream.wake_writer()
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id or len(payload) != 8:
+            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed ping")
+        if not flags & ACK:
+            self._reply(frame(PING, ACK, 0, payload))
+        elif self._draining and self._refuse_after == _ANY_STREAM:
+            self._refuse_after = self._last_id
+            self.write(frame(GOAWAY, 0, 0, self._last_id.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big")))
+
+    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id or len(payload) % 6 or (flags & ACK and payload):
+            raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "malformed settings")
+        if flags & ACK:
+            return
+        for name, value in _PAIR.iter_unpack(payload):
+            if name == _INITIAL_WINDOW:
+                if value > _MAX_WINDOW:
+                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
+                more = value - self._initial_send_window
+                self._initial_send_window = value
+                for stream in self._streams.values():
+                    stream.send_window += more
+                    if stream.send_window > _MAX_WINDOW:
+                        raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
+                self._wake_writers()
+            elif (name == _ENABLE_PUSH and value > 1) or (name == _MAX_FRAME and not 16_384 <= value < 2**24):
+                raise ConnectionFault(PROTOCOL_ERROR, "a setting is out of range")
+        self._reply(frame(SETTINGS, ACK, 0))
+
+    def _on_priority(self, stream_id: int, payload: bytes) -> None:
+        if stream_id == 0:
+            raise ConnectionFault(PROTOCOL_ERROR, "a priority of no stream")
+        if len(payload) != 5:
+            self._reset(stream_id, FRAME_SIZE_ERROR)
+        elif int.from_bytes(payload[:4], "big") & _ANY_STREAM == stream_id:
+            self._reset(stream_id, PROTOCOL_ERROR)
+
+    def _reply(self, data: bytes) -> None:
+        """Send what a frame of the peer asks for; one that reads nothing must not fill the memory so."""
+        if self.paused:
+            self._unsent_replies += 1
+            if self._unsent_replies > _UNSENT_REPLIES:
+                raise ConnectionFault(ENHANCE_YOUR_CALM, "the peer does not read")
+        self.write(data)
+
+    def _reset(self, stream_id: int, code: int) -> None:
+        if code != CANCEL or stream_id in self._streams:
+            self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
+        self._cancel(stream_id)
+
+    def _cancel(self, stream_id: int) -> None:
+        """A stream is over before its handler is: cancel that."""
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            return
+        stream.drop()
+        if stream.task is not None:
+            stream.task.cancel()
+            self._cancelled.add(stream.task)
+            stream.task.add_done_callback(self._cancelled.discard)
+
+    def _wake_writers(self) -> None:
+        for stream in list(self.blocked.values()):
+            stream.wake_writer()
+
+    # Headers.
+
+    def _read_block(self, block: bytes) -> _Request:
+        """Decode a request's headers; what they ask for.
+
+        An Envoy's requests differ in nothing but their stream, so their blocks are the same bytes once its
+        headers are in the table. Such a block means the same for as long as the table does not change.
+        """
+        table = self._decoder.header_table
+        before = (table.maxsize, len(table.dynamic_entries), *list(table.dynamic_entries)[:1])
+        try:
+            headers = self._decoder.decode(block, raw=True)
+        except Exception as fault:  # whatever a damaged block does to the decoder
+            raise ConnectionFault(COMPRESSION_ERROR, "headers cannot be decoded") from fault
+        after = (table.maxsize, len(table.dynamic_entries), *list(table.dynamic_entries)[:1])
+        request = self._request(headers)
+        if before[:2] != after[:2] or (before[2:] and before[2] is not after[2]):
+            self._blocks.clear()
+        elif len(self._blocks) < _CACHED_BLOCKS:
+            self._blocks[block] = request
+        return request
+
+    def _request(self, headers: Any) -> _Request:
+        found: dict[bytes, bytes] = {}
+        malformed = False
+        regular = False
+        for name, value in headers:
+            name, value = bytes(name), bytes(value)
+            pseudo = name[:1] == b":"
+            malformed |= not name or name != name.lower() or name in _HOP_HEADERS
+            malformed |= pseudo and (regular or name not in _PSEUDO or name in found)
+            malformed |= name == b"te" and value != b"trailers"
+            regular |= not pseudo
+            found[name] = value
+        path, length = found.get(b":path", b""), found.get(b"content-length", b"")
+        malformed |= not path or not found.get(b":method") or not found.get(b":scheme")
+        malformed |= bool(length) and not length.isdigit()
+        if malformed:
+            return _Request(None, None, b"", PROTOCOL_ERROR, -1)
+        if found[b":method"] != b"POST" or not found.get(b"content-type", b"").startswith(
+            b"application/grpc"
+        ):
+            return _Request(None, None, _BAD_TYPE_BLOCK, None, -1)
+        handler = self._handlers.get(path)
+        if handler is None:
+            block = _literal(b"grpc-status", b"12") + _literal(b"grpc-message", b"unknown method")
+            return _Request(None, None, _OK_BLOCK + block, None, -1)
+        return _Request(*handler, b"", None, int(length[:20]) if length else -1)
+
+
+def _escaped(text: str) -> bytes:
+    """A status message as gRPC has it in a header: visible ASCII, all else percent-encoded."""
+    return b"".join(
+        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
+        for byte in text.encode()[:400]
+    )

@@ -1,0 +1,232 @@
+"""What carries gRPC streams to handlers: the interface, the health service, and the transport on grpcio.
+
+The replica's `Server` is the only caller. A handler serves one stream: it reads and writes messages as bytes
+and returns the last message, which leaves together with the stream's end. `native.NativeTransport` is the
+other implementation.
+"""
+
+import asyncio
+import contextlib
+import enum
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
+from grpc_health.v1 import health_pb2
+
+from picker_fleet.errors import StartupError
+
+HEALTH: Final = "grpc.health.v1.Health"
+
+_WINDOW_BYTES = 512 * 1024
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Status(enum.IntEnum):
+    """The gRPC status codes that handlers and transports answer."""
+
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class RpcError(Exception):
+    """A handler ends its stream with an error status."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Stream(Protocol):
+    """One stream, as its handler sees it. The handler is cancelled if the client resets it or is gone."""
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end of the client's side."""
+        ...
+
+    async def write(self, message: bytes) -> None:
+        """Send a message; waits while the client takes none."""
+        ...
+
+
+Handler = Callable[[Stream], Awaitable[bytes | None]]
+
+
+class Streaming:
+    """A handler that writes all its messages and returns none; grpcio has to know."""
+
+    def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, stream: Stream) -> bytes | None:
+        await self._handler(stream)
+        return None
+
+
+class Transport(Protocol):
+    """Serves handlers on one address."""
+
+    async def start(self, listen: str) -> int:
+        """Bind `listen` and serve; the bound port.
+
+        Raises:
+            StartupError: the address cannot be bound.
+        """
+        ...
+
+    async def stop(self, grace_s: float | None) -> None:
+        """Take no new streams, wait at most `grace_s` for those that are open, and cut the rest."""
+        ...
+
+
+class Health:
+    """The gRPC health service: `Check` and `Watch` of named states."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, names: Sequence[str], serving: bool) -> None:
+        self._serving.update(dict.fromkeys(names, serving))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {f"/{HEALTH}/Check": self._check, f"/{HEALTH}/Watch": Streaming(self._watch)}
+
+    async def _check(self, stream: Stream) -> bytes:
+        name = await self._name(stream)
+        if name not in self._serving:
+            raise RpcError(Status.NOT_FOUND, "unknown service")
+        return self._answer(name)
+
+    async def _watch(self, stream: Stream) -> None:
+        name = await self._name(stream)
+        sent = b""
+        while True:
+            answer, changed = self._answer(name), self._changed
+            if answer != sent:
+                await stream.write(answer)
+                sent = answer
+            await changed.wait()
+
+    def _answer(self, name: str) -> bytes:
+        serving = self._serving.get(name)
+        status = _SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
+        data: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+        return data
+
+    async def _name(self, stream: Stream) -> str:
+        try:
+            name: str = health_pb2.HealthCheckRequest.FromString(await stream.read() or b"").service
+        except DecodeError:
+            raise RpcError(Status.INVALID_ARGUMENT, "no HealthCheckRequest") from None
+        return name
+
+
+class _GrpcioStream:
+    """A stream of grpc.aio."""
+
+    __slots__ = ("_context", "write")
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.write = context.write
+
+    async def read(self) -> bytes | None:
+        message = await self._context.read()
+        return None if message is grpc.aio.EOF else message
+
+
+class GrpcioTransport:
+    """grpc.aio; `handlers` are by path.
+
+    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Each is
+    registered as a method that answers once (`stream_unary`): gRPC then sends the last message together with
+    the stream's end, another 60 µs less. In such a method `write` serialises nothing, so it takes bytes.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler], message_bytes: int) -> None:
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", -1),
+                # Unread data counts nowhere, and by itself gRPC opens windows of megabytes for each stream
+                # where the network is fast. A small one costs a message for each 64 KB.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+                # Envoy pings idle connections; a strict server would answer with GOAWAY.
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_ping_strikes", 0),
+                # This side finds an Envoy that vanished, whose streams would stay open for ever.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            )
+        )
+        by_service: dict[str, dict[str, Any]] = {}
+        for path, handler in handlers.items():
+            _, service, method = path.split("/")
+            methods = by_service.setdefault(service, {})
+            if isinstance(handler, Streaming):
+                methods[method] = grpc.stream_stream_rpc_method_handler(_served(handler))
+            else:
+                methods[method] = grpc.stream_unary_rpc_method_handler(_served(handler))
+        services = [grpc.method_handlers_generic_handler(*each) for each in by_service.items()]
+        self._server.add_generic_rpc_handlers(services)
+
+    async def start(self, listen: str) -> int:
+        try:
+            port: int = self._server.add_insecure_port(listen)
+        except RuntimeError as fault:
+            raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
+        await self._server.start()
+        _let_loop_run()
+        return port
+
+    async def stop(self, grace_s: float | None) -> None:
+        await self._server.stop(grace_s)
+
+
+def _served(handler: Handler) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+    async def serve(_: Any, context: Any) -> bytes | None:
+        try:
+            # Without a last message the client has all its answers or is gone, and ignores an empty one.
+            last = await handler(_GrpcioStream(context))
+            return last if last or isinstance(handler, Streaming) else b""
+        except RpcError as fault:
+            code = next(code for code in grpc.StatusCode if code.value[0] == fault.status)
+            await context.abort(code, str(fault))
+            raise AssertionError("abort raises") from fault
+
+    return serve
+
+
+def _let_loop_run() -> None:
+    """Have gRPC's threads not preempt the event loop's when they wake.
+
+    gRPC polls and reads in threads of its own, which wake ten times a request. As a batch class (sched(7))
+    they wait for a core, have as much of it as before, and find more to do at once; the loop keeps its
+    caches (docs/decisions.md, 18). Threads that they start inherit the class.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return  # not Linux
+    loop_thread, threads = threading.get_native_id(), []
+    with contextlib.suppress(OSError):  # a sandbox may have no /proc
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    for thread in threads:
+        if thread != loop_thread:
+            with contextlib.suppress(OSError):  # it has ended, or a sandbox refuses
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
