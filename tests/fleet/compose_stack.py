@@ -1,7 +1,6 @@
 """The services of docker-compose.yml as processes of this machine, without containers.
 
-Each runs its own command with its own environment and nothing else of it. What a container would have
-given it is translated, here and nowhere else:
+Each runs its own command with its own environment only. What depends on containers is translated:
 
 - every container has an address of its own in 127.0.0.0/8: `0.0.0.0` and `127.0.0.1` become it;
 - a service's name with a port becomes the addresses of its containers, an option before it repeated for
@@ -30,12 +29,6 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 _HEALTHY_S = 120.0  # on a machine that is busy with other things
 _STOP_S = 30.0
-_PING = """
-import socket, sys
-redis = socket.create_connection((sys.argv[1], 6379), timeout=2)
-redis.sendall(b"PING\\r\\n")
-assert redis.recv(16) == b"+PONG\\r\\n"
-"""
 
 
 @dataclass(slots=True)
@@ -54,7 +47,7 @@ class Container:
 
 @dataclass(slots=True)
 class Stack:
-    """`scale` says how many containers each service has, and so which services are started."""
+    """`scale` is the number of containers of each service to start."""
 
     folder: Path
     scale: dict[str, int]
@@ -76,7 +69,7 @@ class Stack:
         return [each for each in self.containers if each.service == service]
 
     def start(self) -> None:
-        """Start everything in the order of depends_on; each condition is waited for."""
+        """Start everything in the order of depends_on, each service after its conditions hold."""
         started: set[str] = set()
         while len(started) < len(self.scale):
             for service in self.scale:
@@ -90,7 +83,7 @@ class Stack:
                     started.add(service)
 
     def stop(self) -> dict[str, int]:
-        """End everything as Docker does, the last started first; how each ended, by its folder's name."""
+        """End everything as Docker does, the last started first; exit codes by folder name."""
         codes: dict[str, int] = {}
         for container in reversed(self.containers):
             process = container.process
@@ -148,7 +141,7 @@ class Stack:
         """Ask as the health check does, until it is healthy."""
         kind, *words = self.services[container.service]["healthcheck"]["test"]
         assert kind == "CMD"
-        if words[0] == "redis-cli":  # no package brings it; it says PING
+        if words[0] == "redis-cli":  # it is not installed; this sends the same PING
             ask = (
                 "import socket,sys; s=socket.create_connection((sys.argv[1], 6379)); s.sendall(b'PING\\r\\n')"
             )
@@ -161,8 +154,8 @@ class Stack:
                 return
             assert container.process is not None
             assert container.process.poll() is None, f"{container.service} ended:\n{container.output}"
-            told = f"{done.stderr.decode(errors='replace')[-500:]}\n{container.output}"
-            assert time.monotonic() < deadline_s, f"{container.service} is not healthy:\n{told}"
+            seen = f"{done.stderr.decode(errors='replace')[-500:]}\n{container.output}"
+            assert time.monotonic() < deadline_s, f"{container.service} is not healthy:\n{seen}"
 
     @property
     def _path(self) -> str:

@@ -22,7 +22,7 @@ Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
 
 @pytest.fixture
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`fleet(*options, config=None, unjudged="", typed=False)` starts a fleet of the test's own."""
+    """`fleet(*options, config=None, unaudited="", spawned=False)` starts a fleet of the test's own."""
     running: list[Fleet] = []
 
     def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
@@ -35,21 +35,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None, typed=False)`: as `fleet`, but who asks for the same gets it.
+    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but who asks for the same gets it.
 
     For tests that leave a fleet as they found it. A fixture that asks for it with parameters has module
     scope, so that tests are run in the order of the parameters and each fleet is started once.
     """
     running: dict[str, Fleet] = {}
 
-    def start(*options: str, config: dict[str, Any] | None = None, typed: bool = False) -> Fleet:
-        key = json.dumps([options, config, typed], sort_keys=True)
+    def start(*options: str, config: dict[str, Any] | None = None, spawned: bool = False) -> Fleet:
+        key = json.dumps([options, config, spawned], sort_keys=True)
         if key not in running:
             others = list(running.values())
             running.clear()
             stop_all(others)
             folder = tmp_path_factory.mktemp("shared-fleet")
-            running[key] = started(folder, options, config, typed=typed)
+            running[key] = started(folder, options, config, spawned=spawned)
         return running[key]
 
     yield start

@@ -1,4 +1,4 @@
-"""Model servers in the test's own process, which so knows exactly what they have in flight together."""
+"""Model servers in the test's own process, so their requests in flight are counted exactly."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ _ANSWER = json.dumps(
 
 
 class CountingServers:
-    """`in_flight` over all of them, and its highest since `forget_peak`. A request takes `service_s`.
+    """`in_flight` over all of them, and its `peak` since `forget_peak`. A request takes `service_s`.
 
-    `last_body` is of the request that came last.
+    `last_body` is the body of the last request.
     """
 
     def __init__(self, service_s: float) -> None:
@@ -22,14 +22,21 @@ class CountingServers:
         self.in_flight = 0
         self.peak = 0
         self.served = 0
+        self._one_served = asyncio.Condition()
         self.last_body = b""
         self.addresses: list[str] = []
 
     def forget_peak(self) -> None:
         self.peak = self.in_flight
 
+    async def until_served(self, more: int, within_s: float = 60.0) -> None:
+        """Wait until `more` requests have been served after this call."""
+        goal = self.served + more
+        async with asyncio.timeout(within_s), self._one_served:
+            await self._one_served.wait_for(lambda: self.served >= goal)
+
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A connection that is still open at the test's end is cancelled, and nobody waits for it.
+        # A connection that is open at the end of the test is cancelled.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while await self._one(reader, writer):
                 pass
@@ -44,7 +51,7 @@ class CountingServers:
         lengths = [int(line.split(":")[1]) for line in lines if line.startswith("content-length:")]
         if lengths:
             self.last_body = await reader.readexactly(lengths[0])
-        else:  # what passed through the picker comes in chunks
+        else:  # bodies that pass through the picker are chunked
             chunks = []
             while size := int(await reader.readuntil(b"\r\n"), 16):
                 chunks.append((await reader.readexactly(size + 2))[:-2])
@@ -57,7 +64,9 @@ class CountingServers:
             await asyncio.sleep(self.service_s)
         finally:
             self.in_flight -= 1
-        self.served += 1
+        async with self._one_served:
+            self.served += 1
+            self._one_served.notify_all()
         await _answer(writer, _ANSWER, b"application/json")
         return True
 
@@ -74,7 +83,7 @@ async def counting_servers(count: int, service_s: float) -> AsyncIterator[Counti
     servers = CountingServers(service_s)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(count):
-            # aiming at many connections at once: Envoy opens one for each request in flight
+            # Envoy opens a connection for each request in flight.
             server: Any = await asyncio.start_server(servers.handle, "127.0.0.1", 0, backlog=512)
             await stack.enter_async_context(server)
             servers.addresses.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""A second Envoy before a running fleet: as `picker envoy-config` prints it, for clients of any kind."""
+"""A second Envoy before a running fleet, with the bootstrap that `picker envoy-config` prints."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 
 from picker_fleet import config
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
 from picker_tools.local_fleet.processes import packaged_binary
 
@@ -21,45 +23,37 @@ _POLL_S = 0.02
 Tree = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class Edge:
-    """A running Envoy; `host` and `port` are its listener's."""
+    """A running Envoy: the URL of its admin interface, and the port of its listener on the loopback."""
 
-    host = "127.0.0.1"
-
-    def __init__(self, process: subprocess.Popen[bytes], admin: str, port: int, log: Path) -> None:
-        self.process = process
-        self.admin = admin
-        self.port = port
-        self._log = log
+    admin: str
+    port: int
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{LOOPBACK}:{self.port}"
 
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    async def stat(self, name: str) -> int:
-        """A counter or gauge of Envoy's own."""
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-            stats = (await client.get(f"{self.admin}/stats?format=json&filter=^{name}$")).json()["stats"]
-        return int(stats[0]["value"]) if stats else 0
-
-    async def says(self, data: bytes) -> bytes:
-        """Send `data` on a connection of its own; what comes back until Envoy closes or resets it."""
-        reader, writer = await asyncio.open_connection(self.host, self.port)
-        said = b""
+    async def exchange(self, data: bytes) -> bytes:
+        """Send `data` on a new connection; the bytes received until Envoy closes or resets it."""
+        reader, writer = await asyncio.open_connection(LOOPBACK, self.port)
+        received = b""
         try:
             writer.write(data)
             async with asyncio.timeout(30):
                 while part := await reader.read(65536):
-                    said += part
-            return said
+                    received += part
+            return received
         except ConnectionResetError:
-            return said
+            return received
         finally:
             writer.transport.abort()
+
+
+def http_manager(tree: Tree) -> Tree:
+    """The HTTP connection manager of a bootstrap's listener, to be edited."""
+    manager: Tree = tree["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
+    return manager
 
 
 @contextmanager
@@ -69,17 +63,16 @@ def edge(
     *,
     mode: Mode = "lean",
     trusted: Iterable[str] = (),
-    settings: Tree | None = None,
     edit: Callable[[Tree], None] = lambda tree: None,
     **options: Any,
 ) -> Iterator[Edge]:
-    """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, `options` go to `build`."""
+    """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, which `options` describe."""
     pickers = [tuple(replica["grpc"].rsplit(":", 1)) for replica in fleet.state["replicas"]]
     tree = build_bootstrap(
-        config.parse(settings or {}),
+        config.parse({}),
         mode=mode,
-        listen=(Edge.host, 0),
-        admin=(Edge.host, 0),
+        listen=(LOOPBACK, 0),
+        admin=(LOOPBACK, 0),
         pickers=[(host, int(port)) for host, port in pickers],
         trusted=trusted,
         debug_headers=True,
@@ -105,7 +98,7 @@ def started(bootstrap: str, folder: Path) -> Iterator[Edge]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
         admin, port = _until_ready(process, address, log)
-        yield Edge(process, admin, port, log)
+        yield Edge(admin, port)
     finally:
         process.terminate()
         try:
@@ -121,12 +114,12 @@ def _until_ready(process: subprocess.Popen[bytes], address: Path, log: Path) -> 
         while True:
             assert process.poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < deadline_s, log.read_text(errors="replace")
-            if found := _look(client, address):
+            if found := _ready(client, address):
                 return found
             time.sleep(_POLL_S)
 
 
-def _look(client: httpx.Client, address: Path) -> tuple[str, int] | None:
+def _ready(client: httpx.Client, address: Path) -> tuple[str, int] | None:
     if not address.exists() or ":" not in address.read_text():
         return None
     admin = f"http://{address.read_text().strip()}"
@@ -136,9 +129,9 @@ def _look(client: httpx.Client, address: Path) -> tuple[str, int] | None:
     except (httpx.HTTPError, KeyError, json.JSONDecodeError):
         return None
     hosts = {each["name"]: each.get("host_statuses", []) for each in clusters.get("cluster_statuses", [])}
-    well = [
+    healthy = [
         each for each in hosts.get("picker", []) if "failed_active_health_check" not in each["health_status"]
     ]
-    if not listeners or not hosts.get("pool") or len(well) < len(hosts["picker"]):
+    if not listeners or not hosts.get("pool") or len(healthy) < len(hosts["picker"]):
         return None
     return admin, int(listeners[0]["local_address"]["socket_address"]["port_value"])

@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) of the test's own, without a fleet or an Envoy around it."""
+"""A real replica (`picker serve`) without a fleet or an Envoy around it."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from picker_fleet.extproc.server import SERVICE
 from picker_tools.local_fleet import network
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-PATIENT_S = 60.0  # what has not happened by then on a busy machine will not
+PATIENT_S = 60.0  # long enough for a busy machine
 
 
 class Replica:
-    """A replica's process, and the two ways in."""
+    """A replica's process, its gRPC services and its admin API."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, admin: httpx.AsyncClient
@@ -44,7 +44,7 @@ class Replica:
         return self._process(timeout=PATIENT_S)
 
     async def ready(self) -> None:
-        """Wait until both who ask for readiness are told so."""
+        """Wait until the admin API and the gRPC health service report readiness."""
 
         async def both() -> bool | None:
             page = await self.admin.get("/readyz")
@@ -66,7 +66,7 @@ class Replica:
 async def served(
     config: dict[str, Any], folder: Path, prepare: Callable[[], None] | None = None
 ) -> AsyncIterator[Replica]:
-    """`picker serve` under `config`, gone at the end; `prepare` is called in its process before it runs."""
+    """`picker serve` under `config`, killed at the end; `prepare` is called in its process before it runs."""
     file = folder / "replica.yaml"
     file.write_text(json.dumps(config))
     process = await asyncio.create_subprocess_exec(

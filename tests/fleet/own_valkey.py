@@ -1,6 +1,6 @@
-"""A Valkey of the test's own, which may be killed, stopped and started again at the same port.
+"""A Valkey that a test may kill, stop and start again at the same port.
 
-With PICKER_TEST_SERVER in the environment it is that binary instead, such as redis-server.
+PICKER_TEST_SERVER in the environment names another binary, such as redis-server.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class OwnValkey:
         return subprocess.Popen([self._binary, *where, "--save", ""], stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
-        """SIGKILL: everything in it is lost."""
+        """SIGKILL: all its data is lost."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -62,7 +62,7 @@ class OwnValkey:
 
 @contextlib.asynccontextmanager
 async def own_valkey(folder: Path, binary: str | None = None) -> AsyncIterator[OwnValkey]:
-    """One that runs, of `binary` if that is given; gone at the end, whatever happened."""
+    """A running Valkey, or server of `binary`; killed at the end."""
     valkey = OwnValkey(folder, binary)
     await valkey.start()
     try:

@@ -1,4 +1,4 @@
-"""What a case of the picking table is: model servers, a request, and the answer it must have."""
+"""What a case of the picking table consists of: model servers, a request, and the expected answer."""
 
 import json
 from collections.abc import Mapping
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 PROMPT = {"model": "llama", "prompt": "Say something.", "max_tokens": 4}
-GIVEN = "<as the last answer told it>"  # a session's token
-NOWHERE = "192.0.2.1:8000"  # an address that is no endpoint's
+LAST_TOKEN = "<the session token of the last answer>"
+NOWHERE = "192.0.2.1:8000"  # the address of no endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A model server: the metrics page it serves, or what keeps it from serving one.
+    """A model server and its metrics page.
 
-    `state`: `well`; `broken` (its page cannot be used), `stale` (it served one page and then hangs),
-    `failing` (it served one page and then errors), `down` (nothing listens there). Its address is of `host`.
+    `state`: `well`; `broken` (its page cannot be parsed), `stale` (it served one page and then hangs),
+    `failing` (it served one page and then errors), `down` (nothing listens there).
     """
 
     page: bytes = b""
@@ -26,12 +26,12 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """A request as Envoy passes it on. Servers are named by letters, A the first.
 
-    `subset` is the gateway's hint: letters and addresses, or any other value; None for none. `chunks` is in
-    how many pieces the body comes. `get` is a request without a body. `metadata` is what Envoy read from the
-    body (`headers` mode). `answer` is what the model server says (`standard` mode).
+    `subset` is the gateway's hint: letters and addresses, or any other value; None for none. `chunks` is the
+    number of messages that carry the body. A `get` has no body. `metadata` is what Envoy read from the body
+    (`headers` mode). `answer` is the model server's response (`standard` mode).
     """
 
     body: Mapping[str, Any] | bytes = field(default_factory=lambda: PROMPT)
@@ -49,46 +49,51 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """The answer: an endpoint of those in `to`, or a refusal of `status` with `reason`, which says `says`.
+class Expected:
+    """The first endpoint is one of `any_of`, or all endpoints of the answer are `order`, best first; or the
+    request is refused with `status`, `reason` and a text that contains `message`.
 
-    `order`: all endpoints of the answer, best first. `model`: the body goes on under this name, or under each
-    of these. `accounting_token`: its fields. `reply`: what the client is told by the model server, and
-    `tokens` what is counted for it. `same`: where those before it went. `queued`: it waits for the held ones.
+    `models`: the model's name in the forwarded body, each of them at least once. `token`: fields of the
+    accounting token. `reply`: the body that the client gets, and `usage` the tokens that are counted for it.
+    `queued`: it waits until a running one ends.
     """
 
-    to: str = ""
+    any_of: str = ""
     order: str = ""
     status: int = 200
     reason: str = ""
-    says: str = ""
-    model: str | tuple[str, ...] = ""
-    accounting_token: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+    models: tuple[str, ...] = ()
+    token: Mapping[str, str] = field(default_factory=dict)
     reply: bytes = b""
-    tokens: tuple[int, int] | None = None
-    same: bool = False
+    usage: tuple[int, int] | None = None
     queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`group` names the replica's configuration. `before` are requests that have ended, `held` ones still
-    in flight; `drained` letters of servers that an operator has drained; `times` how often it is asked."""
+    """`group` names the replica's configuration. `before` are requests that have ended, `running` ones that
+    are in flight; `drained` are servers that an operator drains; `times` is how often it is sent."""
 
     name: str
     servers: tuple[Server, ...]
-    ask: Ask
-    want: Want
+    expected: Expected
+    request: Request = field(default_factory=Request)
     group: str = "scored"
-    before: tuple[Ask, ...] = ()
-    held: tuple[Ask, ...] = ()
+    before: tuple[Request, ...] = ()
+    running: tuple[Request, ...] = ()
     drained: str = ""
     times: int = 1
 
 
-def ask(model: str = "llama", **fields: Any) -> Ask:
+def ask(model: str = "llama", **fields: Any) -> Request:
     """A short prompt for `model`."""
-    return replace(Ask({**PROMPT, "model": model}), **fields)
+    return replace(Request({**PROMPT, "model": model}), **fields)
+
+
+def ranked(order: str, **fields: Any) -> Expected:
+    """All endpoints of the answer, best first."""
+    return Expected(order=order, **fields)
 
 
 def vllm(
@@ -98,43 +103,30 @@ def vllm(
     loras: str | None = None,
     queued_loras: str = "",
     max_lora: int = 4,
-    running: float = 0,
     older: bool = False,
     **fields: Any,
 ) -> Server:
-    """A vLLM server; `loras` are the adapters it runs, None if it knows of none."""
-    model = 'model_name="llama"'
-    lines = [
-        f"vllm:num_requests_waiting{{{model}}} {waiting}",
-        f"vllm:num_requests_running{{{model}}} {running}",
-        f"vllm:{'gpu_cache' if older else 'kv_cache'}_usage_perc{{{model}}} {kv}",
-    ]
+    """A vLLM server; `loras` are the adapters it runs, None if it has no adapters."""
+    page = {
+        'vllm:num_requests_waiting{model_name="llama"}': waiting,
+        'vllm:num_requests_running{model_name="llama"}': 0,
+        f'vllm:{"gpu_cache" if older else "kv_cache"}_usage_perc{{model_name="llama"}}': kv,
+    }
     if loras is not None:
-        lines.append(
-            f'vllm:lora_requests_info{{max_lora="{max_lora}",running_lora_adapters="{loras}",'
-            f'waiting_lora_adapters="{queued_loras}"}} 1.7e9'
-        )
-    return Server(_page(lines), **fields)
+        adapters = f'running_lora_adapters="{loras}",waiting_lora_adapters="{queued_loras}"'
+        page[f'vllm:lora_requests_info{{max_lora="{max_lora}",{adapters}}}'] = 1.7e9
+    return server(page, **fields)
 
 
-def sglang(waiting: float, kv: float, **fields: Any) -> Server:
-    lines = [f"sglang:num_queue_reqs {waiting}", "sglang:num_running_reqs 1", f"sglang:token_usage {kv}"]
-    return Server(_page(lines), **fields)
+def sglang(waiting: float, kv: float) -> Server:
+    return server({"sglang:num_queue_reqs": waiting, "sglang:num_running_reqs": 1, "sglang:token_usage": kv})
 
 
-def tensorrt(waiting: float, kv: float, **fields: Any) -> Server:
-    lines = [
-        f"trtllm_num_requests_waiting {waiting}",
-        "trtllm_num_requests_running 1",
-        f"trtllm_kv_cache_utilization {kv}",
-    ]
-    return Server(_page(lines), **fields)
+def tensorrt(waiting: float, kv: float) -> Server:
+    names = ("num_requests_waiting", "num_requests_running", "kv_cache_utilization")
+    return server({f"trtllm_{name}": value for name, value in zip(names, (waiting, 1, kv), strict=True)})
 
 
-def own(waiting: float, kv: float) -> Server:
-    """A server of an engine that nobody has heard of."""
-    return Server(_page([f"acme_backlog {waiting}", f"acme_cache_fill {kv}"]))
-
-
-def _page(lines: list[str]) -> bytes:
-    return ("\n".join(lines) + "\n").encode()
+def server(series: Mapping[str, float], **fields: Any) -> Server:
+    """A server whose page has these series."""
+    return Server("".join(f"{name} {value}\n" for name, value in series.items()).encode(), **fields)

@@ -1,4 +1,4 @@
-"""docker-compose.yml: by Docker's own reader, and its services run as they stand there."""
+"""docker-compose.yml as Docker Compose reads it, and its services as processes."""
 
 import asyncio
 import re
@@ -28,12 +28,10 @@ def services() -> dict[str, Any]:
     return found
 
 
-def test_every_service_is_confined_limited_and_looked_after(services: dict[str, Any]) -> None:
-    # Given what Docker Compose makes of the file
+def test_every_service_is_confined_limited_and_has_a_health_check(services: dict[str, Any]) -> None:
     wanted = {"redis", "picker", "simulator", "envoy", "prometheus", "grafana", "locust"}
     assert services.keys() == wanted
     for name, service in services.items():
-        # Then no service may write to its root, gain rights, use up the machine or fail unseen
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -43,35 +41,28 @@ def test_every_service_is_confined_limited_and_looked_after(services: dict[str, 
         assert "container_name" not in service, name
         for needed in service.get("depends_on", {}).values():
             assert needed == {"condition": "service_healthy"}, name
-        # And its user is none that may do anything: its own, or the images' of this project
         assert "user" in service or service["build"]["target"] in ("picker", "edge", "load"), name
         assert not str(service.get("user", "")).startswith("0"), name
-    # And the replicas can be scaled
     assert "ports" not in services["picker"]
     assert "noeviction" in services["redis"]["command"]
 
 
-def test_every_mounted_file_is_there(services: dict[str, Any]) -> None:
-    # Given the files that services mount
+def test_every_mounted_file_exists(services: dict[str, Any]) -> None:
     mounts = [Path(mount.split(":")[0]) for each in services.values() for mount in each.get("volumes", [])]
-    # Then each is there; the load's are looked at where they are made
     assert not [path for path in mounts if path.name != "locust" and not path.exists()]
 
 
-def test_the_images_end_without_root_and_without_tools_to_build() -> None:
-    # Given the stages of the Dockerfile
+def test_images_have_no_root_user_and_no_build_tools() -> None:
     text = (ROOT / "Dockerfile").read_text()
     stages = {match[2]: match[0] for match in re.finditer(r"FROM (\S+) AS (\S+)\n(?:(?!FROM ).*\n?)*", text)}
     assert list(stages)[-1] == "picker"
     for name in ("picker", "edge", "load"):
-        # Then each image comes from the stage with a user of its own, and takes an environment only
         assert stages[name].startswith("FROM base ")
         assert "pip install" not in stages[name]
         assert "apt" not in stages[name]
         users = re.findall(r"^USER (\S+)$", stages[name], re.MULTILINE)
         assert not users or users[-1] == "10001:10001"
     assert re.findall(r"^USER (\S+)$", stages["base"], re.MULTILINE)[-1] == "10001:10001"
-    # And everything that is copied from here is there, and let through by .dockerignore
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
     for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
         for source in words.split()[:-1]:
@@ -83,39 +74,34 @@ async def _loaded(client: httpx.AsyncClient, stats: str) -> int:
     """Requests of Locust that were answered, none with a failure; waits for ten."""
     async with asyncio.timeout(60):
         while True:
-            told = (await client.get(stats)).json()
-            assert told["errors"] == []
-            count = sum(each["num_requests"] for each in told["stats"] if each["name"] != "Aggregated")
+            page = (await client.get(stats)).json()
+            assert page["errors"] == []
+            count = sum(each["num_requests"] for each in page["stats"] if each["name"] != "Aggregated")
             if count >= 10:
                 return int(count)
             await asyncio.sleep(0.2)
 
 
 @pytest.mark.timeout(240)
-async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: Path) -> None:
-    # Given the project's services and a Redis, started with their own commands and environments
+async def test_the_services_serve_with_their_own_commands_and_survive_a_lost_replica(tmp_path: Path) -> None:
     stack = Stack(tmp_path, {"redis": 1, "simulator": 3, "picker": 2, "envoy": 1, "locust": 1})
     try:
         await asyncio.to_thread(stack.start)
         envoy = f"http://{stack.of('envoy')[0].address}:8080"
         async with httpx.AsyncClient(base_url=envoy, timeout=60.0, trust_env=False, verify=False) as client:
-            # When requests are sent to Envoy
             answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(40)))
-            # Then each has its answer, from every simulator, by the word of both replicas
             assert [answer.status_code for answer in answers] == [200] * 40
             assert len({answer.headers["x-served-by"] for answer in answers}) == 3
             for picker in stack.of("picker"):
                 page = (await client.get(f"http://{picker.address}:8081/metrics")).text
                 assert re.search(r'^epp_requests_total\{.*code="ok".*\} [1-9]', page, re.MULTILINE)
                 assert "epp_live_replicas 2.0" in page
-            # And the page of the load starts one that is served
             load = f"http://{stack.of('locust')[0].address}:8089"
             users = {"user_count": 4, "spawn_rate": 4, "user_classes": "SteadyUser", "host": envoy}
             begun = await client.post(f"{load}/swarm", data=users)
             assert begun.json()["success"], stack.of("locust")[0].output
             assert await _loaded(client, f"{load}/stats/requests") >= 10
             assert (await client.post(f"{load}/stop")).is_success
-            # And it goes on when one of them is gone
             lost = stack.of("picker")[0].process
             assert lost is not None
             lost.kill()
@@ -124,7 +110,6 @@ async def test_the_projects_services_serve_as_they_stand_in_the_file(tmp_path: P
             assert [(answer.status_code, answer.text) for answer in answers if not answer.is_success] == []
     finally:
         codes = await asyncio.to_thread(stack.stop)
-    # And every one that was told to stop ended well
     killed = stack.of("picker")[0].folder.name
     assert {name: code for name, code in codes.items() if name != killed} == {
         each.folder.name: 0 for each in stack.containers if each.folder.name != killed

@@ -1,4 +1,4 @@
-"""The examples of `deploy/examples`: a request's flow is that of its client, whatever the client says."""
+"""The examples of `deploy/examples`: a request's flow comes from credentials, never from its headers."""
 
 import base64
 import hashlib
@@ -20,15 +20,16 @@ from edge_envoy import Edge, started
 from fleet_load import at_rest, decisions
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
-# What a client might say to be somebody else; the last of it in ways that only the wire knows.
+# Headers by which a client could claim another flow.
 SPOOFED = [
-    ("x-gateway-inference-fairness-id", "victim"),
-    ("X-Gateway-Inference-Fairness-Id", "victim"),
-    ("x-llm-d-inference-fairness-id", "victim"),
+    ("x-gateway-inference-fairness-id", "another"),
+    ("X-Gateway-Inference-Fairness-Id", "another"),
+    ("x-llm-d-inference-fairness-id", "another"),
     ("x-gateway-inference-objective", "gold"),
-    ("x-forwarded-client-cert", "URI=spiffe://example.org/victim"),
-    ("x-jwt-payload", "victim"),
+    ("x-forwarded-client-cert", "URI=spiffe://example.org/another"),
+    ("x-jwt-payload", "another"),
 ]
 CONFIG = {
     "decision_log": {"enabled": True},
@@ -43,20 +44,25 @@ def here(shared_fleet: Any) -> Any:
 
 @contextmanager
 def example(fleet: Any, folder: Path, name: str, *arguments: str, mode: str = "lean") -> Iterator[Edge]:
-    """Envoy as an example's two commands make it."""
+    """An Envoy with the bootstrap that the example's two commands print."""
     listen = ("--listen", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0", "--mode", mode)
     pickers = [each for replica in fleet.state["replicas"] for each in ("--picker", replica["grpc"])]
-    plain = run(["-m", "picker_fleet.cli", "envoy-config", *listen, *pickers])
+    plain = run([*ENVOY_CONFIG, *listen, *pickers])
     bootstrap = run([str(EXAMPLES / name), *arguments], plain)
     with started(bootstrap, folder / "envoy") as running:
         yield running
 
 
-def run(command: list[str], text: str = "") -> str:
-    """What a Python program says on stdout, given `text` on stdin."""
-    done = subprocess.run(
+def python(command: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program with `text` on stdin."""
+    return subprocess.run(
         [sys.executable, *command], input=text, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def run(command: list[str], text: str = "") -> str:
+    """The stdout of a Python program, which must succeed."""
+    done = python(command, text)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,14 +73,16 @@ async def asked(url: str, headers: list[tuple[str, str]], **options: Any) -> htt
 
 
 async def flows(fleet: Any) -> list[tuple[str, int]]:
-    """Flow and band of each request that was let in so far."""
+    """Flow and band of each request admitted so far."""
     await at_rest(fleet)
     return [(entry.flow, entry.band) for entry in await decisions(fleet) if entry.flow]
 
 
 @pytest.mark.parametrize("mode", ["lean", "headers"])
-async def test_an_api_key_is_its_flow_by_a_table_of_hashes(here: Any, tmp_path: Path, mode: str) -> None:
-    # Given keys of every length about a block of the hash, and a table without any of them
+async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(
+    here: Any, tmp_path: Path, mode: str
+) -> None:
+    # Lengths around the block size of SHA-256; the table has hashes only, no keys.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
     table = tmp_path / "keys.yaml"
@@ -85,25 +93,18 @@ async def test_an_api_key_is_its_flow_by_a_table_of_hashes(here: Any, tmp_path: 
             answer = await asked(edge.url, [*SPOOFED, ("authorization", f"Bearer {key}")])
             assert answer.status_code == 200
             assert (await flows(here))[-1] == (flow, 1)
-        # When there is no key of the table, Then nothing is let in
         before = len(await flows(here))
         digest = next(iter(hashed))
-        for refused in (
-            "x",
-            "Bearer",
-            "Bearer another",
-            f"Bearer {digest}",
-            "Basic a2V5",
-            f"Bearer {'y' * 513}",
-        ):
+        too_long = f"Bearer {'y' * 513}"
+        for refused in ("x", "Bearer", "Bearer another", f"Bearer {digest}", "Basic a2V5", too_long):
             answer = await asked(edge.url, [*SPOOFED, ("authorization", refused)])
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (await asked(edge.url, SPOOFED)).status_code == 401
         assert len(await flows(here)) == before
 
 
-# An alert that comes while the client writes is no error of the transport's to httpx.
-HUNG_UP = (httpx.TransportError, ssl.SSLError)
+# httpx does not wrap a TLS alert that arrives while the client writes.
+CLOSED = (httpx.TransportError, ssl.SSLError)
 SECRET = b"0123456789abcdef0123456789abcdef"
 
 
@@ -113,18 +114,14 @@ def b64(data: bytes) -> str:
 
 def token(secret: bytes = SECRET, **claims: Any) -> tuple[str, str]:
     """The header of a token of these claims; those that are None are left out."""
-    usual = {
-        "iss": "https://login.example.org",
-        "aud": "inference",
-        "sub": "team-b",
-        "exp": time.time() + 600,
-    }
+    expires = time.time() + 600
+    usual = {"iss": "https://login.example.org", "aud": "inference", "sub": "team-b", "exp": expires}
     body = {name: value for name, value in {**usual, **claims}.items() if value is not None}
     signed = ".".join(b64(json.dumps(part).encode()) for part in ({"alg": "HS256", "kid": "1"}, body))
     return ("authorization", f"Bearer {signed}.{b64(hmac.digest(secret, signed.encode(), 'sha256'))}")
 
 
-async def test_a_tokens_claim_is_its_flow(here: Any, tmp_path: Path) -> None:
+async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> None:
     jwks = tmp_path / "jwks.json"
     jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "1", "k": b64(SECRET)}]}))
     options = ("--issuer", "https://login.example.org", "--audience", "inference", "--jwks", str(jwks))
@@ -132,7 +129,6 @@ async def test_a_tokens_claim_is_its_flow(here: Any, tmp_path: Path) -> None:
         for flow in ("team-b", "https://login.example.org/users/7"):
             assert (await asked(edge.url, [*SPOOFED, token(sub=flow)])).status_code == 200
             assert (await flows(here))[-1] == (flow, 1)
-        # When the token is not good, or names nobody, Then nothing is let in
         before = len(await flows(here))
         for refused, status in (
             (("x-other", "1"), 401),
@@ -149,7 +145,7 @@ async def test_a_tokens_claim_is_its_flow(here: Any, tmp_path: Path) -> None:
 
 
 class Certificates:
-    """An authority of `folder`, and certificates that it signs."""
+    """A certificate authority in `folder`, and certificates that it signs."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -162,13 +158,8 @@ class Certificates:
         request, extensions, out = (self._folder / f"{name}.{each}" for each in ("csr", "ext", "pem"))
         extensions.write_text(f"subjectAltName={alternative}\n")
         self._openssl("req", *self._new(name), "-out", str(request))
-        authority = (
-            "-CA",
-            str(self.file),
-            "-CAkey",
-            str(self._folder / f"{self._name}.key"),
-            "-CAcreateserial",
-        )
+        own_key = str(self._folder / f"{self._name}.key")
+        authority = ("-CA", str(self.file), "-CAkey", own_key, "-CAcreateserial")
         signing = ("-in", str(request), "-extfile", str(extensions), "-days", "2", "-out", str(out))
         self._openssl("x509", "-req", *authority, *signing)
         return out, self._folder / f"{name}.key"
@@ -181,13 +172,12 @@ class Certificates:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
 
 
-async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None:
+async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -> None:
     authority, stranger = Certificates(tmp_path), Certificates(tmp_path, "stranger")
     server, key = authority.signed("server", "IP:127.0.0.1")
     files = ("--certificate", str(server), "--key", str(key), "--client-ca", str(authority.file))
-    with example(
-        here, tmp_path, "client_certificate.py", *files, "--uri-prefix", "spiffe://example.org/"
-    ) as edge:
+    options = (*files, "--uri-prefix", "spiffe://example.org/")
+    with example(here, tmp_path, "client_certificate.py", *options) as edge:
         url = edge.url.replace("http://", "https://")
 
         def of(certificate: tuple[Path, Path] | None) -> ssl.SSLContext:
@@ -201,7 +191,6 @@ async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None
             certificate = authority.signed(f"client{number}", f"URI:{flow}")
             assert (await asked(url, SPOOFED, verify=of(certificate))).status_code == 200
             assert (await flows(here))[-1] == (flow, 1)
-        # When the certificate is another authority's, names nobody, or there is none, Then nothing is let in
         before = len(await flows(here))
         for refused in (
             stranger.signed("forged", "URI:spiffe://example.org/team-1"),
@@ -209,9 +198,9 @@ async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None
             authority.signed("nameless", "DNS:team-1"),
             None,
         ):
-            with pytest.raises(HUNG_UP):
+            with pytest.raises(CLOSED):
                 await asked(url, SPOOFED, verify=of(refused))
-        with pytest.raises(HUNG_UP):
+        with pytest.raises(CLOSED):
             await asked(edge.url, SPOOFED)
         assert len(await flows(here)) == before
 
@@ -219,17 +208,8 @@ async def test_a_certificates_uri_is_its_flow(here: Any, tmp_path: Path) -> None
 def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "keys.yaml"
     table.write_text(yaml.safe_dump({"ab" * 32: "flow"}))
-    trusting = run(
-        ["-m", "picker_fleet.cli", "envoy-config", "--trust-headers", "x-llm-d-inference-fairness-id"]
-    )
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "api_key.py", table],
-        input=trusting,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    trusted = ("--trust-headers", "x-llm-d-inference-fairness-id")
+    done = python([str(EXAMPLES / "api_key.py"), str(table)], run([*ENVOY_CONFIG, *trusted]))
     assert done.returncode == 1
     assert "without --trust-headers" in done.stderr
     assert done.stdout == ""

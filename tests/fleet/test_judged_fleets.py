@@ -19,7 +19,7 @@ async def test_a_fleet_whose_log_breaks_a_promise_does_not_end_well(fleet: Any) 
     await at_rest(here)
     # Then its log has all of that, and nothing against it
     assert len([entry for entry in await decisions(here) if entry.event == "completed"]) == 10
-    here.judge()
+    here.audit()
     # But when the log says that a request ended twice, that is told with what shows it
     async with here.redis() as redis:
         entries = await redis.xrange(LOG)
@@ -34,7 +34,7 @@ async def test_a_fleet_whose_log_breaks_a_promise_does_not_end_well(fleet: Any) 
 
 async def test_a_log_that_lost_its_beginning_is_no_evidence(fleet: Any) -> None:
     # Given a fleet whose log has been cut
-    here = fleet("--replicas", "1", "--endpoints", "1", unjudged="its log is cut")
+    here = fleet("--replicas", "1", "--endpoints", "1", unaudited="its log is cut")
     async with here.client() as client:
         assert (await complete(client, "prompt", 2)).whole
     await at_rest(here)
@@ -43,4 +43,4 @@ async def test_a_log_that_lost_its_beginning_is_no_evidence(fleet: Any) -> None:
         await redis.xdel(LOG, first)
     # When it is judged, then that is held against it
     with pytest.raises(AssertionError, match="log: it begins at entry 2"):
-        here.judge()
+        here.audit()

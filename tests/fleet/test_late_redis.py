@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) that starts before its Redis does."""
+"""A real replica (`picker serve`) that starts before its Redis."""
 
 import asyncio
 import json
@@ -13,10 +13,9 @@ from page_server import serving
 from picker_fleet.extproc.server import SERVICE
 
 
-async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and_then_joins(
+async def test_a_replica_without_redis_at_its_start_refuses_until_redis_answers_and_then_joins(
     tmp_path: Path,
 ) -> None:
-    # Given a replica, a model server, and nothing where Redis should be
     valkey = OwnValkey(tmp_path)
     async with serving() as page:
         config = {
@@ -26,7 +25,6 @@ async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and
             "discovery": {"static": [{"address": page.address}]},
         }
         async with served(config, tmp_path) as replica:
-            # When it is asked how it is, then it lives, and says that it is to get no traffic, and why
             healthy = await replica.admin.get("/healthz")
             assert (healthy.status_code, healthy.json()["status"]) == (200, "degraded")
             unready = await replica.admin.get("/readyz")
@@ -34,16 +32,14 @@ async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and
             assert unready.json()["components"]["redis"] != "ok"
             health = [await replica.health(name) for name in ("", SERVICE, "readiness", "liveness")]
             assert health == ["NOT_SERVING"] * 3 + ["SERVING"]
-            # And who comes all the same is told at once to come again: no bound is known
+            # It knows no bound, so it refuses at once.
             refused = (await replica.decide()).immediate_response
             assert refused.status.code == 503
             assert json.loads(refused.body)["error"]["code"] == "state_unavailable"
             assert int(set_headers(refused.headers)["retry-after"]) >= 1
-            # When Redis starts
             await valkey.start()
             try:
                 await replica.ready()
-                # Then it has joined, and serves
                 assert await replica.health(SERVICE) == "SERVING"
                 placed = await replica.decide()
                 assert parts([placed]) == ["request_headers"]
@@ -51,7 +47,6 @@ async def test_a_replica_that_starts_before_its_redis_refuses_until_it_comes_and
                 assert set_headers(mutation)["x-gateway-destination-endpoint"] == page.address
                 state = (await replica.admin.get("/api/v1/state")).json()
                 assert (state["degraded"], len(state["replicas"])) == (False, 1)
-                # And goes in good order
                 replica.process.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(PATIENT_S):
                     assert await replica.process.wait() == 0

@@ -1,4 +1,4 @@
-"""What bodies cost a replica in memory, under the limit that the manifests give it."""
+"""Memory of a replica that reads bodies, under the limit of the manifests."""
 
 import asyncio
 import contextlib
@@ -23,6 +23,7 @@ PEAK_MIB = 400
 CHUNK = MIB  # as Envoy sends them
 LARGEST = parse({}).extproc.max_body_bytes
 BOUND = parse({}).extproc.max_buffered_bytes
+MODES = ("lean", "standard")
 MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "deployment.yaml"
 
 
@@ -37,7 +38,7 @@ def limit_mib() -> int:
 
 @contextlib.asynccontextmanager
 async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
-    """A replica that may have as much memory as the manifests allow, behind a queue."""
+    """A replica with the memory limit of the manifests, behind a queue."""
     limit_bytes = limit_mib() * MIB
 
     def limit() -> None:
@@ -63,19 +64,19 @@ async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Repli
 
 
 def mib(replica: Replica, what: str) -> int:
-    """The memory that the replica has now (`VmRSS`), or the most that it has had so far (`VmHWM`)."""
+    """The replica's memory now (`VmRSS`), or its peak (`VmHWM`)."""
     lines = Path(f"/proc/{replica.process.pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(what))) // 1024
 
 
 async def page(replica: Replica) -> dict[str, float]:
-    """Its metrics: a series with its labels, and its value."""
+    """Its metrics: value by series with labels."""
     lines = (await replica.admin.get("/metrics")).text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 async def answers(replica: Replica) -> dict[str, int]:
-    """How many requests were answered with each code so far."""
+    """Answers so far by code."""
     found: dict[str, int] = defaultdict(int)
     for series, count in (await page(replica)).items():
         if series.startswith("epp_requests_total{"):
@@ -91,16 +92,17 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def at_rest(replica: Replica) -> None:
-    """Wait until it holds nothing of any body."""
+    """Wait until it buffers no body."""
 
-    async def holds_nothing() -> bool:
+    async def is_empty() -> bool:
         return (await page(replica))["epp_buffered_bytes"] == 0
 
-    await until(holds_nothing)
+    await until(is_empty)
 
 
-async def talk(call: Any, text: bytes, mode: str, *, trailed: bool = False) -> None:
-    """A request, sent as far as the replica takes it, and read to the end of its decision."""
+async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = False) -> None:
+    """Send a request as far as the replica reads it, and read its decision to the end."""
+    call = replica.exchange()
     sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
     try:
         answer = await call.read()
@@ -111,7 +113,7 @@ async def talk(call: Any, text: bytes, mode: str, *, trailed: bool = False) -> N
             chunk = (await call.read()).request_body.response.body_mutation.streamed_response
             whole = chunk.end_of_stream
     except grpc.aio.AioRpcError:
-        pass  # it was refused and its stream ended while more of it was being written
+        pass  # it was refused, and its stream ended during a write
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -126,71 +128,47 @@ async def _send(call: Any, text: bytes, mode: str, *, trailed: bool) -> None:
         await call.write(trailers())
 
 
-def nested() -> bytes:
-    inside = b"[[[]],[[]]]," * (LARGEST // 12 - 10)
-    return b'{"model":"llama","z":[%s[]]}' % inside
-
-
-def keys() -> bytes:
-    return b'{"model":"llama",%s"z":0}' % b"".join(b'"k%07d":0,' % n for n in range(LARGEST // 14))
-
-
-def escapes() -> bytes:
-    return b'{"model":"%s"}' % (b"\\u0061" * (LARGEST // 6 - 10))
-
-
-def letters() -> bytes:
-    return b'{"model":"llama","%s":1}' % (b"k" * (LARGEST - 100) + "\N{PILE OF POO}".encode())
-
-
-def messages() -> bytes:
-    return b'{"model":"llama","messages":[%s{}]}' % (b"{}," * (LARGEST // 3 - 20))
-
-
-def numbers() -> bytes:
-    return b'{"model":"llama","max_tokens":%s}' % (b"9" * (LARGEST - 100))
-
-
-HOSTILE: list[Callable[[], bytes]] = [nested, keys, escapes, letters, messages, numbers]
+def hostile_bodies() -> list[bytes]:
+    """Bodies of the largest size that take the most memory to decode."""
+    return [
+        b'{"model":"llama","z":[%s[]]}' % (b"[[[]],[[]]]," * (LARGEST // 12 - 10)),
+        b'{"model":"llama",%s"z":0}' % b"".join(b'"k%07d":0,' % n for n in range(LARGEST // 14)),
+        b'{"model":"%s"}' % (b"\\u0061" * (LARGEST // 6 - 10)),
+        b'{"model":"llama","%s":1}' % (b"k" * (LARGEST - 100) + "\N{PILE OF POO}".encode()),
+        b'{"model":"llama","messages":[%s{}]}' % (b"{}," * (LARGEST // 3 - 20)),
+        b'{"model":"llama","max_tokens":%s}' % (b"9" * (LARGEST - 100)),
+    ]
 
 
 async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(tmp_path: Path) -> None:
     async with limited(tmp_path, requests_at_once=1000) as replica:
-        bodies = [make() for make in HOSTILE]
+        bodies = hostile_bodies()
         assert all(LARGEST * 0.9 < len(each) <= LARGEST for each in bodies)
-        # When 64 of them come at once, of every kind, in both modes that read them, ended in both ways
+        # Every kind, in both modes that read bodies, with and without trailers.
         hostile = [
-            asyncio.create_task(
-                talk(
-                    replica.exchange(), bodies[at % 6], ("lean", "standard")[at // 6 % 2], trailed=at % 4 == 0
-                )
-            )
+            asyncio.create_task(talk(replica, bodies[at % 6], MODES[at // 6 % 2], trailed=at % 4 == 0))
             for at in range(64)
         ]
-        # Then honest clients are served beside them
         for _ in range(20):
             assert parts([await replica.decide()]) == ["request_headers"]
         async with asyncio.timeout(60):
             await asyncio.gather(*hostile)
-        # And the replica lives, with memory to spare
         await at_rest(replica)
         assert replica.process.returncode is None
         assert mib(replica, "VmHWM") < PEAK_MIB
-        told = await answers(replica)
-        assert sum(told.values()) == 20 + 64
-        assert told.keys() == {"ok", "bad_request", "buffer_full"}
+        codes = await answers(replica)
+        assert sum(codes.values()) == 20 + 64
+        assert codes.keys() == {"ok", "bad_request", "buffer_full"}
 
 
-async def test_forty_large_bodies_that_wait_cost_no_more_than_their_bound(tmp_path: Path) -> None:
+async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_allows(tmp_path: Path) -> None:
     async with limited(tmp_path, requests_at_once=1) as replica:
-        calm_mib = mib(replica, "VmRSS")
-        # Given a request that goes on, and 40 large ones that come after it
+        idle_mib = mib(replica, "VmRSS")
         assert parts([await replica.decide()]) == ["request_headers"]
         text = b'{"model":"llama","prompt":"%s"}' % (b"x" * (LARGEST - 100))
-        waiting = [asyncio.create_task(talk(replica.exchange(), text, "lean")) for _ in range(40)]
+        waiting = [asyncio.create_task(talk(replica, text, "lean")) for _ in range(40)]
         queued = refused = 0
 
-        # When all of them have come, and those that do not fit are refused
         async def each_waits_or_is_refused() -> bool:
             nonlocal queued, refused
             now = await page(replica)
@@ -199,12 +177,11 @@ async def test_forty_large_bodies_that_wait_cost_no_more_than_their_bound(tmp_pa
             return queued + refused == len(waiting)
 
         await until(each_waits_or_is_refused)
-        # Then the others wait, and cost no more than twice their bound, whatever the heap has kept
+        # The heap may keep as much again as the bodies take.
         assert 4 <= queued <= BOUND // len(text)
         assert (await page(replica))["epp_buffered_bytes"] == queued * len(text)
-        assert mib(replica, "VmRSS") < calm_mib + 2 * BOUND / MIB
+        assert mib(replica, "VmRSS") < idle_mib + 2 * BOUND / MIB
         assert mib(replica, "VmHWM") < PEAK_MIB
-        # And nothing is held when they have gone
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Picking by scores, through a whole fleet: what one replica scrapes or routes is known to all."""
+"""Picking by scores in a whole fleet: replicas share what they scrape and route."""
 
 import asyncio
 from typing import Any
@@ -23,8 +23,8 @@ LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
 
 async def endpoints(fleet: Any, replica: int) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = (await fleet.admin("/api/v1/endpoints", replica)).json()
-    return told
+    rows: list[dict[str, Any]] = (await fleet.admin("/api/v1/endpoints", replica)).json()
+    return rows
 
 
 async def routes(fleet: Any) -> int:
@@ -35,114 +35,102 @@ async def routes(fleet: Any) -> int:
 
 @pytest.fixture(scope="module")
 def scored(shared_fleet: Any) -> Any:
-    """Three replicas and four endpoints, which every test leaves at rest."""
+    """Three replicas and four endpoints; every test leaves them at rest."""
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
 
 
 async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None:
-    # Given three replicas and four endpoints, then each replica has fresh figures of all four
     async def known() -> bool:
         pages = [await endpoints(scored, replica) for replica in range(3)]
         return all(each["waiting"] == 0 and each["scraped_s_ago"] < 1 for page in pages for each in page)
 
     await scored.eventually(known, what="the figures")
 
-    # And each endpoint is scraped by one of them, once all know of each other
-    async def shared_out() -> bool:
+    async def one_scraper_each() -> bool:
         return sum([await metric(scored, "epp_scrape_endpoints", replica) for replica in range(3)]) == 4
 
-    await scored.eventually(shared_out, what="one scraper for each endpoint")
+    await scored.eventually(one_scraper_each, what="one scraper for each endpoint")
 
 
-async def test_a_prompt_goes_where_its_beginning_went_whichever_replica_is_asked(scored: Any) -> None:
-    # Given a conversation that one endpoint has served
+async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: Any) -> None:
     before = await routes(scored)
 
-    async def told() -> bool:
+    async def published() -> bool:
         return await routes(scored) > before
 
     async with scored.client(**PATIENT) as client:
         first = await complete(client, LONG, 2)
         assert first.whole
-        await scored.eventually(told, what="the route in the stream")
-        # When it goes on, one turn after the other, by whichever replica
+        await scored.eventually(published, what="the route in the stream")
         turns = [await complete(client, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
-    # Then the same endpoint has served all of it
     assert {turn.endpoint for turn in turns} == {first.endpoint}
     await at_rest(scored)
 
 
-async def test_a_session_stays_by_the_token_that_its_last_answer_had(scored: Any) -> None:
+async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
     ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
     async with scored.client(**PATIENT) as client:
-        # Given a client's first request, whatever it says of its session
+        # A token that the fleet has not signed is ignored.
         first = await client.post("/v1/completions", json=ask, headers={"x-session-token": "alice"})
         token = first.headers["x-session-token"]
-        # When it brings the token back with prompts that nobody has served
-        said = {"x-session-token": token}
+        headers = {"x-session-token": token}
         turns = [
-            await client.post("/v1/completions", json={**ask, "prompt": f"Turn {turn}."}, headers=said)
+            await client.post("/v1/completions", json={**ask, "prompt": f"Turn {turn}."}, headers=headers)
             for turn in range(12)
         ]
-    # Then the same endpoint serves it each time, and the token stays
     assert {turn.headers["x-served-by"] for turn in turns} == {first.headers["x-served-by"]}
     assert {turn.headers["x-session-token"] for turn in turns} == {token}
     await at_rest(scored)
 
 
 async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) -> None:
-    # Given a request that has been served while nothing else was
     await at_rest(scored)
     async with scored.client(**PATIENT) as client:
         answer = await complete(client, f"Explain this. {LONG}", 2)
     *_, entry = await entries(scored, "bypassed")
-    # When it is asked for, then one replica explains it: who was chosen, and by which scores
     replies = [await scored.admin(f"/api/v1/requests/{entry['request']}", replica) for replica in range(3)]
     known = [reply.json()["explanation"] for reply in replies if reply.status_code == 200]
-    (told,) = [explanation for explanation in known if explanation is not None]
-    assert told["chosen"][0] == answer.endpoint
-    assert set(told["candidates"][0]["parts"]) == {
+    (explained,) = [explanation for explanation in known if explanation is not None]
+    assert explained["chosen"][0] == answer.endpoint
+    assert set(explained["candidates"][0]["parts"]) == {
         "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency", "session-affinity"
     }  # fmt: skip
-    assert len(told["candidates"]) == 4
-    # And the load that the script found decided among them: the chosen has the highest score with it
-    assert [one["live"] for one in told["candidates"]] == [0, 0, 0, 0]
-    final = {one["address"]: one["final"] for one in told["candidates"]}
+    assert len(explained["candidates"]) == 4
+    # The chosen endpoint has the highest score together with the live load that the script found.
+    assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
+    final = {one["address"]: one["final"] for one in explained["candidates"]}
     assert final[answer.endpoint] == max(final.values())
 
 
 async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
-    # Given a fleet of one replica without scorers, and one answer that is being streamed
     here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5", config=LOGGED)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(stream(client, "runs", 1000))
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
-        # When another comes, then it goes where nothing runs, and the explanation has both loads
         answer = await complete(client, "new", 2)
         _, second = await entries(here, "bypassed")
-        told = (await here.admin(f"/api/v1/requests/{second['request']}")).json()["explanation"]
-        assert told["rule"].startswith("no scorers: the fewest in flight")
-        assert [(one["address"], one["live"]) for one in told["candidates"]] == [
+        choice = (await here.admin(f"/api/v1/requests/{second['request']}")).json()["explanation"]
+        assert choice["rule"].startswith("no scorers: the fewest in flight")
+        assert [(one["address"], one["live"]) for one in choice["candidates"]] == [
             (answer.endpoint, 0),
             (running[0]["endpoint"], 1),
         ]
-        # When both endpoints are drained, then a refusal says so of each
         addresses = [each["address"] for each in here.state["endpoints"]]
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin:
             for address in addresses:
                 path = f"/api/v1/endpoints/{address}/drain"
                 assert (await admin.post(f"{here.state['replicas'][0]['admin']}{path}")).is_success
 
-        async def explained() -> bool:
-            # The replica says what it knew, and it hears of a drain a moment after the scripts do.
+        async def is_explained() -> bool:
+            # The replica learns of a drain slightly later than the scripts.
             assert (await complete_or_not(client)) == 503
             refused = (await entries(here, "refused"))[-1]
-            told = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
-            assert told["why"] == "this replica refused it: there was no endpoint for it"
-            assert told["explanation"]["chosen"] == []
-            return bool(told["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
+            request = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
+            assert request["why"] == "this replica refused it: there was no endpoint for it"
+            assert request["explanation"]["chosen"] == []
+            return bool(request["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
 
-        await here.eventually(explained, what="a refusal that names both as draining")
+        await here.eventually(is_explained, what="a refusal that names both as draining")
     await at_rest(here)
 
 

@@ -1,5 +1,7 @@
-"""From headers, filter metadata and metrics pages to endpoints or a refusal, through the gRPC services of a
-real replica: each case of `picking_table.TABLE` is a line of the protocol or of docs/picking.md."""
+"""Headers, filter metadata and metrics pages in, endpoints or a refusal out, on a real replica.
+
+Each case of `picking_table.TABLE` is a line of docs/protocol.md or docs/picking.md.
+"""
 
 import contextlib
 import json
@@ -9,12 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from picking_case import Case
-from picking_stage import Stage, staged
+from picking_replica import Outcome, PickingReplica, picking_replica
 from picking_table import GROUPS, TABLE
-from picking_talk import Played
 from script_backends import url_of, valkey
 
-CHUNK_BYTES, WHOLE_BYTES = 62_000, 512 * 1024
+CHUNK_BYTES, ONE_MESSAGE_BYTES = 62_000, 512 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -23,86 +24,79 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url_of(port)
 
 
-class Stages:
-    """The replica of the group at hand: cases come group by group."""
+class Replicas:
+    """The replica of the current group: cases come group by group."""
 
     def __init__(self, redis_url: str, folders: pytest.TempPathFactory) -> None:
         self._redis_url = redis_url
         self._folders = folders
         self._group = ""
         self._open = contextlib.AsyncExitStack()
-        self._stage: Stage | None = None
+        self._replica: PickingReplica | None = None
 
-    async def of(self, group: str) -> Stage:
-        if self._stage is None or group != self._group:
+    async def of(self, group: str) -> PickingReplica:
+        if self._replica is None or group != self._group:
             await self.aclose()
             self._group = group
-            ready = staged(self._redis_url, GROUPS[group], self._folders.mktemp("stage"), group)
-            self._stage = await self._open.enter_async_context(ready)
-        return self._stage
+            started = picking_replica(self._redis_url, GROUPS[group], self._folders.mktemp("replica"), group)
+            self._replica = await self._open.enter_async_context(started)
+        return self._replica
 
     async def aclose(self) -> None:
         await self._open.aclose()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stages(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stages]:
-    async with contextlib.aclosing(Stages(redis_url, tmp_path_factory)) as all_of_them:
+async def replicas(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
+    async with contextlib.aclosing(Replicas(redis_url, tmp_path_factory)) as all_of_them:
         yield all_of_them
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TABLE])
-async def test_a_request_goes_where_it_should(stages: Stages, case: Case) -> None:
-    stage = await stages.of(case.group)
-    # Given the case's model servers, and what was asked before
-    want = case.want
-    counted = await stage.tokens() if want.tokens is not None else (0, 0)
-    # When it is asked
-    played, before, held = await stage.play(case)
-    # Then each answer is the one it must have
-    for each in played:
-        _check(case, each)
-    if isinstance(want.model, tuple):
-        assert {json.loads(each.sent)["model"] for each in played} == set(want.model)
-    if want.same:
-        assert {each.picked[0] for each in before} == {played[0].picked[0]}
-    if want.queued:
-        assert played[0].picked[0] == held[0].picked[0]
-    if want.tokens is not None:
-        now = await stage.tokens()
-        assert (now[0] - counted[0], now[1] - counted[1]) == want.tokens
+async def test_a_request_goes_to_the_expected_endpoints_or_is_refused(replicas: Replicas, case: Case) -> None:
+    replica, expected = await replicas.of(case.group), case.expected
+    counted = await replica.usage() if expected.usage is not None else (0, 0)
+    outcomes, running = await replica.run(case)
+    for outcome in outcomes:
+        _check(case, outcome)
+    if expected.models:
+        assert {json.loads(each.forwarded)["model"] for each in outcomes} == set(expected.models)
+    if expected.queued:
+        assert outcomes[0].picked[0] == running[0].picked[0]
+    if expected.usage is not None:
+        now = await replica.usage()
+        assert (now[0] - counted[0], now[1] - counted[1]) == expected.usage
 
 
-def _check(case: Case, played: Played) -> None:
-    want, ask = case.want, case.ask
-    assert (played.status, played.reason) == (want.status, want.reason), played
-    if want.status != 200:
-        assert want.says in played.says
-        assert bool(played.retry_after) == (want.status == 503)
+def _check(case: Case, outcome: Outcome) -> None:
+    expected, request = case.expected, case.request
+    assert (outcome.status, outcome.reason) == (expected.status, expected.reason), outcome
+    if expected.status != 200:
+        assert expected.message in outcome.message
+        assert bool(outcome.retry_after) == (expected.status == 503)
         return
-    assert played.picked[0] in want.to, played.picked
-    assert not want.order or played.picked == want.order
-    assert played.header == played.told
-    assert want.accounting_token.items() <= played.accounting_token.items()
-    assert bool(played.accounting_token) == (not ask.get)
-    assert not want.reply or played.reply == want.reply
-    if not ask.get and ask.mode != "headers":
-        _check_body(case, played)
+    assert outcome.picked == expected.order or outcome.picked[0] in expected.any_of, outcome.picked
+    assert outcome.header == outcome.metadata
+    assert expected.token.items() <= outcome.token.items()
+    assert bool(outcome.token) == (not request.get)
+    assert not expected.reply or outcome.reply == expected.reply
+    if not request.get and request.mode != "headers":
+        _check_body(case, outcome)
 
 
-def _check_body(case: Case, played: Played) -> None:
-    """It goes on as it came but for the model, in one piece or chunks that Envoy takes, its length right."""
-    assert played.whole == (case.ask.mode == "lean" and len(played.sent) <= WHOLE_BYTES)
-    assert played.whole or all(len(chunk) <= CHUNK_BYTES for chunk in played.chunks)
-    if not case.want.model:
-        assert played.sent == case.ask.raw
-        assert played.content_length is None
+def _check_body(case: Case, outcome: Outcome) -> None:
+    """It is unchanged but for the model; it comes in one message or in chunks that Envoy takes."""
+    in_one = case.request.mode == "lean" and len(outcome.forwarded) <= ONE_MESSAGE_BYTES
+    assert outcome.one_message == in_one
+    assert in_one or all(len(chunk) <= CHUNK_BYTES for chunk in outcome.chunks)
+    if not case.expected.models:
+        assert outcome.forwarded == case.request.raw
+        assert outcome.content_length is None
         return
-    assert played.content_length == str(len(played.sent))
-    came: dict[str, Any] = json.loads(case.ask.raw)
-    went: dict[str, Any] = json.loads(played.sent)
-    names = (case.want.model,) if isinstance(case.want.model, str) else case.want.model
-    assert went.pop("model") in names
-    came.pop("model")
-    assert went == came
+    assert outcome.content_length == str(len(outcome.forwarded))
+    received: dict[str, Any] = json.loads(case.request.raw)
+    forwarded: dict[str, Any] = json.loads(outcome.forwarded)
+    assert forwarded.pop("model") in case.expected.models
+    received.pop("model")
+    assert forwarded == received

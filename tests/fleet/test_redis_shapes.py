@@ -10,14 +10,13 @@ from redis_servers import LOOPBACK, certificate, debian, running
 
 import picker_fleet
 
-CONFIG = {
-    "fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True},
-}  # fmt: skip
+FILES = (("ca_certs", "cert"), ("certfile", "cert"), ("keyfile", "key"))
+CONFIG = {"fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True}}
 LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 
 
-async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
-    # Given a Redis that speaks TLS only, and a user who may do what docs/redis.md says
+async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
+    # The server takes TLS only, and the user has the rights of docs/redis.md.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     rules = next(line for line in page.splitlines() if line.startswith("user picker on")).split()[4:]
     files = certificate(tmp_path / "certificate")
@@ -29,12 +28,10 @@ async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path:
         here = fleet(
             *("--redis", f"rediss://picker:secret@{place}", *LOADED),
             config={**CONFIG, "scheduling": {"scorers": scorers}},
-            unjudged="its user may not read the log; another does below",
+            unaudited="its user may not read the log; the default user does below",
         )
-        # When clients ask
         async with here.client(**PATIENT) as http:
             answers = await asyncio.gather(*(complete(http, f"prompt {i}", 5) for i in range(60)))
-        # Then each is served, and nothing was denied
         assert [answer for answer in answers if not answer.whole] == []
 
         async def rests() -> bool:
@@ -44,9 +41,5 @@ async def test_a_fleet_of_the_least_rights_serves_over_tls(fleet: Any, tmp_path:
         await here.eventually(rests, what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         assert server.ask("ACL", "LOG") == []
-        # And its log, read by who may, keeps every promise
         judged_log.judge(f"rediss://{place}", "a fleet of the least rights")
         here.stop()
-
-
-FILES = (("ca_certs", "cert"), ("certfile", "cert"), ("keyfile", "key"))

@@ -23,7 +23,7 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """A fleet of the usual size in each mode, its answers showing what was picked."""
     quick = ("--sim-ttft", "1", "--sim-itl", "1")
-    return shared_fleet("--mode", request.param, "--debug-headers", *quick, typed=True)
+    return shared_fleet("--mode", request.param, "--debug-headers", *quick, spawned=True)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
 
 async def test_terminate_leaves_no_process(fleet: Any) -> None:
     # Given a fleet
-    own = fleet(*SMALL, unjudged="its Valkey ends with it", typed=True)
+    own = fleet(*SMALL, unaudited="its Valkey ends with it", spawned=True)
     children = own.children()
     assert len(children) == 4  # Valkey, simulator, replica, Envoy
     # When it is told to end as a service manager does
@@ -245,7 +245,7 @@ async def test_terminate_leaves_no_process(fleet: Any) -> None:
 
 async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
     # Given a fleet
-    own = fleet(*SMALL, typed=True)
+    own = fleet(*SMALL, spawned=True)
     children = own.children()
     # When it gets no chance to stop its children
     own.kill()

@@ -1,15 +1,17 @@
-"""`picker up` as its user runs it, and ways to look into it. Its end is checked: the decision log keeps every
-promise, exit status 0, and no process left.
+"""Runs `picker up` for tests, and reads its state.
+
+At its end its decision log must keep every promise, its exit status must be 0, and no process may be left.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +41,11 @@ _ADMIN_PAUSE_S = 0.1
 class Fleet:
     """A running `picker up`. Ports, pids and addresses are read from its state file each time.
 
-    Its decision log is on unless `config` turns it off, and is judged when it ends: a broken promise fails
-    the test. `unjudged` says why that cannot be (Redis ends sooner, the state is spoilt on purpose). `typed`:
-    each of its processes is executed, as a user's is, and not begun the quicker way (begun_up.py); so it is
-    with an `environment`, which an interpreter may read as it starts.
+    Its decision log is on unless `config` turns it off, and is audited when the fleet ends: a broken promise
+    fails the test. `unaudited` says why that is impossible (Redis ends sooner, the state is damaged on
+    purpose). `spawned` fleets start a new interpreter, as a user does; so do those with an `environment`,
+    which an interpreter may read when it starts. All others are forked from a process that has imported
+    everything (begun_up.py), which is faster.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class Fleet:
         options: tuple[str, ...],
         config: dict[str, Any] | None,
         environment: Mapping[str, str] | None = None,
-        unjudged: str = "",
-        typed: bool = False,
+        unaudited: str = "",
+        spawned: bool = False,
     ) -> None:
         self.state_file = folder / "state.json"
         arguments = ["--port", "0", "--state-file", str(self.state_file), *options]
@@ -60,17 +63,17 @@ class Fleet:
             file = folder / "config.yaml"
             file.write_text(yaml.safe_dump(config))
             arguments += ["--config", str(file)]
-        # Nothing is sent any more when a test's fleet ends: its replicas need not announce it for long.
+        # No request is sent when a fleet ends, so its replicas need not announce the end for long.
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {DRAIN_GRACE: "100ms"}
         log = judged_log.environment(given)
-        self._to_judge = judged_log.is_on(given) and not unjudged
+        self._audit_due = judged_log.is_on(given) and not unaudited
         self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
-        self._said: list[str] = []
-        self._news = threading.Condition()
+        self._lines: list[str] = []
+        self._line_read = threading.Condition()
         inherited = {**os.environ, **grace, **log, "TMPDIR": str(folder), **(environment or {})}
-        self.process = (_typed if typed or environment else BegunUp)(arguments, inherited)
+        self.process = (_spawned if spawned or environment else BegunUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -87,17 +90,17 @@ class Fleet:
 
     @property
     def output(self) -> str:
-        with self._news:
-            return "\n".join(self._said)
+        with self._line_read:
+            return "\n".join(self._lines)
 
     def wait_line(self, part: str, within_s: float = READY_S) -> str:
         """The first line of its output that contains `part`; waits for it."""
 
         def found() -> str | None:
-            return next((line for line in self._said if part in line), None)
+            return next((line for line in self._lines if part in line), None)
 
-        with self._news:
-            self._news.wait_for(lambda: found() is not None or not self._reader.is_alive(), within_s)
+        with self._line_read:
+            self._line_read.wait_for(lambda: found() is not None or not self._reader.is_alive(), within_s)
             line = found()
         assert line is not None, f"no line with {part!r} came:\n{self.output}"
         return line
@@ -108,7 +111,7 @@ class Fleet:
 
     def openai(self, **options: Any) -> "openai.AsyncOpenAI":
         """The official client through Envoy, without its own retries; to be closed by its user."""
-        import openai  # half a second, which only who uses it is to pay
+        import openai  # takes half a second
 
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, "timeout": 60.0, **options}
@@ -123,8 +126,8 @@ class Fleet:
     ) -> httpx.Response:
         """Answer of one replica's admin API to a read, or to a change that may be made twice.
 
-        It gives Redis 2 s and then says `state_unavailable`, rightly, also when all that happened is that the
-        machine stood still. So it is asked again while it says so, for 30 s; not for who is not `patient`.
+        A replica gives Redis 2 s and then answers `state_unavailable`, also when the machine paused. So the
+        call is repeated for up to 30 s while it is answered so, unless `patient` is false.
         """
         clock = asyncio.get_running_loop().time
         end_s = clock() + _ADMIN_PATIENCE_S
@@ -143,7 +146,7 @@ class Fleet:
     async def eventually(
         self, look: Callable[[], Awaitable[Any]], *, within_s: float = 15.0, what: str = "it"
     ) -> Any:
-        """The first true thing that `look` finds, asked again and again."""
+        """The first true result of `look`, which is called until then."""
         last: Any = None
         try:
             async with asyncio.timeout(within_s):
@@ -155,54 +158,62 @@ class Fleet:
         except TimeoutError:
             pytest.fail(f"{what} did not come within {within_s:g} s; last seen: {last!r}\n{self.output}")
 
-    def kill_replica(self, index: int) -> int:
-        """SIGKILL to a replica; the pid it had."""
-        pid = int(self.state["replicas"][index]["pid"])
-        psutil.Process(pid).kill()
-        return pid
+    async def until_state(self, *, within_s: float = 15.0, replica: int = 0, **wanted: Any) -> None:
+        """Wait until /api/v1/state has these values, such as `queued=5`."""
+
+        async def has_them() -> bool:
+            state = (await self.admin("/api/v1/state", replica)).json()
+            return all(state.get(name) == value for name, value in wanted.items())
+
+        await self.eventually(has_them, within_s=within_s, what=str(wanted))
+
+    def kill_replica(self, index: int) -> None:
+        """SIGKILL to a replica."""
+        self._process("replicas", index).kill()
 
     def terminate_replica(self, index: int) -> None:
         """SIGTERM to a replica."""
-        psutil.Process(int(self.state["replicas"][index]["pid"])).terminate()
+        self._process("replicas", index).terminate()
 
     def kill_endpoint(self, index: int) -> str:
         """SIGKILL to a simulator; its address."""
-        endpoint = self.state["endpoints"][index]
-        psutil.Process(int(endpoint["pid"])).kill()
-        return str(endpoint["address"])
+        self._process("endpoints", index).kill()
+        return str(self.state["endpoints"][index]["address"])
 
     def stop_endpoint(self, index: int) -> str:
-        """SIGSTOP to a simulator, which `continue_endpoint` ends; its address."""
-        endpoint = self.state["endpoints"][index]
-        psutil.Process(int(endpoint["pid"])).suspend()
-        return str(endpoint["address"])
+        """SIGSTOP to a simulator until `continue_endpoint`; its address."""
+        self._process("endpoints", index).suspend()
+        return str(self.state["endpoints"][index]["address"])
 
     def continue_endpoint(self, index: int) -> None:
         """SIGCONT to a simulator."""
-        psutil.Process(int(self.state["endpoints"][index]["pid"])).resume()
+        self._process("endpoints", index).resume()
+
+    def _process(self, kind: str, index: int) -> psutil.Process:
+        return psutil.Process(int(self.state[kind][index]["pid"]))
 
     def children(self) -> list[psutil.Process]:
-        """Every process that it has started and that lives."""
+        """Every running process that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def judge(self) -> None:
-        """Replay its decision log, which must be whole and keep every promise."""
+    def audit(self) -> None:
+        """Replay its decision log, which must be complete and keep every promise."""
         judged_log.judge(self.state["redis"], self._name)
 
     def stop(self) -> None:
-        """End it as Ctrl-C does; its log is judged, it must exit with 0 and take every child with it."""
+        """End it as Ctrl-C does: its log passes the audit, it exits with 0, and no child is left."""
         if self._killed:
             return
         children = self.children() if self.process.poll() is None else []
         try:
-            self._judge_once()
+            self._audit_once()
         finally:
             self._end(children)
 
-    def _judge_once(self) -> None:
-        due, self._to_judge = self._to_judge, False
+    def _audit_once(self) -> None:
+        due, self._audit_due = self._audit_due, False
         if due:
-            self.judge()
+            self.audit()
 
     def _end(self, children: list[psutil.Process]) -> None:
         try:
@@ -215,15 +226,15 @@ class Fleet:
         assert not alive, f"left behind: {[child.cmdline() for child in alive]}"
 
     def kill(self) -> None:
-        """SIGKILL to `picker up` itself, its log judged before; then there is no end left to check."""
+        """Audit its log, then SIGKILL to `picker up` itself; `stop` has nothing left to check."""
         self._killed = True
         try:
-            self._judge_once()
+            self._audit_once()
         finally:
             self.discard()
 
     def discard(self) -> None:
-        """Make sure that it is gone, whatever happened."""
+        """End the process whatever its state."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -234,14 +245,14 @@ class Fleet:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._news:
-                self._said.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
+            with self._line_read:
+                self._lines.append(line.rstrip("\n"))
+                self._line_read.notify_all()
+        with self._line_read:
+            self._line_read.notify_all()
 
 
-def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "picker_fleet.cli", "up", *arguments],
         stdin=subprocess.DEVNULL,
@@ -252,28 +263,35 @@ def _typed(arguments: Sequence[str], environment: Mapping[str, str]) -> subproce
     )
 
 
+def exact_bounds(per_backend: float) -> dict[str, float]:
+    """Settings of the queue controller for one bound without hysteresis."""
+    return {f"{bound}_per_backend": per_backend for bound in ("lower_bound", "watermark", "upper_bound")}
+
+
 def says_unavailable(answer: Any) -> bool:
-    """Whether this answer of an admin API (`status_code`, `json()`) is that the shared state did not answer
-    in time."""
+    """Whether an answer of the admin API says that Redis did not answer in time."""
     return answer.status_code == 503 and answer.json().get("code") == "state_unavailable"
 
 
-def started(
-    folder: Path,
-    options: tuple[str, ...],
-    config: dict[str, Any] | None,
-    environment: Mapping[str, str] | None = None,
-    unjudged: str = "",
-    typed: bool = False,
-) -> Fleet:
-    """A fleet that is ready. `environment` is added to what its processes inherit."""
-    fleet = Fleet(folder, options, config, environment, unjudged, typed)
+def started(folder: Path, options: tuple[str, ...], config: dict[str, Any] | None, **more: Any) -> Fleet:
+    """A fleet that is ready; `more` are Fleet's other arguments."""
+    fleet = Fleet(folder, options, config, **more)
     try:
         fleet.wait_line("dashboard:")
     except BaseException:
         fleet.discard()
         raise
     return fleet
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *options: str, config: dict[str, Any], **more: Any) -> AsyncIterator[Fleet]:
+    """A fleet that is ready, and is stopped and checked at the end, without blocking the event loop."""
+    here = await asyncio.to_thread(lambda: started(folder, options, config, **more))
+    try:
+        yield here
+    finally:
+        await asyncio.to_thread(here.stop)
 
 
 def stop_all(fleets: list[Fleet]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,15 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None, unjudged="")` starts a fleet of the test's own.
+    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet of the test's own.
 
     It ends before the row is written: a fleet that does not end well is a case that failed.
     """
     running: list[Fleet] = []
 
-    def start(
-        *options: str,
-        config: dict[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        unjudged: str = "",
-    ) -> Fleet:
+    def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
         folder = tmp_path_factory.mktemp("fleet")
-        running.append(started(folder, ("--debug-headers", *options), config, environment, unjudged))
+        running.append(started(folder, ("--debug-headers", *options), config, **more))
         return running[-1]
 
     yield start

@@ -1,0 +1,75 @@
+"""One HTTP/2 request on a connection of its own, with any headers and trailers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import h2.config
+import h2.connection
+import h2.events
+import httpx
+
+Fields = Sequence[tuple[str, str]]
+_HEAD = [
+    (":method", "POST"),
+    (":path", "/v1/completions"),
+    (":scheme", "http"),
+    (":authority", "x"),
+    ("content-type", "application/json"),
+]
+
+
+class Upload:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        # A hostile client sends what h2 would refuse, such as the same name twice.
+        config = h2.config.H2Configuration(header_encoding="utf-8", validate_outbound_headers=False)
+        self._h2 = h2.connection.H2Connection(config)
+        self._h2.initiate_connection()
+        self._status = ""
+        self._over = False
+
+    async def send(self, body: bytes, fields: Fields = (), trailers: Fields = ()) -> None:
+        """Headers, all of `body` as fast as the other side takes it, and trailers."""
+        self._h2.send_headers(1, [*_HEAD, *fields])
+        await self._flush()
+        while body:
+            while not (room := min(self._h2.local_flow_control_window(1), 16_384, len(body))):
+                await self._receive()
+            self._h2.send_data(1, body[:room])
+            body = body[room:]
+            await self._flush()
+        self._h2.send_headers(1, trailers, end_stream=True)
+        await self._flush()
+
+    async def answered(self) -> str:
+        """The status, after the end of the answer."""
+        while not self._over:
+            await self._receive()
+        return self._status
+
+    async def _flush(self) -> None:
+        self._writer.write(self._h2.data_to_send())
+        await self._writer.drain()
+
+    async def _receive(self) -> None:
+        data = await self._reader.read(65536)
+        assert data, "Envoy closed the connection"
+        for event in self._h2.receive_data(data):
+            if isinstance(event, h2.events.ResponseReceived):
+                self._status = dict(event.headers)[":status"]
+            if isinstance(event, h2.events.StreamReset):
+                self._status, self._over = f"reset {event.error_code}", True
+            self._over = self._over or isinstance(event, h2.events.StreamEnded)
+        await self._flush()
+
+
+@asynccontextmanager
+async def upload(url: str) -> AsyncIterator[Upload]:
+    at = httpx.URL(url)
+    async with asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection(at.host, at.port)
+        try:
+            yield Upload(reader, writer)
+        finally:
+            writer.transport.abort()
