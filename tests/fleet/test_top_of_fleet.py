@@ -24,43 +24,43 @@ TOP = (sys.executable, "-P", "-m", "picker_fleet.cli", "top", "--admin")
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    # (one of its frames says that the decision log is off)
+    # One frame says that the decision log is off.
     config = {"decision_log": {"enabled": False}}
     return shared_fleet("--no-restart", "--endpoints", "2", "--replicas", "2", config=config)
 
 
 @pytest.fixture
 def logged(fleet: Any) -> Any:
-    """A fleet that logs its decisions, and keeps what waits for as long as the test needs."""
+    """A fleet with a decision log, whose requests wait as long as the test needs."""
     config = {"decision_log": {"enabled": True}, "fair_request_queue": {"queue_ttl": "60s"}}
     return fleet("--no-restart", "--endpoints", "2", "--replicas", "2", config=config)
 
 
 class Terminal:
-    """`picker top` on a pseudo-terminal of 80 by 24; what it wrote is in `seen`."""
+    """`picker top` on a pseudo-terminal of 80 by 24; `seen` is what it has written."""
 
     def __init__(self, url: str) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, CELLS, 0, 0))
-        self.before = termios.tcgetattr(theirs)
-        self._theirs = theirs
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, CELLS, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
         self.process = subprocess.Popen(
             [*TOP, url],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
             env={**PLAIN, "TERM": "xterm-256color"},
         )
         self.seen = ""
-        asyncio.get_running_loop().add_reader(self._ours, self._read)
+        asyncio.get_running_loop().add_reader(self._master, self._read)
 
     def _read(self) -> None:
-        self.seen += os.read(self._ours, 65536).decode(errors="replace")
+        self.seen += os.read(self._master, 65536).decode(errors="replace")
 
     async def press(self, keys: str, then: str) -> None:
-        """Press keys and wait until something new on the screen has `then` in it."""
+        """Press keys and wait until the screen shows `then` anew."""
         self.seen = ""
-        os.write(self._ours, keys.encode())
+        os.write(self._master, keys.encode())
         await self.shows(then)
 
     async def shows(self, part: str) -> None:
@@ -69,56 +69,54 @@ class Terminal:
                 assert self.process.poll() is None, self.seen
                 await asyncio.sleep(0.02)
 
-    async def left_by(self, key: str) -> int:
-        os.write(self._ours, key.encode())
+    async def quit_with(self, key: str) -> int:
+        os.write(self._master, key.encode())
         return await asyncio.to_thread(self.process.wait, 15)
 
     def settings(self) -> list[Any]:
-        return termios.tcgetattr(self._theirs)
+        return termios.tcgetattr(self._slave)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._ours)
+        asyncio.get_running_loop().remove_reader(self._master)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._ours)
-        os.close(self._theirs)
+        os.close(self._master)
+        os.close(self._slave)
 
 
 @pytest.mark.parametrize(
-    ("view", "said"),
+    ("view", "expected"),
     [
         ("flows", "no flows"),
         ("workloads", "no workloads"),
-        ("endpoints", "Adapters"),  # no column is left out where no terminal is too narrow
+        ("endpoints", "Adapters"),  # to a pipe every column is shown
         ("replicas", "Version"),
         ("queue", "nothing waits"),
         ("log", "the decision log is off"),
         ("stock", "in flight 0 requests now"),
     ],
 )
-async def test_one_frame_goes_to_a_pipe(here: Any, view: str, said: str) -> None:
-    # Given a script, when it asks for one frame of a view
+async def test_one_frame_goes_to_a_pipe(here: Any, view: str, expected: str) -> None:
     done = await once(here.state["replicas"][1]["admin"], view)
-    # Then it has it, and no escape sequences
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 of 2 ready" in done.stdout
     assert "2 of 2 live" in done.stdout
     assert "\x1b" not in done.stdout
-    assert said in done.stdout
+    assert expected in done.stdout
     if view == "endpoints":
         assert all(endpoint["address"] in done.stdout for endpoint in here.state["endpoints"])
 
 
 async def once(url: str, view: str) -> subprocess.CompletedProcess[str]:
-    """One frame of a view, as a script gets it."""
+    """One frame of a view, printed to a pipe."""
     command = [*TOP, url, "--once", "--view", view]
     return await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=60, env=PLAIN
     )
 
 
-async def test_a_replica_that_is_not_there_is_told_at_once() -> None:
+async def test_an_unreachable_replica_is_exit_code_1_at_once() -> None:
     done = await asyncio.to_thread(
         subprocess.run, [*TOP, "127.0.0.1:1", "--once"], capture_output=True, text=True, timeout=60, env=PLAIN
     )
@@ -127,72 +125,67 @@ async def test_a_replica_that_is_not_there_is_told_at_once() -> None:
     assert done.stderr.count("\n") == 1
 
 
-async def test_on_a_terminal_keys_drain_and_pause_and_the_terminal_is_left_as_it_was(here: Any) -> None:
+async def test_keys_drain_and_pause_and_the_terminal_is_restored(here: Any) -> None:
     terminal = Terminal(here.state["replicas"][0]["admin"])
     try:
-        # Given the live view, when the endpoints are looked at and the first is drained
         await terminal.shows("Picker Fleet")
         await terminal.press("3", then="Runs + waits")
         address = (await here.admin("/api/v1/endpoints")).json()[0]["address"]
         await terminal.press("d", then=f"Send nothing new to {address}?")
-        # Then nothing has happened until it is confirmed
+        # Nothing happens before it is confirmed.
         assert await status_of(here, address) == "ready"
         await terminal.press("y", then="gets nothing new")
         assert await status_of(here, address) == "drained"
-        # And the same key takes it back
+        # The same key undrains it.
         await terminal.press("\x1b[A", then="drained")
         await terminal.press("d", then=f"Give {address} requests again?")
         await terminal.press("y", then="takes requests")
         assert await status_of(here, address) != "drained"
-        # When dispatch is paused, then the whole fleet is, and the screen says so
+        # A pause holds for the whole fleet.
         await terminal.press("p", then="Pause dispatch")
         await terminal.press("y", then="PAUSED")
         assert (await shared(here, 1))["paused"]
         await terminal.press("p", then="Resume dispatch?")
         await terminal.press("y", then="dispatches again")
         assert not (await shared(here, 1))["paused"]
-        # When it is left, then the terminal is as it was
-        assert await terminal.left_by("q") == 0
+        assert await terminal.quit_with("q") == 0
         assert terminal.settings() == terminal.before
     finally:
         terminal.close()
 
 
-async def test_the_queue_is_read_in_its_order_page_by_page_and_a_request_of_it_is_evicted(
+async def test_the_queue_is_paged_in_dispatch_order_and_a_request_is_evicted(
     logged: Any,
 ) -> None:
-    # Given a paused fleet with more requests than a terminal has lines
     admin = logged.state["replicas"][0]["admin"]
     names = [f"flow-{number:02}" for number in range(30)]
     async with paused(logged, names):
         listed = (await logged.admin("/api/v1/queue")).json()["requests"]
         order = [(each["flow"], each["id"]) for each in listed]
         assert sorted(flow for flow, _ in order) == names
-        # When a script asks for the queue, then it has each request, in the API's order
+        # One frame to a pipe has every request, in the API's order.
         frame = await once(admin, "queue")
         rows = [line.split() for line in frame.stdout.splitlines() if "flow-" in line]
         assert [row[1] for row in rows] == [flow for flow, _ in order]
         assert all(request in frame.stdout for _, request in order)
         terminal = Terminal(admin)
         try:
-            # When a terminal of 24 lines shows it, then the first are there, and the others on the next pages
+            # A terminal of 24 lines shows the first ones; the others are on the next pages.
             await terminal.shows("Picker Fleet")
             await terminal.press("5", then=order[ROWS - 1][0])
             assert order[ROWS][0] not in terminal.seen
             await terminal.press("\x1b[6~", then=order[2 * ROWS - 1][0])
             await terminal.press("b", then=order[0][0])
-            # When the second is chosen and evicted, then it is asked about first
             flow, request = order[1]
             await terminal.press("j", then=request)
             await terminal.press("e", then=f"Evict {request} of {flow}?")
             assert (await shared(logged, 1))["queued"] == 30
             await terminal.press("y", then="has left the queue")
             assert (await shared(logged, 1))["queued"] == 29
-            # And the log tells of it, newest first, and the chart of what waited
             await terminal.press("6", then="evicted")
             await terminal.press("7", then="requests now")
             assert "bounds" in terminal.seen
-            assert await terminal.left_by("q") == 0
+            assert await terminal.quit_with("q") == 0
             assert terminal.settings() == terminal.before
         finally:
             terminal.close()
@@ -200,7 +193,7 @@ async def test_the_queue_is_read_in_its_order_page_by_page_and_a_request_of_it_i
 
 @asynccontextmanager
 async def paused(fleet: Any, flows: Sequence[str]) -> AsyncIterator[None]:
-    """A paused fleet with one request of each flow in its queue; at rest on leaving."""
+    """A paused fleet with one request of each flow in its queue; idle again on leaving."""
     url = f"{fleet.state['replicas'][0]['admin']}/api/v1"
     async with (
         httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin,

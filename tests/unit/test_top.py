@@ -1,26 +1,25 @@
-"""`picker top` without a terminal: what a frame says, what keys do, and what names cannot do."""
+"""`picker top` without a terminal: what a frame shows, what keys do, and that client names are escaped."""
 
 from typing import Any
 
 import pytest
-from top_news import NOTHING, lines, news, shot
+from top_fleet import HOSTILE, LOG, NO_SNAPSHOT, QUEUE, entry, history, lines, page, snapshot, status
 
-from picker_tools.top.admin import Admin, AdminFault
-from picker_tools.top.feed import News
-from picker_tools.top.frame import Place
-from picker_tools.top.keys import parsed
-from picker_tools.top.operator import Operator
+from picker_tools.top.client import AdminClient, AdminError
+from picker_tools.top.controls import Controls, parsed
+from picker_tools.top.format import bar, number, percent, plain, seconds
+from picker_tools.top.frame import ViewState, charts, height_of
+from picker_tools.top.status import FleetStatus
 from picker_tools.top.views import VIEWS
-from picker_tools.top.words import bar, number, percent, plain, seconds
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 50), (60, 12)])
 @pytest.mark.parametrize("view", range(len(VIEWS)))
-@pytest.mark.parametrize("known", [{}, {"page": None, "decisions": None, "moments": ()}])
-def test_given_a_terminal_when_drawn_then_the_frame_fills_it(
+@pytest.mark.parametrize("known", [{}, {"page": None, "decisions": None, "history": ()}])
+def test_a_frame_fills_the_terminal_in_every_view(
     width: int, height: int, view: int, known: dict[str, Any]
 ) -> None:
-    drawn = lines(news(**known), Place(view), width, height)
+    drawn = lines(status(**known), ViewState(view), width, height)
     assert len(drawn) == height
     assert max(map(len, drawn)) <= width
     if width >= 80:
@@ -28,9 +27,9 @@ def test_given_a_terminal_when_drawn_then_the_frame_fills_it(
     assert drawn[-1].startswith("q quit")
 
 
-def test_given_a_busy_fleet_when_drawn_then_who_waits_and_who_is_served_is_there() -> None:
-    text = "\n".join(lines(News(shot(), 0.2, ""), Place()))
-    for said in (
+def test_a_frame_shows_stock_queue_endpoints_and_shares() -> None:
+    text = "\n".join(lines(FleetStatus(snapshot(), 0.2, ""), ViewState()))
+    for expected in (
         "8 of 8.8 requests",
         "12: Default 12",
         "oldest 4.0 s",
@@ -38,19 +37,19 @@ def test_given_a_busy_fleet_when_drawn_then_who_waits_and_who_is_served_is_there
         "21.2/s",
         "1 of 2 ready",
     ):
-        assert said in text
+        assert expected in text
     assert "50% of 25%" in text
     assert "flows (3 of 1 000)" in text
 
 
-def test_given_a_name_with_escape_sequences_when_drawn_then_the_terminal_gets_none() -> None:
-    text = "\n".join(lines(News(shot(), 0.2, ""), Place(), width=200))
+def test_escape_sequences_in_names_do_not_reach_the_terminal() -> None:
+    text = "\n".join(lines(FleetStatus(snapshot(), 0.2, ""), ViewState(), width=200))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "\\u001b[2J\\u001b]0;owned\\u0007[red]gold" in text
 
 
 @pytest.mark.parametrize(
-    ("state", "news", "said"),
+    ("state", "silence", "text"),
     [
         ({"paused": True}, (0.2, ""), "PAUSED"),
         ({"degraded": True}, (0.2, ""), "WITHOUT REDIS"),
@@ -58,75 +57,78 @@ def test_given_a_name_with_escape_sequences_when_drawn_then_the_terminal_gets_no
         ({}, (0.5, "the replica ended the stream"), "STALE since"),
     ],
 )
-def test_given_something_amiss_when_drawn_then_the_first_line_says_so(
-    state: dict[str, Any], news: tuple[float, str], said: str
+def test_the_first_line_shows_a_pause_an_outage_and_stale_figures(
+    state: dict[str, Any], silence: tuple[float, str], text: str
 ) -> None:
-    drawn = lines(News(shot(**state), *news), Place())
-    assert said in drawn[0]
-    assert drawn[-1].startswith(news[1])
+    drawn = lines(FleetStatus(snapshot(**state), *silence), ViewState())
+    assert text in drawn[0]
+    assert drawn[-1].startswith(silence[1])
 
 
-def test_given_no_figures_yet_when_drawn_then_it_says_why() -> None:
-    assert "Connection refused" in "\n".join(lines(News(None, 1.0, "http://r: Connection refused"), Place()))
+def test_without_a_snapshot_the_error_is_shown() -> None:
+    assert "Connection refused" in "\n".join(
+        lines(FleetStatus(None, 1.0, "http://r: Connection refused"), ViewState())
+    )
 
 
-def test_given_more_rows_than_lines_when_going_down_then_the_row_stays_in_sight() -> None:
-    operator = Operator(lambda path: None)
-    seen = shot(flows=50)
+def test_the_selected_row_stays_visible_when_there_are_more_rows_than_lines() -> None:
+    controls = Controls(lambda path: None)
+    seen = snapshot(flows=50)
     for _ in range(40):
-        operator.press("down", News(seen, 0.2, ""))
-    text = "\n".join(lines(News(seen, 0.2, ""), operator.place))
+        controls.press("down", FleetStatus(seen, 0.2, ""))
+    text = "\n".join(lines(FleetStatus(seen, 0.2, ""), controls.state))
     assert "flow-40" in text
     assert "flow-0 " not in text
 
 
-def test_given_a_drain_when_confirmed_then_it_is_made_and_otherwise_not() -> None:
-    # Given the endpoints' view with its second row selected
+def test_an_endpoint_is_drained_only_after_y() -> None:
     made: list[str] = []
-    operator = Operator(made.append)
+    controls = Controls(made.append)
     for key in ("3", "down", "d"):
-        operator.press(key, News(shot(), 0.2, ""))
-    assert operator.place.question == "Give 10.0.0.2:8000 requests again?"
-    # When anything but y is pressed, then nothing is done, and q does not leave
-    operator.press("q", News(shot(), 0.2, ""))
-    assert (made, operator.leaving, operator.place.question) == ([], False, "")
-    # When y is pressed, then it is
-    operator.press("d", News(shot(), 0.2, ""))
-    operator.press("y", News(shot(), 0.2, ""))
+        controls.press(key, FleetStatus(snapshot(), 0.2, ""))
+    assert controls.state.question == "Give 10.0.0.2:8000 requests again?"
+    # Any key but y cancels, and q does not leave.
+    controls.press("q", FleetStatus(snapshot(), 0.2, ""))
+    assert (made, controls.leaving, controls.state.question) == ([], False, "")
+    controls.press("d", FleetStatus(snapshot(), 0.2, ""))
+    controls.press("y", FleetStatus(snapshot(), 0.2, ""))
     assert made == ["endpoints/10.0.0.2%3A8000/undrain"]
-    assert operator.place.said == "10.0.0.2:8000 takes requests"
+    assert controls.state.message == "10.0.0.2:8000 takes requests"
 
 
 @pytest.mark.parametrize(("paused", "path"), [(False, "pause"), (True, "resume")])
-def test_given_a_pause_key_when_confirmed_then_the_other_state_is_asked_for(paused: bool, path: str) -> None:
+def test_p_and_y_pause_a_running_fleet_and_resume_a_paused_one(paused: bool, path: str) -> None:
     made: list[str] = []
-    operator = Operator(made.append)
-    operator.press("p", News(shot(paused=paused), 0.2, ""))
-    operator.press("y", News(shot(paused=paused), 0.2, ""))
+    controls = Controls(made.append)
+    controls.press("p", FleetStatus(snapshot(paused=paused), 0.2, ""))
+    controls.press("y", FleetStatus(snapshot(paused=paused), 0.2, ""))
     assert made == [path]
 
 
-def test_given_a_refusal_when_a_change_is_made_then_the_apis_words_are_shown() -> None:
+def test_a_refused_change_shows_the_api_s_message() -> None:
     def refuse(path: str) -> None:
-        raise AdminFault("http://r: 401, the bearer token of this fleet is needed")
+        raise AdminError("http://r: 401, the bearer token of this fleet is needed")
 
-    operator = Operator(refuse)
-    operator.press("p", News(shot(), 0.2, ""))
-    operator.press("y", News(shot(), 0.2, ""))
-    assert "the bearer token of this fleet is needed" in lines(News(shot(), 0.2, ""), operator.place)[-1]
+    controls = Controls(refuse)
+    controls.press("p", FleetStatus(snapshot(), 0.2, ""))
+    controls.press("y", FleetStatus(snapshot(), 0.2, ""))
+    assert (
+        "the bearer token of this fleet is needed"
+        in lines(FleetStatus(snapshot(), 0.2, ""), controls.state)[-1]
+    )
 
 
-def test_given_views_when_tabbed_through_then_they_come_around() -> None:
-    operator = Operator(lambda path: None)
+def test_tab_and_back_tab_cycle_through_the_views() -> None:
+    controls = Controls(lambda path: None)
     seen = []
     for _ in VIEWS:
-        operator.press("tab", NOTHING)
-        seen.append(operator.place.view)
+        controls.press("tab", NO_SNAPSHOT)
+        seen.append(controls.state.view)
     assert seen == [1, 2, 3, 4, 5, 6, 0]
-    operator.press("back-tab", NOTHING)
-    assert operator.place.view == 6
-    operator.press("q", NOTHING)
-    assert operator.leaving
+    controls.press("back-tab", NO_SNAPSHOT)
+    assert controls.state.view == 6
+    controls.press("q", NO_SNAPSHOT)
+    assert controls.leaving
 
 
 @pytest.mark.parametrize(
@@ -135,23 +137,23 @@ def test_given_views_when_tabbed_through_then_they_come_around() -> None:
         ("q", ["q"]),
         ("\x1b[A\x1b[Bd", ["up", "down", "d"]),
         ("\t\x1b[Z", ["tab", "back-tab"]),
-        ("\x1b[15~p", ["p"]),  # a key that means nothing here
+        ("\x1b[15~p", ["p"]),  # F5 is ignored
         ("\x1b", ["escape"]),
         ("jk", ["down", "up"]),
         ("\x1b[6~\x1b[5~nb", ["page-down", "page-up", "page-down", "page-up"]),
     ],
 )
-def test_given_what_a_terminal_sends_when_parsed_then_keys_come_out(raw: str, keys: list[str]) -> None:
+def test_terminal_input_is_parsed_into_keys(raw: str, keys: list[str]) -> None:
     assert parsed(raw) == keys
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "h:99999999", ""])
-def test_given_no_address_when_asked_for_then_it_is_refused_at_once(url: str) -> None:
-    with pytest.raises(AdminFault, match="no address of an admin API"):
-        Admin(url)
+def test_an_invalid_admin_url_is_refused(url: str) -> None:
+    with pytest.raises(AdminError, match="not the address of an admin API"):
+        AdminClient(url)
 
 
-def test_given_figures_when_written_then_they_are_short() -> None:
+def test_numbers_durations_and_bars_are_formatted() -> None:
     assert [number(value) for value in (7, 7.25, 12400.0, None, float("nan"))] == [
         "7",
         "7.2",
@@ -159,10 +161,125 @@ def test_given_figures_when_written_then_they_are_short() -> None:
         "-",
         "-",
     ]
-    said = [seconds(value) for value in (0.04, 3.21, 59.97, 3599.7, 11400, 400_000, -2, None)]
-    assert said == ["40 ms", "3.2 s", "1 m 00 s", "1 h 00 m", "3 h 10 m", "4 d", "-2.0 s", "-"]
+    text = [seconds(value) for value in (0.04, 3.21, 59.97, 3599.7, 11400, 400_000, -2, None)]
+    assert text == ["40 ms", "3.2 s", "1 m 00 s", "1 h 00 m", "3 h 10 m", "4 d", "-2.0 s", "-"]
     assert [percent(value) for value in (0.5, 0.064, 0, None)] == ["50%", "6.4%", "0%", "-"]
     assert bar(0.5, 1, 4, 0.75) == "██░│"
     assert bar(2, 1, 4) == "████"
     assert bar(None, 0, 4) == "░░░░"
     assert plain("a\nb\u2028") == "a\\u000ab\\u2028"
+
+
+def test_the_queue_view_shows_its_first_requests_in_order() -> None:
+    drawn = lines(status(), ViewState(QUEUE))
+    rows = [line.split() for line in drawn if line.strip()[:1].isdigit() and "flow-" in line]
+    assert [row[:2] for row in rows[:3]] == [["1", "flow-0"], ["2", "flow-1"], ["3", "flow-2"]]
+    assert rows[0][2:5] == ["Default", "3.0", "s"]
+    assert "5 queue (100 000)" in drawn[4]
+    # Below the table: the selected request's full id and the columns that did not fit.
+    text = "".join(drawn[-3:])
+    for expected in ("4f1d9c00-0000-4000-8000-000000000000", "Score 0.254", "Owner r-77a0", "Workload chat"):
+        assert expected in text
+
+
+def test_pages_of_the_queue_follow_the_api_s_cursors_forwards_and_back() -> None:
+    controls = Controls(lambda path: None)
+    controls.press("5", status())
+    controls.press("down", status())
+    controls.press("page-down", status(page=page(next_cursor="second")))
+    assert (controls.state.cursor, controls.state.row) == ("second", 0)
+    controls.press("page-down", status(page=page(next_cursor=None)))
+    assert controls.state.cursor == "second"
+    controls.press("page-up", status(page=page()))
+    controls.press("page-up", status(page=page()))
+    assert controls.state.cursor == ""
+
+
+def test_a_request_is_evicted_only_after_y() -> None:
+    made: list[str] = []
+    controls = Controls(made.append)
+    for key in ("5", "down", "e"):
+        controls.press(key, status())
+    assert controls.state.question == "Evict 4f1d9c00-0000-4000-8000-000000000001 of flow-1?"
+    controls.press("n", status())
+    assert (made, controls.state.message) == ([], "nothing was changed")
+    controls.press("e", status())
+    controls.press("y", status())
+    assert made == ["requests/4f1d9c00-0000-4000-8000-000000000001/evict"]
+    assert "has left the queue" in lines(status(), controls.state)[-1]
+    # With nothing to evict, and in another view, e does nothing.
+    for nowhere in (status(page=None), status(page=page(0, 0))):
+        controls.press("e", nowhere)
+        assert controls.state.question == ""
+    controls.press("1", status())
+    controls.press("e", status())
+    assert controls.state.question == ""
+
+
+def test_the_log_shows_the_newest_decision_first_until_it_is_frozen() -> None:
+    controls = Controls(lambda path: None)
+    controls.press("6", status())
+    drawn = lines(status(), controls.state)
+    assert "flow-39" in drawn[6]
+    assert "expired" in drawn[6]
+    assert "request-39" in "".join(drawn[-3:])
+    controls.press(" ", status())
+    newer = status(decisions=(entry(40), *(status().decisions or ())))
+    assert "flow-39" in lines(newer, controls.state)[6]
+    assert "frozen" in lines(newer, controls.state)[4]
+    controls.press(" ", newer)
+    assert "flow-40" in lines(newer, controls.state)[6]
+
+
+def test_without_a_decision_log_the_view_says_how_to_enable_it() -> None:
+    text = "\n".join(lines(status(decisions=None, has_log=False), ViewState(LOG)))
+    assert "decision_log: {enabled: true}" in text
+    assert "no decision yet" in "\n".join(lines(status(decisions=None), ViewState(LOG)))
+
+
+def test_the_stock_chart_has_its_curve_its_bounds_and_its_caption() -> None:
+    drawn = [str(line) for line in charts(history(), "requests", width=80, height=18)]
+    assert len(drawn) == 18
+    assert drawn[0].startswith("in flight 8 requests now; 0 to 8 over 4 m 59 s; bounds 7.2 to 8.8")
+    # Each bound is a line with its figure, interrupted at most where the stock crosses it.
+    for bound in ("8.8", "7.2"):
+        (line,) = [line for line in drawn[1:12] if line.startswith(f"{bound:>8}")]
+        assert line[9:].count("─") >= 69
+    assert drawn[3].startswith("       8 ")
+    assert drawn[3][-1] in "▁▂▃▄▅▆▇"
+    heights = [
+        sum(cell == "█" for cell in column)
+        for column in zip(*(line[9:] for line in drawn[1:12]), strict=True)
+    ]
+    assert heights == sorted(heights)
+    assert heights[0] == 0
+    assert heights[-1] >= 6
+    assert drawn[12].startswith("waiting 3 requests now; always 3")
+
+
+def test_the_chart_is_blank_where_no_snapshot_came() -> None:
+    early, late = history(60), history(60, 1_700_000_200.0)
+    drawn = [str(line) for line in charts(early + late, "requests", width=80, height=6)]
+    assert drawn[-1][9:].strip() != ""
+    assert drawn[-1][36:50].strip() == ""
+
+
+def test_a_narrow_terminal_shows_an_endpoint_s_adapters_below_the_table() -> None:
+    seen = snapshot()
+    seen["endpoints"][1]["adapters"] = ["poet", HOSTILE]
+    fleet = FleetStatus(seen, 0.2, "")
+    controls = Controls(lambda path: None)
+    for key in ("3", "down"):
+        controls.press(key, fleet)
+    text = "".join(lines(fleet, controls.state)[-3:])
+    assert "10.0.0.2:8000 · Adapters poet, " in text
+    assert not {"\x1b", "\x07"} & set(text)
+    # A wide terminal has a column for them.
+    assert "poet" in "\n".join(lines(fleet, ViewState(2), width=160)[:-3])
+
+
+def test_without_a_terminal_the_frame_is_high_enough_for_every_row() -> None:
+    for width in (80, 160):
+        drawn = lines(status(), ViewState(QUEUE), width, height_of(VIEWS[QUEUE], 30, width))
+        assert sum("Default" in line for line in drawn[6:]) == 30
+    assert "4f1d9c00-0000-4000-8000-000000000007" in "\n".join(drawn)

@@ -1,4 +1,4 @@
-"""How figures and names read on a terminal. What is not known is a dash."""
+"""How figures and names read on a terminal. An unknown value is a dash."""
 
 import math
 import unicodedata
@@ -9,9 +9,9 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def plain(text: Any) -> str:
-    """Text of others without what a terminal would obey: controls and changes of direction are written out.
+    """Text from clients (names of flows, workloads, models) with control characters escaped.
 
-    Names of flows, workloads and models come from clients; an escape sequence in one must stay a name.
+    A terminal obeys escape sequences and changes of direction, so none of them reaches it.
     """
     return "".join(
         f"\\u{ord(sign):04x}" if unicodedata.category(sign) in _HIDDEN else sign for sign in str(text)

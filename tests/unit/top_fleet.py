@@ -1,21 +1,20 @@
-"""What `picker top` is told of a fleet, and its frames as lines."""
+"""A fleet's status as `picker top` has it, and its frames as lines. For test_top."""
 
 import io
 from typing import Any
 
 from rich.console import Console
 
-from picker_tools.top.chart import Moment
-from picker_tools.top.feed import News, Page
-from picker_tools.top.frame import Place, frame
+from picker_tools.top.frame import StockSample, ViewState, frame
+from picker_tools.top.status import FleetStatus, QueuePage
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]gold\u202e"
-NOTHING = News(None, 0.0, "")
+NO_SNAPSHOT = FleetStatus(None, 0.0, "")
 QUEUE, LOG = 4, 5
 
 
-def shot(flows: int = 3, **state: Any) -> dict[str, Any]:
-    """A snapshot with so many flows, the last of them with a hostile name."""
+def snapshot(flows: int = 3, **state: Any) -> dict[str, Any]:
+    """A snapshot with `flows` flows; the last one has a hostile name."""
     names = [*(f"flow-{number}" for number in range(flows - 1)), HOSTILE]
     return {
         "at": 1_700_000_000.0,
@@ -60,8 +59,8 @@ def shot(flows: int = 3, **state: Any) -> dict[str, Any]:
     }
 
 
-def page(count: int = 30, total: int = 100_000, following: str | None = "next") -> Page:
-    """A page of the queue, its last request with a hostile flow and id."""
+def page(count: int = 30, total: int = 100_000, next_cursor: str | None = "next") -> QueuePage:
+    """A page of the queue; its last request has a hostile flow and id."""
     requests = [
         {
             "id": f"4f1d9c00-0000-4000-8000-{number:012}",
@@ -80,7 +79,7 @@ def page(count: int = 30, total: int = 100_000, following: str | None = "next") 
     ]
     if requests:
         requests[-1] |= {"id": HOSTILE, "flow": HOSTILE}
-    return Page("", tuple(requests), total, following)
+    return QueuePage("", tuple(requests), total, next_cursor)
 
 
 def entry(number: int) -> dict[str, Any]:
@@ -99,20 +98,20 @@ def entry(number: int) -> dict[str, Any]:
     }
 
 
-def moments(count: int = 300, start: float = 1_700_000_000.0) -> tuple[Moment, ...]:
-    """A stock that goes up from 0 to 8 and stays; below it a queue of 3."""
-    return tuple(Moment(start + at, min(8.0, at / 10), 3.0, 7.2, 8.0, 8.8) for at in range(count))
+def history(count: int = 300, start: float = 1_700_000_000.0) -> tuple[StockSample, ...]:
+    """A stock that rises from 0 to 8 and stays, and a queue of 3."""
+    return tuple(StockSample(start + at, min(8.0, at / 10), 3.0, 7.2, 8.0, 8.8) for at in range(count))
 
 
-def news(**other: Any) -> News:
-    """All that can be known."""
-    known = {"decisions": tuple(map(entry, reversed(range(40)))), "moments": moments(), "page": page()}
-    return News(**{"shot": shot(flows=50), "silent_s": 0.2, "fault": "", **known, **other})
+def status(**other: Any) -> FleetStatus:
+    """A status with every part known."""
+    known = {"decisions": tuple(map(entry, reversed(range(40)))), "history": history(), "page": page()}
+    return FleetStatus(**{"snapshot": snapshot(flows=50), "age_s": 0.2, "error": "", **known, **other})
 
 
-def lines(news: News, place: Place, width: int = 80, height: int = 24) -> list[str]:
-    """The frame as a terminal of that size gets it."""
+def lines(status: FleetStatus, view_state: ViewState, width: int = 80, height: int = 24) -> list[str]:
+    """The frame as a terminal of that size shows it."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     with console.capture() as caught:
-        console.print(frame(news, place, url="http://r", width=width, height=height), end="")
+        console.print(frame(status, view_state, url="http://r", width=width, height=height), end="")
     return caught.get().splitlines()
