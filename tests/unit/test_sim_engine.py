@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_tools.simulator.engine import Engine, Limits, NeverFits, Phase, Sequence
-from picker_tools.simulator.prefix_cache import PrefixCache, prompt_blocks
+from picker_tools.simulator.engine import (
+    ContextTooLong,
+    Engine,
+    Limits,
+    Phase,
+    PrefixCache,
+    Sequence,
+    prompt_blocks,
+)
 
 
 def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = None) -> Sequence:
@@ -19,42 +26,36 @@ def submitted(engine: Engine, *sequences: Sequence) -> tuple[Sequence, ...]:
 
 
 def test_runs_at_most_max_num_seqs_and_the_rest_in_order_of_arrival() -> None:
-    # Given a batch of two and four requests
     engine = Engine(Limits(max_num_seqs=2))
     first, second, third, fourth = submitted(engine, *(sequence() for _ in range(4)))
-    # When they are scheduled, then the first two run
     assert engine.schedule() == [first, second]
     assert (engine.load().running, engine.load().waiting) == (2, 2)
-    # When one ends, then the third follows, and the fourth still waits
     engine.release(second)
     assert engine.schedule() == [third]
     assert fourth.phase is Phase.WAITING
 
 
-def test_blocks_are_taken_for_prompt_and_generated_tokens_and_given_back() -> None:
-    # Given ten blocks of four tokens and a prompt of seven tokens
+def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
     engine = Engine(Limits(kv_blocks=10, block_size_tokens=4))
     (one,) = submitted(engine, sequence(prompt_tokens=7, max_tokens=6))
-    # When it runs, then it holds two blocks; the ninth and the thirteenth token take one more each
+    # It has two blocks at first; the ninth and the thirteenth token need one more each.
     engine.schedule()
     assert engine.load().kv_usage == pytest.approx(0.2)
     assert engine.grow(one, 1) == 1
     assert engine.load().kv_usage == pytest.approx(0.2)
     assert engine.grow(one, 5) == 5
     assert engine.load().kv_usage == pytest.approx(0.4)
-    # When it ends, twice over, then all are free
+    # Releasing is idempotent.
     engine.release(one)
     engine.release(one)
     assert engine.load().kv_usage == 0
 
 
-def test_a_request_whose_blocks_do_not_fit_waits_and_holds_up_those_behind() -> None:
-    # Given four blocks, three of them held
+def test_a_request_whose_blocks_do_not_fit_blocks_those_behind_it() -> None:
     engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
     holder, large, small = submitted(
         engine, sequence(prompt_tokens=11, max_tokens=1), sequence(prompt_tokens=8), sequence(prompt_tokens=2)
     )
-    # When a large and a small request follow, then neither runs before the holder ends
     assert engine.schedule() == [holder]
     assert engine.schedule() == []
     engine.release(holder)
@@ -62,25 +63,21 @@ def test_a_request_whose_blocks_do_not_fit_waits_and_holds_up_those_behind() -> 
 
 
 def test_a_request_that_could_never_fit_is_refused() -> None:
-    # Given four blocks of four tokens
     engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    # When a request of exactly that size comes, then it is taken; one token more is refused
+    # Exactly as large as the memory is accepted; one token more is not.
     engine.submit(sequence(prompt_tokens=12, max_tokens=4))
-    with pytest.raises(NeverFits, match="5 KV blocks"):
+    with pytest.raises(ContextTooLong, match="5 KV blocks"):
         engine.submit(sequence(prompt_tokens=12, max_tokens=5))
     assert engine.load().waiting == 1
 
 
-def test_distinct_adapters_are_limited_and_a_blocked_one_is_passed_over() -> None:
-    # Given one LoRA slot
+def test_a_request_without_a_lora_slot_is_skipped_by_those_behind_it() -> None:
     engine = Engine(Limits(max_loras=1))
     a, b, base, a_again = submitted(
         engine, sequence(adapter="a"), sequence(adapter="b"), sequence(), sequence(adapter="a")
     )
-    # When all are scheduled, then b alone waits: its slot is taken, and it holds up nobody
     assert engine.schedule() == [a, base, a_again]
     assert (engine.load().running_adapters, engine.load().waiting_adapters) == (("a",), ("b",))
-    # When the last request of a ends, then b has the slot
     engine.release(a)
     assert engine.schedule() == []
     engine.release(a_again)
@@ -88,45 +85,40 @@ def test_distinct_adapters_are_limited_and_a_blocked_one_is_passed_over() -> Non
 
 
 def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> None:
-    # Given three blocks: two requests run and a third waits for the batch
     engine = Engine(Limits(max_num_seqs=2, kv_blocks=3, block_size_tokens=4))
     old, new, waiting = submitted(engine, *(sequence(prompt_tokens=3, max_tokens=6) for _ in range(3)))
     engine.schedule()
     assert engine.grow(new, 2) == 2
-    # When the older one needs a block, then the newer one gives up its own and keeps its tokens
+    # The preempted request keeps its tokens.
     assert engine.grow(old, 5) == 5
     assert new.phase is Phase.WAITING
     assert new.generated_tokens == 2
     assert engine.load().preemptions == 1
-    # When the older one ends, then the preempted one is first in line
     engine.release(old)
     assert engine.schedule() == [new, waiting]
 
 
-def test_the_newest_itself_takes_what_there_is_and_then_gives_way() -> None:
-    # Given three blocks and two requests, the older one holding two
+def test_the_newest_takes_the_free_memory_and_is_then_preempted() -> None:
     engine = Engine(Limits(kv_blocks=3, block_size_tokens=4))
     old, new = submitted(
         engine, sequence(prompt_tokens=7, max_tokens=1), sequence(prompt_tokens=2, max_tokens=9)
     )
     engine.schedule()
-    # When the newer one wants more than is free, then it fills its block, and is preempted at the next try
+    # It fills its block first and is preempted at the next try.
     assert engine.grow(new, 9) == 2
     assert engine.grow(new, 7) == 0
     assert new.phase is Phase.WAITING
-    # Then it comes back only with room for one token more
+    # It is admitted again only with memory for one more token.
     assert engine.schedule() == []
     engine.release(old)
     assert engine.schedule() == [new]
     assert engine.grow(new, 7) == 7
 
 
-def test_a_waiting_request_can_be_taken_back() -> None:
-    # Given a full batch and two that wait
+def test_a_waiting_request_can_be_released() -> None:
     engine = Engine(Limits(max_num_seqs=1))
     running, gone, next_one = submitted(engine, sequence(), sequence(), sequence())
     engine.schedule()
-    # When the first of them goes, then the other is next
     engine.release(gone)
     assert engine.load().waiting == 1
     engine.release(running)
@@ -150,46 +142,40 @@ def test_a_waiting_request_can_be_taken_back() -> None:
 def test_no_limit_is_passed_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, stride: int, data: st.DataObject
 ) -> None:
-    # Given any mix of requests
     engine = Engine(limits)
     everyone = submitted(engine, *(sequence(*ask) for ask in asks))
     ended = 0
-    # When they run in any order of progress, some leaving early
     engine.schedule()
     while running := [one for one in everyone if one.phase is Phase.RUNNING]:
         one = data.draw(st.sampled_from(running))
         leaves = data.draw(st.integers(0, 9)) == 0
         if not leaves:
-            came = engine.grow(one, min(stride, one.left_tokens))
-            assert came or one.phase is Phase.WAITING
-        if leaves or not one.left_tokens:
+            count = engine.grow(one, min(stride, one.remaining_tokens))
+            assert count or one.phase is Phase.WAITING
+        if leaves or not one.remaining_tokens:
             engine.release(one)
             ended += 1
             engine.schedule()
-        # Then no limit is ever passed and every block is accounted for
         load = engine.load()
-        held = sum(-(-one.context_tokens // 4) for one in everyone if one.phase is Phase.RUNNING)
+        needed = sum(-(-one.context_tokens // 4) for one in everyone if one.phase is Phase.RUNNING)
         blocks = sum(one.blocks for one in everyone)
         assert load.running <= limits.max_num_seqs
         assert len(load.running_adapters) <= limits.max_loras
-        assert held <= blocks <= limits.kv_blocks
+        assert needed <= blocks <= limits.kv_blocks
         assert load.kv_usage == pytest.approx(blocks / limits.kv_blocks)
-    # Then all have ended and nothing is held
     assert ended == len(everyone)
     assert engine.load().waiting == 0
     assert engine.load().kv_usage == 0
     assert engine.load().running_adapters == ()
 
 
-def test_a_prompt_that_begins_like_an_earlier_one_finds_its_blocks() -> None:
-    # Given a prompt of four blocks that has run
+def test_a_prompt_with_a_common_beginning_hits_the_prefix_cache() -> None:
     engine = Engine(Limits(block_size_tokens=4))
     first = Sequence(17, 1, prompt_blocks=(b"1", b"2", b"3", b"4"))
     submitted(engine, first)
     engine.schedule()
     assert first.cached_tokens == 0
     engine.release(first)
-    # When another begins with three of them, then those are cached, and the counters say so
     second = Sequence(20, 1, prompt_blocks=(b"1", b"2", b"3", b"5"))
     submitted(engine, second)
     engine.schedule()
@@ -197,13 +183,12 @@ def test_a_prompt_that_begins_like_an_earlier_one_finds_its_blocks() -> None:
     assert (engine.load().queried_tokens, engine.load().hit_tokens) == (37, 12)
 
 
-def test_the_prefix_cache_has_as_many_blocks_as_the_server_and_drops_the_least_recently_used() -> None:
-    # Given a cache of four blocks and two prompts of two, the first of which was used again
+def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:
     cache = PrefixCache(4)
     cache.use((b"a1", b"a2"))
     cache.use((b"b1", b"b2"))
     cache.use((b"a1", b"a2"))
-    # When a third comes, then the second goes, its end before its beginning
+    # The end of a chain is dropped before its beginning.
     cache.use((b"c1",))
     assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2")), len(cache)) == (2, 1, 4)
     cache.use((b"c1", b"c2"))
@@ -211,13 +196,13 @@ def test_the_prefix_cache_has_as_many_blocks_as_the_server_and_drops_the_least_r
 
 
 def test_blocks_of_a_prompt_are_chained_and_leave_its_last_token_out() -> None:
-    # Given blocks of two tokens, eight bytes
+    # Blocks of two tokens, eight bytes.
     def blocks(text: str, adapter: str | None = None) -> tuple[bytes, ...]:
         return prompt_blocks(text.encode(), 2, adapter)
 
-    # Then a whole block counts only if something follows it
+    # A whole block counts only if something follows it.
     assert [len(blocks("x" * size)) for size in (0, 8, 9, 16, 17)] == [0, 0, 1, 1, 2]
-    # And a block's hash stands for all before it, and for the adapter
+    # A block's hash includes all blocks before it and the adapter.
     assert blocks("a" * 8 + "b" * 9)[1] != blocks("c" * 8 + "b" * 9)[1]
     assert blocks("a" * 9) != blocks("a" * 9, "poet")
     assert blocks("a" * 17)[0] == blocks("a" * 9)[0]

@@ -1,4 +1,4 @@
-"""The simulated model server as its users meet it: a process, HTTP, the official client."""
+"""The simulated model server from outside: a process, HTTP, the official client."""
 
 import argparse
 import asyncio
@@ -50,7 +50,7 @@ async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def official(client: httpx.AsyncClient) -> Any:
-    import openai  # half a second, which only who runs these tests is to pay
+    import openai  # imported here because it takes half a second
 
     return openai.AsyncOpenAI(
         base_url=f"{str(client.base_url).rstrip('/')}/v1", api_key="none", max_retries=0
@@ -87,10 +87,8 @@ def ask(**keys: object) -> dict[str, object]:
 
 async def test_the_official_client_gets_whole_answers() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
-        # When it asks for a completion and a chat
         completion = await api.completions.create(model="llama", prompt="tell me more", max_tokens=5)
         answer = await api.chat.completions.create(model="llama", messages=HI, max_completion_tokens=7)
-        # Then both have their tokens, their usage, their model and the reason why they end
         assert len(completion.choices[0].text.split()) == 5
         assert completion.choices[0].finish_reason == "length"
         usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
@@ -99,7 +97,6 @@ async def test_the_official_client_gets_whole_answers() -> None:
         assert len((answer.choices[0].message.content or "").split()) == 7
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 7
-        # Then the model is listed and the counters have counted
         assert [model.id async for model in api.models.list()] == ["llama"]
         page = await metrics(client)
         assert (page["generation_tokens_total"], page["request_success_total"]) == (12, 2)
@@ -109,82 +106,71 @@ async def test_the_official_client_gets_whole_answers() -> None:
 async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple[str, ...]) -> None:
     async with sim(*pace) as client, official(client) as api:
         whole = await api.completions.create(model="llama", prompt="count", max_tokens=600)
-        # When it streams the same completion, asking for usage
         options = {"include_usage": True}
         stream = await api.completions.create(
             model="llama", prompt="count", max_tokens=600, stream=True, stream_options=options
         )
         events = [event async for event in stream]
-        # Then there is one event a token and one for usage, and the text is the same
         assert [len(event.choices) for event in events] == [1] * 600 + [0]
         assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
         assert events[-2].choices[0].finish_reason == "length"
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_that_did_not_ask_for_usage_has_it_on_its_last_choice() -> None:
+async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
-        # When a chat streams without options
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
-        # Then the role comes first, every event has its choice, and the last one has usage too
         assert events[0].choices[0].delta.role == "assistant"
         assert len("".join(event.choices[0].delta.content or "" for event in events).split()) == 4
         assert [event.usage is None for event in events] == [True] * 4 + [False]
         assert events[-1].choices[0].finish_reason == "length"
 
 
-async def test_usage_can_be_left_to_those_who_ask() -> None:
+async def test_usage_can_be_limited_to_streams_that_ask_for_it() -> None:
     async with sim(*AT_ONCE, "--no-always-usage") as client:
-        # When a stream does not ask, then it has none, and ends as every stream
         answer = await client.post("/v1/completions", json=ask(stream=True))
         assert "usage" not in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_place() -> None:
+async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot() -> None:
     async with sim(*AN_HOUR, "--max-num-seqs", "2", "--kv-blocks", "100") as client:
-        # Given five requests for two places, streamed and not
-        asked = [
+        # Five requests, streamed and not, for two slots.
+        responses = [
             asyncio.create_task(client.post("/v1/completions", json=ask(stream=bool(number % 2))))
             for number in range(5)
         ]
         await until(client, queue(running=2, waiting=3))
         assert (await metrics(client))["kv_cache_usage_perc"] == pytest.approx(0.02)
-        # When clients leave, one by one, then first the queue and then the batch gets shorter
+        # As clients leave one by one, first the queue and then the batch gets shorter.
         for running, waiting in ((2, 2), (2, 1), (2, 0), (1, 0), (0, 0)):
-            asked.pop().cancel()
+            responses.pop().cancel()
             await until(client, queue(running=running, waiting=waiting))
-        # Then no block is held and nothing counts as served
         page = await metrics(client)
         assert (page["kv_cache_usage_perc"], page["request_success_total"]) == (0, 0)
 
 
-async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_place() -> None:
+async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
     async with sim("--ttft", "0", "--itl", "1000") as client:
-        # Given a stream whose first token has come
         async with client.stream("POST", "/v1/completions", json=ask(stream=True, max_tokens=1000)) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: ")
             await until(client, queue(running=1, waiting=0))
-        # When its client leaves, then its place is free
         await until(client, queue(running=0, waiting=0))
 
 
-async def test_everyone_is_served_through_a_small_batch() -> None:
+async def test_forty_requests_are_all_served_through_a_batch_of_four() -> None:
     async with sim("--ttft", "1", "--itl", "1", "--max-num-seqs", "4", "--kv-blocks", "8") as client:
-        # When forty ask at once for a batch of four
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(client.post("/v1/completions", json=ask(max_tokens=40))) for _ in range(40)
             ]
-        # Then all have all their tokens
         assert {task.result().json()["usage"]["completion_tokens"] for task in tasks} == {40}
         await until(client, queue(running=0, waiting=0))
 
 
 async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
     async with sim(*AN_HOUR, "--loras", "a,b", "--max-loras", "1") as client:
-        # Given two adapters for one slot
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["parent"]) for card in listed] == [
             ("llama", None),
@@ -194,14 +180,12 @@ async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
         first = asyncio.create_task(client.post("/v1/completions", json=ask(model="a")))
         await until(client, queue(running=1, waiting=0))
         second = asyncio.create_task(client.post("/v1/completions", json=ask(model="b")))
-        # When both are asked for, then one runs, the other waits, and the page says which
         await until(client, queue(running=1, waiting=1))
         page = (await client.get("/metrics")).text
         families = {family.name: family for family in text_string_to_metric_families(page)}
         (info,) = families["vllm:lora_requests_info"].samples
         assert info.labels == {"max_lora": "1", "running_lora_adapters": "a", "waiting_lora_adapters": "b"}
         assert info.value > 1_000_000_000
-        # When the first leaves, then the second has the slot
         first.cancel()
         await until(client, queue(running=1, waiting=0))
         second.cancel()
@@ -209,7 +193,6 @@ async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
 
 async def test_the_metrics_page_has_the_names_of_vllm() -> None:
     async with sim("--kv-blocks", "77", "--block-size", "8", "--model", 'odd"name\\') as client:
-        # When the page is read, then it parses, with the model's name whatever is in it
         answer = await client.get("/metrics")
         families = {family.name: family for family in text_string_to_metric_families(answer.text)}
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -223,13 +206,12 @@ async def test_the_metrics_page_has_the_names_of_vllm() -> None:
 async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
     runs: list[list[int]] = []
     for _ in range(2):
-        # Given half the requests failing, the same seed twice
         async with sim(*AT_ONCE, "--failure-rate", "0.5", "--seed", "3") as client:
             answers = [await client.post("/v1/completions", json=ask(stream=True)) for _ in range(40)]
         runs.append([answer.status_code for answer in answers])
         failed = next(answer for answer in answers if answer.status_code == 500)
         assert failed.json()["error"]["code"] == "injected_failure"
-    # Then about half fail, and the same ones
+    # The same requests fail in both runs.
     assert set(runs[0]) == {200, 500}
     assert runs[0] == runs[1]
 
@@ -238,7 +220,6 @@ async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
     import openai
 
     async with sim(*AT_ONCE, "--kv-blocks", "4") as client, official(client) as api:
-        # When a body is no JSON, a model unknown, a limit bad, a prompt too large, a path or method wrong
         for content, status in ((b"{", 400), (b'{"model": "gpt", "prompt": "x"}', 404)):
             answer = await client.post("/v1/completions", content=content)
             assert answer.status_code == status
@@ -249,13 +230,12 @@ async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
             await api.completions.create(model="llama", prompt="x" * 400)
         assert (await client.get("/v1/nothing")).status_code == 404
         assert (await client.get("/v1/completions")).status_code == 405
-        # Then the next good request is served all the same
+        # The next valid request is served.
         assert (await client.post("/v1/completions", json=ask())).status_code == 200
 
 
-async def test_answers_name_their_server_and_the_request() -> None:
+async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
     async with sim(*AT_ONCE) as client:
-        # When a request has an id, then the answer's id carries it, and the header says who answered
         answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
         assert answer.json()["id"] == "cmpl-r-1"
         assert answer.headers["x-served-by"] == client.base_url.netloc.decode()
@@ -265,7 +245,6 @@ async def test_answers_name_their_server_and_the_request() -> None:
 
 async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
     async with sim(*AT_ONCE) as client:
-        # When a long prompt comes, then it is counted; one past all measure is refused
         answer = await client.post("/v1/completions", json=ask(prompt="x" * 400_000))
         assert answer.json()["usage"]["prompt_tokens"] == 100_000
         async with asyncio.timeout(30):
@@ -277,31 +256,28 @@ async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_it_with_0_though_requests_are_in_flight(number: signal.Signals) -> None:
+async def test_a_signal_ends_the_process_with_0_while_requests_are_in_flight(number: signal.Signals) -> None:
     with process("--ttft", "0", "--itl", "3600000", "--max-num-seqs", "1") as (server, url):
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client:
-            # Given a request whose answer has begun and one that waits for its first token
+            # One answer has begun; the other request waits for its first token.
             stream = ask(stream=True, max_tokens=1000)
             async with client.stream("POST", "/v1/completions", json=stream) as begun:
                 lines = begun.aiter_lines()
                 assert (await anext(lines)).startswith("data: ")
-                asked = asyncio.create_task(client.post("/v1/completions", json=ask()))
+                responses = asyncio.create_task(client.post("/v1/completions", json=ask()))
                 await until(client, queue(running=1, waiting=1))
-                # When the signal comes, then the process exits 0
                 os.kill(server.pid, number)
                 assert await asyncio.to_thread(server.wait, 30) == 0
-                # Then the answer that had begun is cut, and the other may be retried elsewhere
+                # The answer that had begun is cut; a gateway may retry the other.
                 with pytest.raises(httpx.RemoteProtocolError):
                     assert [line async for line in lines]
-                assert (await asked).status_code == 503
+                assert (await responses).status_code == 503
 
 
-def test_a_port_in_use_is_a_clear_line_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    # Given a server's port
+def test_a_port_in_use_is_one_line_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with process() as (_, url):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
-        # When another wants it, then it says so
         assert run(parser.parse_args(["--port", url.rpartition(":")[2]])) == 1
     assert capsys.readouterr().err.startswith("picker sim: cannot listen on 127.0.0.1:")
 
@@ -324,13 +300,12 @@ def test_impossible_arguments_are_refused(arguments: list[str], capsys: pytest.C
     assert arguments[0] in capsys.readouterr().err
 
 
-async def test_the_page_tells_how_much_of_the_prompts_was_cached() -> None:
+async def test_the_metrics_page_counts_cached_prompt_tokens() -> None:
     async with sim(*AT_ONCE) as client, sim(*AT_ONCE, "--no-prefix-caching") as without:
-        # Given a prompt of 100 tokens, when it is sent twice
         for each in (client, without):
             for _ in range(2):
                 await each.post("/v1/completions", json=ask(prompt="x" * 400))
-        # Then its whole blocks were there the second time, the last token's aside, if they are kept at all
+        # The second time all whole blocks are cached, except the last token's.
         page, other = await metrics(client), await metrics(without)
         assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
         assert other["prefix_cache_hits_total"] == 0

@@ -1,4 +1,4 @@
-"""Token usage of an answer: what counts, and what cannot be a count."""
+"""The token usage that is read from the end of an answer."""
 
 import json
 
@@ -8,7 +8,7 @@ from picker_fleet.extproc.response import UsageTail
 
 
 @pytest.mark.parametrize(
-    ("told", "read"),
+    ("count", "expected"),
     [
         (100, 100),
         (0, 0),
@@ -21,14 +21,14 @@ from picker_fleet.extproc.response import UsageTail
         (1.5, None),
     ],
 )
-def test_given_a_count_when_read_then_what_cannot_be_one_is_unknown(told: object, read: int | None) -> None:
+def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
     tail = UsageTail()
-    tail.feed(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": told}}).encode())
-    assert tail.tokens() == (7, read)
+    tail.feed(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": count}}).encode())
+    assert tail.tokens() == (7, expected)
 
 
 @pytest.mark.parametrize("usage_first", [True, False])
-def test_given_a_long_text_when_the_usage_stands_before_or_behind_it_then_it_is_found(
+def test_usage_is_found_before_and_after_a_long_text(
     usage_first: bool,
 ) -> None:
     usage, text = {"usage": {"prompt_tokens": 7, "completion_tokens": 9}}, {"choices": ["word " * 20_000]}

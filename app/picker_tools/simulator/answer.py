@@ -2,13 +2,36 @@
 
 A stream has one event a token, the last with the finish reason, then `[DONE]`. Usage comes in an event
 of its own with empty `choices` if the client asked for it (`stream_options.include_usage`). If it did
-not but the server always tells, usage rides on the last token's event: a client that reads `choices[0]`
-of every event must not meet one without.
+not and the server sends usage always, the last token's event has it: clients may read `choices[0]` of every
+event.
 """
+
+import hashlib
+import itertools
+import random
 
 import orjson
 
-from picker_tools.simulator.ask import Ask
+from picker_tools.simulator.request import CompletionRequest
+
+_ONSETS = ("b", "br", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v")
+_VOWELS = ("a", "e", "i", "o", "u")
+_ENDS = ("", "l", "n", "r", "s", "t", "la", "no")
+VOCABULARY = tuple(f" {''.join(parts)}".encode() for parts in itertools.product(_ONSETS, _VOWELS, _ENDS))
+
+
+class Words:
+    """The words that follow `prompt`, each with the space before it."""
+
+    def __init__(self, *, seed: int, prompt: bytes) -> None:
+        # random.Random(prompt) would take milliseconds for 400 KB.
+        digest = hashlib.blake2b(prompt, digest_size=8, key=str(seed).encode()[:64]).digest()
+        self._random = random.Random(int.from_bytes(digest, "big"))
+
+    def take(self, count: int) -> list[bytes]:
+        """The next `count` words; the sequence does not depend on how many are taken at a time."""
+        return self._random.choices(VOCABULARY, k=count)
+
 
 DONE = b"data: [DONE]\n\n"
 _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
@@ -17,28 +40,30 @@ _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
 class Answer:
     """The bytes of one answer. `created_s` is Unix time."""
 
-    def __init__(self, ask: Ask, *, answer_id: str, created_s: int, always_usage: bool) -> None:
-        self._ask = ask
+    def __init__(
+        self, request: CompletionRequest, *, answer_id: str, created_s: int, always_usage: bool
+    ) -> None:
+        self._request = request
         self._always_usage = always_usage
-        kind = "chat.completion" if ask.chat else "text_completion"
-        if ask.chat and ask.stream:
+        kind = "chat.completion" if request.chat else "text_completion"
+        if request.chat and request.stream:
             kind = "chat.completion.chunk"
-        self._common = {"id": answer_id, "object": kind, "created": created_s, "model": ask.model}
+        self._common = {"id": answer_id, "object": kind, "created": created_s, "model": request.model}
         self._usage = {
-            "prompt_tokens": ask.prompt_tokens,
-            "completion_tokens": ask.max_tokens,
-            "total_tokens": ask.prompt_tokens + ask.max_tokens,
+            "prompt_tokens": request.prompt_tokens,
+            "completion_tokens": request.max_tokens,
+            "total_tokens": request.prompt_tokens + request.max_tokens,
         }
-        # Events of one stream differ in their word only: what surrounds it is made once.
+        # The events of one stream differ in one word only, so the rest is made once.
         head = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":[{"index":0,'
-        self._before = head + (b'"delta":{"content":"' if ask.chat else b'"text":"')
-        self._after = (b'"},' if ask.chat else b'",') + _PENDING
+        self._before = head + (b'"delta":{"content":"' if request.chat else b'"text":"')
+        self._after = (b'"},' if request.chat else b'",') + _PENDING
         self._role = head + b'"delta":{"role":"assistant","content":""},' + _PENDING
 
     @property
     def opening(self) -> bytes:
-        """What comes before a stream's first token: chat names the role, completions have nothing."""
-        return self._role if self._ask.chat else b""
+        """The event before a chat's first token, with the role; completions have none."""
+        return self._role if self._request.chat else b""
 
     def events(self, words: list[bytes]) -> bytes:
         """One event for each of `words`, none of them the stream's last."""
@@ -49,10 +74,10 @@ class Answer:
     def ending(self, word: bytes) -> bytes:
         """The event of the last token, usage, and the end of the stream."""
         text = word.decode()
-        finish = {"logprobs": None, "finish_reason": self._ask.finish_reason}
-        content = {"delta": {"content": text}} if self._ask.chat else {"text": text}
+        finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
+        content = {"delta": {"content": text}} if self._request.chat else {"text": text}
         last: dict[str, object] = {**self._common, "choices": [{"index": 0, **content, **finish}]}
-        if self._ask.include_usage:
+        if self._request.include_usage:
             usage = {**self._common, "choices": [], "usage": self._usage}
             return _event(last) + _event(usage) + DONE
         if self._always_usage:
@@ -62,8 +87,10 @@ class Answer:
     def whole(self, words: list[bytes]) -> bytes:
         """The body of an answer that is not streamed."""
         text = b"".join(words).decode()
-        finish = {"logprobs": None, "finish_reason": self._ask.finish_reason}
-        content = {"message": {"role": "assistant", "content": text}} if self._ask.chat else {"text": text}
+        finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
+        content = (
+            {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
+        )
         choice = {"index": 0, **content, **finish}
         return orjson.dumps({**self._common, "choices": [choice], "usage": self._usage})
 

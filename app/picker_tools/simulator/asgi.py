@@ -1,18 +1,18 @@
-"""The few pieces of ASGI that a simulated server needs: bodies in, answers out, clients that leave."""
+"""The parts of ASGI that a simulated server needs: bodies, answers, and clients that disconnect."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from picker_fleet.errors import ClientGone
-from picker_tools.simulator.refusal import Refusal
+from picker_tools.simulator.request import ApiError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-READ_TIMEOUT_S = 60.0  # a whole body
+READ_TIMEOUT_S = 60.0  # of a whole body
 WRITE_TIMEOUT_S = 60.0  # one write to a client that does not read
 
 JSON = b"application/json"
@@ -25,7 +25,7 @@ async def read_body(receive: Receive) -> bytes:
 
     Raises:
         Refusal: 413 past `MAX_BODY_BYTES`, 408 if it takes longer than `READ_TIMEOUT_S`.
-        ClientGone: the client left first.
+        ClientGone: the client disconnected first.
     """
     body = bytearray()
     try:
@@ -33,10 +33,10 @@ async def read_body(receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone("left before its body was complete")
+                    raise ClientGone("disconnected before its body was complete")
                 body += message["body"]
                 if len(body) > MAX_BODY_BYTES:
-                    raise Refusal(
+                    raise ApiError(
                         f"the body is larger than {MAX_BODY_BYTES} bytes",
                         status=413,
                         code="payload_too_large",
@@ -44,18 +44,18 @@ async def read_body(receive: Receive) -> bytes:
                 if not message["more_body"]:
                     return bytes(body)
     except TimeoutError:
-        raise Refusal("the body did not come in time", status=408, code="request_timeout") from None
+        raise ApiError("the body did not arrive in time", status=408, code="request_timeout") from None
 
 
 async def watch(receive: Receive) -> None:
-    """Wait for the client to leave. Starts after the whole body.
+    """Wait for the client to disconnect, after its whole body was read.
 
     Raises:
-        ClientGone: it has.
+        ClientGone: it disconnected.
     """
     while (await receive())["type"] != "http.disconnect":
         pass
-    raise ClientGone("left before its answer was complete")
+    raise ClientGone("disconnected before its answer was complete")
 
 
 class Reply:

@@ -1,15 +1,86 @@
-"""`picker sim`: one simulated model server on one port."""
+"""`picker sim`: one simulated model server on one port, until SIGTERM or SIGINT."""
 
 import argparse
+import asyncio
+import contextlib
 import math
+import resource
+import signal
+import socket
 import sys
+from collections.abc import Generator
 
+import uvicorn
 import uvloop
 
-from picker_fleet.errors import PickerError
+from picker_fleet.errors import PickerError, StartupError
 from picker_tools.simulator.engine import Limits
-from picker_tools.simulator.listener import bind, serve
-from picker_tools.simulator.profile import Profile
+from picker_tools.simulator.server import ModelServer, Profile
+
+DRAIN_S = 2
+# Longer than Envoy keeps an idle upstream connection (1 h), so that it never reuses one being closed.
+KEEP_ALIVE_S = 2 * 3600
+_BACKLOG = 4096
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, ended by `stop`. Its own handlers would raise the signal again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def stop(self) -> None:
+        self.force_exit = self.should_exit  # a second signal stops at once
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one.
+
+    Raises:
+        StartupError: the address is not free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as fault:
+        raise StartupError(f"cannot listen on {host}:{port}: {fault}") from fault
+
+
+async def serve(listener: socket.socket, profile: Profile) -> None:
+    """Serve `profile` until a signal; prints `listening on URL` once requests are taken."""
+    _allow_many_files()
+    config = uvicorn.Config(
+        ModelServer(profile),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        backlog=_BACKLOG,
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    # The socket listens already, so a client may connect as soon as it has read the line.
+    host, port = listener.getsockname()[:2]
+    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    await server.serve(sockets=[listener])
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files: thousands of connections need as many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +145,13 @@ def _profile(args: argparse.Namespace) -> Profile:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
     return int(text)
 
 
@@ -104,7 +175,7 @@ def _number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return value
 
 

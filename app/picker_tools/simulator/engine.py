@@ -1,20 +1,63 @@
-"""Continuous batching as vLLM schedules it: who runs, who waits, who holds KV blocks and LoRA slots.
+"""Continuous batching as vLLM schedules it: which sequences run, wait, and have KV blocks and LoRA slots.
 
 Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. A
-sequence whose blocks don't fit holds up those behind it; one that lacks only a LoRA slot is passed over
-and keeps its place. When a running sequence needs a block and none is free, the newest running one is
-preempted: it gives back its blocks and waits at the head of the queue, to be computed again.
+sequence whose blocks do not fit blocks those behind it; one that lacks only a LoRA slot is skipped and keeps
+its position. When a running sequence needs a block and none is free, the newest running one is
+preempted: it returns its blocks, waits at the head of the queue and is computed again.
 """
 
 import enum
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+from xxhash import xxh64_digest
+
 from picker_fleet.errors import PickerError
-from picker_tools.simulator.prefix_cache import PrefixCache
+from picker_tools.simulator.request import BYTES_PER_TOKEN
 
 
-class NeverFits(PickerError):
+def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:
+    """A chained hash for each whole block of `prompt`, except its last token, which is always computed."""
+    size = block_size_tokens * BYTES_PER_TOKEN
+    link = xxh64_digest((adapter or "").encode())
+    links = []
+    for start in range(0, len(prompt) - size, size):
+        link = xxh64_digest(prompt[start : start + size] + link)
+        links.append(link)
+    return tuple(links)
+
+
+class PrefixCache:
+    """The last `capacity` blocks of prompts, the least recently used ones dropped first.
+
+    Blocks of running requests are in it, as the most recently used ones. Generated tokens are not cached
+    and do not reduce its capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def cached(self, blocks: tuple[bytes, ...]) -> int:
+        """How many of a prompt's `blocks` are cached, counted from the first."""
+        for count, block in enumerate(blocks):
+            if block not in self._blocks:
+                return count
+        return len(blocks)
+
+    def use(self, blocks: tuple[bytes, ...]) -> None:
+        """Record that a prompt's `blocks` were computed; the last of a chain are dropped first."""
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        for _ in range(len(self._blocks) - self._capacity):
+            self._blocks.popitem(last=False)
+
+
+class ContextTooLong(PickerError):
     """Prompt and answer together need more KV blocks than the server has."""
 
 
@@ -26,7 +69,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server has. `max_loras` is how many distinct adapters may run at once."""
+    """The size of the server. `max_loras` is how many distinct adapters may run at once."""
 
     max_num_seqs: int = 256
     kv_blocks: int = 16_384
@@ -38,8 +81,8 @@ class Limits:
 class Sequence:
     """One request; only the engine changes it. `adapter` is None for the base model.
 
-    `prompt_blocks` are hashes of the prompt's blocks, empty where nothing is to be cached; `cached_tokens` of
-    them were there when it was admitted.
+    `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` of the
+    prompt were cached when it was admitted.
     """
 
     prompt_tokens: int
@@ -56,16 +99,16 @@ class Sequence:
         return self.prompt_tokens + self.generated_tokens
 
     @property
-    def left_tokens(self) -> int:
+    def remaining_tokens(self) -> int:
         return self.max_tokens - self.generated_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """The engine at one moment. `kv_usage` is 0–1; adapters are in the order they came.
+class EngineLoad:
+    """The engine at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
 
-    Of the prompts admitted so far, `queried_tokens` were looked up in the prefix cache, and `hit_tokens` of
-    them were there.
+    Of the prompts admitted so far, `queried_tokens` were looked up in the prefix cache and `hit_tokens`
+    found.
     """
 
     running: int
@@ -100,7 +143,7 @@ class Engine:
         """
         needed = self._blocks_for(sequence.prompt_tokens + sequence.max_tokens)
         if needed > self.limits.kv_blocks:
-            raise NeverFits(
+            raise ContextTooLong(
                 f"{sequence.prompt_tokens} prompt tokens and {sequence.max_tokens} to generate need "
                 f"{needed} KV blocks of {self.limits.block_size_tokens} tokens; "
                 f"this server has {self.limits.kv_blocks}"
@@ -108,7 +151,7 @@ class Engine:
         self._waiting[sequence] = None
 
     def schedule(self) -> list[Sequence]:
-        """Admit what fits now; returns the admitted, in order.
+        """Admit the sequences that fit now; returns them in order.
 
         Each is admitted with room for its context and one token more, so that a preempted sequence makes
         progress every time it comes back.
@@ -138,8 +181,8 @@ class Engine:
     def grow(self, sequence: Sequence, tokens: int) -> int:
         """Generate up to `tokens` (at least 1, at most what is left) for a running `sequence`.
 
-        Returns how many there was memory for; newer sequences are preempted to make it. 0 means that it
-        was the newest itself, and has been preempted.
+        Returns how many fit into memory after newer sequences were preempted. 0 means that it was the newest
+        itself and was preempted.
         """
         while True:
             needed = self._blocks_for(sequence.context_tokens + tokens) - sequence.blocks
@@ -152,8 +195,8 @@ class Engine:
             if newest is not sequence:
                 self._preempt(newest)
                 continue
-            held = (sequence.blocks + self._free_blocks) * self.limits.block_size_tokens
-            tokens = held - sequence.context_tokens
+            available = (sequence.blocks + self._free_blocks) * self.limits.block_size_tokens
+            tokens = available - sequence.context_tokens
             if tokens <= 0:
                 self._preempt(sequence)
                 return 0
@@ -166,9 +209,9 @@ class Engine:
             del self._waiting[sequence]
         sequence.phase = Phase.ENDED
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         waiting = dict.fromkeys(sequence.adapter for sequence in self._waiting if sequence.adapter)
-        return Load(
+        return EngineLoad(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_usage=1 - self._free_blocks / self.limits.kv_blocks,

@@ -1,16 +1,15 @@
-"""The engine in real time: turns are waited for, and tokens come when a GPU would have made them.
+"""The engine in real time: requests wait to be admitted, and tokens arrive at the pace of a GPU.
 
-A request's first token comes `ttft_s` after it was admitted, sooner by the part of its prompt that the prefix
-cache has; each further one `itl_s` later. Both may be
-0: then no timer is used at all. What a stall of the event loop or a slow client delayed comes at once
-when it is over, so that the pace is kept on average.
+A request's first token comes `ttft_s` after its admission, sooner by the part of its prompt that is cached;
+each further one `itl_s` later. If both are 0, no timer is used. Tokens that a stall of the event loop or a
+slow client delayed arrive together afterwards, so that the average pace holds.
 """
 
 import asyncio
 from types import TracebackType
 from typing import Self
 
-from picker_tools.simulator.engine import Engine, Limits, Load, Phase, Sequence
+from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Phase, Sequence
 
 
 class Simulator:
@@ -20,10 +19,10 @@ class Simulator:
         self.ttft_s = ttft_s
         self.itl_s = itl_s
         self.engine = Engine(limits)
-        self._turns: dict[Sequence, asyncio.Future[None]] = {}
+        self._admissions: dict[Sequence, asyncio.Future[None]] = {}
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self.engine.load()
 
     def begin(
@@ -41,28 +40,28 @@ class Simulator:
         """
         sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
         self.engine.submit(sequence)
-        self.wake_admitted()
+        self.admit()
         return Generation(self, sequence)
 
-    def wake_admitted(self) -> None:
-        """Give their turn to the requests that fit now."""
+    def admit(self) -> None:
+        """Admit the requests that fit now, and wake them."""
         for sequence in self.engine.schedule():
-            turn = self._turns.get(sequence)
-            if turn is not None and not turn.done():
-                turn.set_result(None)
+            admission = self._admissions.get(sequence)
+            if admission is not None and not admission.done():
+                admission.set_result(None)
 
-    async def turn(self, sequence: Sequence) -> None:
+    async def wait_admitted(self, sequence: Sequence) -> None:
         """Wait until `sequence` runs."""
         while sequence.phase is Phase.WAITING:
-            self._turns[sequence] = asyncio.get_running_loop().create_future()
+            self._admissions[sequence] = asyncio.get_running_loop().create_future()
             try:
-                await self._turns[sequence]
+                await self._admissions[sequence]
             finally:
-                del self._turns[sequence]
+                del self._admissions[sequence]
 
 
 class Generation:
-    """The tokens of one request, as they come. Use it as a context, which frees what it holds."""
+    """The tokens of one request over time. Its `with` block frees the request's memory at the end."""
 
     def __init__(self, simulator: Simulator, sequence: Sequence) -> None:
         self._simulator = simulator
@@ -80,32 +79,33 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        return not self._sequence.left_tokens
+        return not self._sequence.remaining_tokens
 
-    async def next_tokens(self, stride_tokens: int) -> int:
-        """Wait for the next `stride_tokens` tokens, or as many as are left or fit in memory.
+    async def next_tokens(self, stride: int) -> int:
+        """Wait for the next `stride` tokens, or as many as remain or fit into memory.
 
-        Returns how many came, more if they are overdue, or 0 once all have come. The last ones free the
-        request's place before they are returned, so a client with its whole answer is not counted.
+        Returns their number, more than `stride` if some are overdue, and 0 once all were returned. The
+        request is released before its last tokens are returned, so a client with its whole answer is not
+        counted.
         """
         itl_s = self._simulator.itl_s
         sequence = self._sequence
-        while sequence.left_tokens:
+        while sequence.remaining_tokens:
             if sequence.phase is Phase.WAITING:
-                await self._simulator.turn(sequence)
+                await self._simulator.wait_admitted(sequence)
                 self._due_at_s = self._loop.time() + self._prefill_s
-            tokens = min(stride_tokens, sequence.left_tokens)
+            tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
-            if sequence.phase is Phase.WAITING:  # preempted meanwhile
+            if sequence.phase is Phase.WAITING:  # it was preempted
                 continue
             if itl_s:
-                tokens = min(tokens + int(late_s / itl_s), sequence.left_tokens)
-            came = self._simulator.engine.grow(sequence, tokens)
-            if came:
-                self._due_at_s += came * itl_s
-                if not sequence.left_tokens:
+                tokens = min(tokens + int(late_s / itl_s), sequence.remaining_tokens)
+            grown = self._simulator.engine.grow(sequence, tokens)
+            if grown:
+                self._due_at_s += grown * itl_s
+                if not sequence.remaining_tokens:
                     self._release()
-                return came
+                return grown
         return 0
 
     @property
@@ -123,4 +123,4 @@ class Generation:
     def _release(self) -> None:
         if self._sequence.phase is not Phase.ENDED:
             self._simulator.engine.release(self._sequence)
-            self._simulator.wake_admitted()
+            self._simulator.admit()

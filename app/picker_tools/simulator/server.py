@@ -9,25 +9,112 @@ import asyncio
 import random
 import time
 import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import orjson
 
-from picker_fleet.errors import ClientGone
+from picker_fleet.errors import ClientGone, ConfigError
 from picker_tools.simulator import asgi
-from picker_tools.simulator.answer import Answer
+from picker_tools.simulator.answer import Answer, Words
 from picker_tools.simulator.asgi import Receive, Reply, Scope, Send
-from picker_tools.simulator.ask import Ask, parse
-from picker_tools.simulator.engine import NeverFits
+from picker_tools.simulator.engine import ContextTooLong, EngineLoad, Limits, prompt_blocks
 from picker_tools.simulator.generation import Generation, Simulator
-from picker_tools.simulator.metrics import Page, Tally
-from picker_tools.simulator.prefix_cache import prompt_blocks
-from picker_tools.simulator.profile import Profile
-from picker_tools.simulator.refusal import Refusal
-from picker_tools.simulator.words import Words
+from picker_tools.simulator.request import ApiError, CompletionRequest, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One server: its model and adapters, its speed, its size, its failures.
+
+    `ttft_ms` runs from admission to the first token, less the part of the prompt that is cached (with
+    `prefix_caching`); `itl_ms` from one token to the next.
+    `failure_rate` is the share of valid requests answered 500 before their first byte; which ones, and
+    the generated words, follow from `seed`. `always_usage` adds usage to streams that did not ask for it.
+    """
+
+    model: str = "llama"
+    loras: tuple[str, ...] = ()
+    ttft_ms: float = 20.0
+    itl_ms: float = 5.0
+    limits: Limits = field(default_factory=Limits)
+    failure_rate: float = 0.0
+    seed: int = 0
+    always_usage: bool = True
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        names = (self.model, *self.loras)
+        if not all(names) or len(set(names)) < len(names):
+            raise ConfigError(f"model and loras must be distinct names; given: {', '.join(names)}")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name that may be asked for, the base model first."""
+        return (self.model, *self.loras)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters of the page. `succeeded` counts finished requests by finish reason."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    succeeded: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """Renders the metrics page of one server by hand: it is scraped often. As in vLLM, adapters appear only
+    with `has_loras`.
+    """
+
+    model: str
+    limits: Limits
+    has_loras: bool
+
+    def render(self, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
+        """The page in Prometheus' text format; `now_s` is Unix time, the value of the LoRA series."""
+        model = f'model_name="{_escaped(self.model)}"'
+        lines: list[str] = []
+
+        def add(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> None:
+            lines.append(f"# HELP vllm:{name} {meaning}")
+            lines.append(f"# TYPE vllm:{name} {kind}")
+            lines.extend(f"vllm:{name}{{{labels}}} {value}" for labels, value in samples.items())
+
+        add("num_requests_running", "gauge", "Requests in the batch.", {model: load.running})
+        add("num_requests_waiting", "gauge", "Requests waiting for the batch.", {model: load.waiting})
+        add("kv_cache_usage_perc", "gauge", "KV blocks in use; 1 is all.", {model: load.kv_usage})
+        if self.has_loras:
+            adapters = (
+                f'max_lora="{self.limits.max_loras}",'
+                f'running_lora_adapters="{_escaped(",".join(load.running_adapters))}",'
+                f'waiting_lora_adapters="{_escaped(",".join(load.waiting_adapters))}"'
+            )
+            add("lora_requests_info", "gauge", "Adapters; the value is a time.", {adapters: now_s})
+        cache = f'block_size="{self.limits.block_size_tokens}",num_gpu_blocks="{self.limits.kv_blocks}"'
+        add("cache_config_info", "gauge", "The KV cache.", {f"{cache},{model}": 1})
+        add("prefix_cache_queries_total", "counter", "Prompt tokens looked up.", {model: load.queried_tokens})
+        add("prefix_cache_hits_total", "counter", "Prompt tokens that were cached.", {model: load.hit_tokens})
+        add("num_preemptions_total", "counter", "Requests put back to wait.", {model: load.preemptions})
+        add("prompt_tokens_total", "counter", "Prompt tokens computed.", {model: counters.prompt_tokens})
+        add("generation_tokens_total", "counter", "Tokens generated.", {model: counters.generation_tokens})
+        ends = {
+            f'finished_reason="{reason}",{model}': counters.succeeded[reason] for reason in ("length", "stop")
+        }
+        add("request_success_total", "counter", "Finished requests.", ends)
+        return ("\n".join(lines) + "\n").encode()
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
 
 BURST_TOKENS = 256  # events in one write of a stream that needs no time between tokens
 _MAX_ID_CHARS = 128
-_STOPPING = Refusal("the server is stopping", status=503, code="shutting_down", kind="server_error")
+_STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
 _METHODS = {
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
@@ -47,8 +134,8 @@ class ModelServer:
         self._simulator = Simulator(
             profile.limits, ttft_s=profile.ttft_ms / 1000, itl_s=profile.itl_ms / 1000
         )
-        self._tally = Tally()
-        self._page = Page(model=profile.model, limits=profile.limits, has_loras=bool(profile.loras))
+        self._counters = Counters()
+        self._page = MetricsPage(model=profile.model, limits=profile.limits, has_loras=bool(profile.loras))
         self._failures = random.Random(profile.seed)
         self._started_s = int(time.time())
 
@@ -58,15 +145,15 @@ class ModelServer:
         reply = Reply(send, served_by=served_by.encode())
         try:
             await self._route(scope, receive, reply)
-        except Refusal as refusal:
-            # What is left of a body that was not read must not be taken for the next request.
-            unread = refusal.status in (408, 413)
+        except ApiError as error:
+            # The rest of an unread body must not be parsed as the next request.
+            unread = error.status in (408, 413)
             extra = ((b"connection", b"close"),) if unread else ()
-            await reply.whole(refusal.status, asgi.JSON, refusal.body, *extra)
+            await reply.whole(error.status, asgi.JSON, error.body, *extra)
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            if not reply.started:  # the process ends: say so in a way that a gateway may retry
+            if not reply.started:  # the process stops; a gateway may retry a 503
                 await reply.whole(503, asgi.JSON, _STOPPING.body)
             raise
 
@@ -74,11 +161,11 @@ class ModelServer:
         path = scope["path"]
         allowed = _METHODS.get(path)
         if allowed is None:
-            raise Refusal(f"no such path: {path[:100]}", status=404, code="not_found")
+            raise ApiError(f"no such path: {path[:100]}", status=404, code="not_found")
         if scope["method"] != allowed:
-            raise Refusal(f"{path} takes {allowed}", status=405, code="method_not_allowed")
+            raise ApiError(f"{path} takes {allowed}", status=405, code="method_not_allowed")
         if path == "/metrics":
-            page = self._page.render(self._simulator.load, self._tally, time.time())
+            page = self._page.render(self._simulator.load, self._counters, time.time())
             await reply.whole(200, asgi.TEXT, page)
         elif path == "/health":
             await reply.whole(200, asgi.TEXT, b"")
@@ -88,70 +175,74 @@ class ModelServer:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
 
     async def _complete(self, scope: Scope, receive: Receive, reply: Reply, *, chat: bool) -> None:
-        asked = parse(await asgi.read_body(receive), chat=chat, models=self._models)
+        request = parse(await asgi.read_body(receive), chat=chat, models=self._models)
         if self._failures.random() < self._profile.failure_rate:
-            raise Refusal("injected failure", status=500, code="injected_failure", kind="server_error")
+            raise ApiError("injected failure", status=500, code="injected_failure", kind="server_error")
         answer = Answer(
-            asked,
+            request,
             answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(scope)}",
             created_s=int(time.time()),
             always_usage=self._profile.always_usage,
         )
-        with self._begin(asked) as generation:
-            # except* and not suppress: the watcher's ClientGone comes in the group's envelope.
+        with self._begin(request) as generation:
+            # except* because the task group wraps the watcher's ClientGone.
             try:
                 async with asyncio.TaskGroup() as group:
                     watcher = group.create_task(asgi.watch(receive))
-                    if asked.stream:
-                        await self._stream(asked, answer, generation, reply)
+                    if request.stream:
+                        await self._stream(request, answer, generation, reply)
                     else:
-                        await self._whole(asked, answer, generation, reply)
+                        await self._whole(request, answer, generation, reply)
                     watcher.cancel()
             except* ClientGone:
                 pass
 
-    def _begin(self, asked: Ask) -> Generation:
-        adapter = asked.model if asked.model in self._loras else None
+    def _begin(self, request: CompletionRequest) -> Generation:
+        adapter = request.model if request.model in self._loras else None
         blocks: tuple[bytes, ...] = ()
         if self._profile.prefix_caching:
-            blocks = prompt_blocks(asked.prompt, self._profile.limits.block_size_tokens, adapter)
+            blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
         try:
             return self._simulator.begin(
-                prompt_tokens=asked.prompt_tokens,
-                max_tokens=asked.max_tokens,
+                prompt_tokens=request.prompt_tokens,
+                max_tokens=request.max_tokens,
                 adapter=adapter,
                 prompt_blocks=blocks,
             )
-        except NeverFits as fault:
-            raise Refusal(str(fault), code="context_length_exceeded") from None
+        except ContextTooLong as fault:
+            raise ApiError(str(fault), code="context_length_exceeded") from None
 
-    async def _stream(self, asked: Ask, answer: Answer, generation: Generation, reply: Reply) -> None:
-        words = Words(seed=self._profile.seed, prompt=asked.prompt)
-        stride_tokens = 1 if self._profile.itl_ms else BURST_TOKENS
-        came = await generation.next_tokens(stride_tokens)
-        self._tally.prompt_tokens += asked.prompt_tokens
+    async def _stream(
+        self, request: CompletionRequest, answer: Answer, generation: Generation, reply: Reply
+    ) -> None:
+        words = Words(seed=self._profile.seed, prompt=request.prompt)
+        stride = 1 if self._profile.itl_ms else BURST_TOKENS
+        count = await generation.next_tokens(stride)
+        self._counters.prompt_tokens += request.prompt_tokens
         await reply.start(200, asgi.EVENTS, (b"cache-control", b"no-cache"))
         part = answer.opening
         while True:
-            self._tally.generation_tokens += came
-            tokens = words.take(came)
+            self._counters.generation_tokens += count
+            tokens = words.take(count)
             if generation.is_over:
                 break
             await reply.body(part + answer.events(tokens), more=True)
             part = b""
-            came = await generation.next_tokens(stride_tokens)
+            count = await generation.next_tokens(stride)
         await reply.body(part + answer.events(tokens[:-1]) + answer.ending(tokens[-1]), more=False)
-        self._tally.succeeded[asked.finish_reason] += 1
+        self._counters.succeeded[request.finish_reason] += 1
 
-    async def _whole(self, asked: Ask, answer: Answer, generation: Generation, reply: Reply) -> None:
-        # Nobody sees the single tokens: a timer a block is enough to keep the memory in use right.
-        stride_tokens = self._profile.limits.block_size_tokens if self._profile.itl_ms else asked.max_tokens
-        while came := await generation.next_tokens(stride_tokens):
-            self._tally.generation_tokens += came
-        self._tally.prompt_tokens += asked.prompt_tokens
-        words = Words(seed=self._profile.seed, prompt=asked.prompt)
-        await reply.whole(200, asgi.JSON, answer.whole(words.take(asked.max_tokens)))
-        self._tally.succeeded[asked.finish_reason] += 1
+    async def _whole(
+        self, request: CompletionRequest, answer: Answer, generation: Generation, reply: Reply
+    ) -> None:
+        # Single tokens are not visible: one timer a block keeps the memory in use exact.
+        stride = self._profile.limits.block_size_tokens if self._profile.itl_ms else request.max_tokens
+        while count := await generation.next_tokens(stride):
+            self._counters.generation_tokens += count
+        self._counters.prompt_tokens += request.prompt_tokens
+        words = Words(seed=self._profile.seed, prompt=request.prompt)
+        await reply.whole(200, asgi.JSON, answer.whole(words.take(request.max_tokens)))
+        self._counters.succeeded[request.finish_reason] += 1
 
     def _model_list(self) -> bytes:
         cards: list[dict[str, object]] = []

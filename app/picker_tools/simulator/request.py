@@ -1,4 +1,4 @@
-"""What a client asks: the body of `/v1/completions` and `/v1/chat/completions`, checked. Pure."""
+"""The body of `/v1/completions` and `/v1/chat/completions`, checked, and the errors of the API. Pure."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -6,14 +6,40 @@ from typing import Any
 
 import orjson
 
-from picker_tools.simulator.refusal import Refusal
+from picker_fleet.errors import PickerError
+
+
+class ApiError(PickerError):
+    """An error in OpenAI's shape: HTTP status, type, code, and the invalid parameter."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "bad_request",
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.kind = kind
+        self.param = param
+
+    @property
+    def body(self) -> bytes:
+        return orjson.dumps(
+            {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions, here for chat too
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One checked request. `prompt` is all of its text; `finish_reason` is `length` or `stop`."""
 
     chat: bool
@@ -26,8 +52,8 @@ class Ask:
     finish_reason: str
 
 
-def parse(body: bytes, *, chat: bool, models: Container[str]) -> Ask:
-    """The request in `body`, for one of `models`. Keys that the simulation has no use for are ignored.
+def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionRequest:
+    """The request in `body`, for one of `models`. Keys that the simulation does not use are ignored.
 
     Raises:
         Refusal: 400 for a malformed body, 404 for an unknown model; the message names the key.
@@ -35,21 +61,21 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> Ask:
     try:
         tree = orjson.loads(body)
     except orjson.JSONDecodeError as fault:
-        raise Refusal(f"the body is not JSON: {fault}", code="invalid_json") from None
+        raise ApiError(f"the body is not JSON: {fault}", code="invalid_json") from None
     if not isinstance(tree, dict):
-        raise Refusal("the body must be a JSON object", code="invalid_json")
+        raise ApiError("the body must be a JSON object", code="invalid_json")
     model = _model(tree, models)
     prompt, prompt_tokens = _messages(tree) if chat else _prompt(tree)
     limit = _limit(tree, "max_completion_tokens")
     if limit is None:
         limit = _limit(tree, "max_tokens")
     if tree.get("n") not in (None, 1):
-        raise Refusal("n must be 1: one answer a request", param="n")
+        raise ApiError("n must be 1: one answer a request", param="n")
     stream = _flag(tree, "stream")
     options = tree.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise Refusal("stream_options must be an object", param="stream_options")
-    return Ask(
+        raise ApiError("stream_options must be an object", param="stream_options")
+    return CompletionRequest(
         chat=chat,
         model=model,
         prompt=prompt,
@@ -57,7 +83,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> Ask:
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
         stream=stream,
         include_usage=options is not None and _flag(options, "include_usage"),
-        # A chat without a limit is taken to have come to its own end; a completion's default is a limit.
+        # A chat without a limit ends by itself; a completion's default is a limit.
         finish_reason="stop" if chat and limit is None else "length",
     )
 
@@ -65,9 +91,9 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> Ask:
 def _model(tree: dict[str, Any], models: Container[str]) -> str:
     model = tree.get("model")
     if not isinstance(model, str) or not model:
-        raise Refusal("model must be a non-empty string", param="model")
+        raise ApiError("model must be a non-empty string", param="model")
     if model not in models:
-        raise Refusal(
+        raise ApiError(
             f"the model {model[:100]!r} does not exist", status=404, code="model_not_found", param="model"
         )
     return model
@@ -78,14 +104,14 @@ def _limit(tree: dict[str, Any], key: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Refusal(f"{key} must be a whole number of at least 1", param=key)
+        raise ApiError(f"{key} must be a whole number of at least 1", param=key)
     return value
 
 
 def _flag(tree: dict[str, Any], key: str) -> bool:
     value = tree.get(key)
     if value is not None and not isinstance(value, bool):
-        raise Refusal(f"{key} must be true or false", param=key)
+        raise ApiError(f"{key} must be true or false", param=key)
     return bool(value)
 
 
@@ -98,18 +124,18 @@ def _prompt(tree: dict[str, Any]) -> tuple[bytes, int]:
         return _counted(prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return orjson.dumps(prompt), len(prompt)
-    raise Refusal("prompt must be one string or one list of token ids", param="prompt")
+    raise ApiError("prompt must be one string or one list of token ids", param="prompt")
 
 
 def _messages(tree: dict[str, Any]) -> tuple[bytes, int]:
     """Text and tokens of `messages`; parts that are not text (images, tool calls) count nothing."""
     messages = tree.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal("messages must be a non-empty list", param="messages")
+        raise ApiError("messages must be a non-empty list", param="messages")
     lines: list[str] = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refusal("each of messages must be an object with a role", param="messages")
+            raise ApiError("each of messages must be an object with a role", param="messages")
         lines.append(message["role"])
         content = message.get("content")
         if isinstance(content, str):
@@ -117,16 +143,16 @@ def _messages(tree: dict[str, Any]) -> tuple[bytes, int]:
         elif isinstance(content, list):
             lines.extend(_part_text(part) for part in content)
         elif content is not None:
-            raise Refusal("content must be a string or a list of parts", param="messages")
+            raise ApiError("content must be a string or a list of parts", param="messages")
     return _counted("\n".join(lines))
 
 
 def _part_text(part: object) -> str:
     if not isinstance(part, dict):
-        raise Refusal("each part of content must be an object", param="messages")
+        raise ApiError("each part of content must be an object", param="messages")
     text = part.get("text", "")
     if not isinstance(text, str):
-        raise Refusal("text of a content part must be a string", param="messages")
+        raise ApiError("text of a content part must be a string", param="messages")
     return text
 
 

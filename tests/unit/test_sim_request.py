@@ -1,33 +1,31 @@
-"""What a simulated server reads out of a body, and what it refuses."""
+"""The body of a request to the simulated server: what is parsed, and what is refused."""
 
 import orjson
 import pytest
 
-from picker_tools.simulator.ask import Ask, parse
-from picker_tools.simulator.refusal import Refusal
+from picker_tools.simulator.request import ApiError, CompletionRequest, parse
 
 HI = [{"role": "user", "content": "hi"}]
 
 
-def completion(**keys: object) -> Ask:
-    body = {"model": "llama", "prompt": "tell me more", **keys}
+def completion(**keys: object) -> CompletionRequest:
+    body = {"model": "llama", "prompt": "hello to you", **keys}
     return parse(orjson.dumps(body), chat=False, models={"llama"})
 
 
-def chat(**keys: object) -> Ask:
+def chat(**keys: object) -> CompletionRequest:
     return parse(orjson.dumps({"model": "llama", "messages": HI, **keys}), chat=True, models={"llama"})
 
 
-def test_a_completion_has_its_defaults() -> None:
-    # When nothing but model and prompt is given, then sixteen tokens, not streamed, cut at the limit
-    asked = completion()
-    assert (asked.max_tokens, asked.stream, asked.include_usage, asked.finish_reason) == (
+def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
+    request = completion()
+    assert (request.max_tokens, request.stream, request.include_usage, request.finish_reason) == (
         16,
         False,
         False,
         "length",
     )
-    assert asked.prompt_tokens == len("tell me more") // 4
+    assert request.prompt_tokens == len("hello to you") // 4
 
 
 @pytest.mark.parametrize(
@@ -48,19 +46,17 @@ def test_prompt_tokens_follow_its_bytes_or_ids(prompt: object, tokens: int) -> N
 
 
 def test_chat_counts_the_text_of_every_message() -> None:
-    # Given text, parts, an image and an empty assistant turn
     parts = [{"type": "text", "text": "b" * 40}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     messages = [
         {"role": "system", "content": "a" * 40},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None},
     ]
-    # When it is read, then the texts are in the prompt, and the answer would end by itself
-    asked = chat(messages=messages)
-    assert b"a" * 40 in asked.prompt
-    assert b"b" * 40 in asked.prompt
-    assert asked.prompt_tokens >= 20
-    assert asked.finish_reason == "stop"
+    request = chat(messages=messages)
+    assert b"a" * 40 in request.prompt
+    assert b"b" * 40 in request.prompt
+    assert request.prompt_tokens >= 20
+    assert request.finish_reason == "stop"
 
 
 def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
@@ -71,8 +67,8 @@ def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-def test_keys_without_meaning_here_are_ignored() -> None:
-    assert completion(ignore_eos=True, temperature=0.1, n=1, unheard_of={"a": []}) == completion()
+def test_unknown_keys_are_ignored() -> None:
+    assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == completion()
 
 
 def test_usage_is_asked_for_in_stream_options() -> None:
@@ -104,8 +100,8 @@ def test_usage_is_asked_for_in_stream_options() -> None:
         (b'{"model": "llama", "prompt": "x", "stream_options": 1}', "stream_options must be"),
     ],
 )
-def test_a_malformed_completion_is_refused_by_the_name_of_its_fault(body: bytes, message: str) -> None:
-    with pytest.raises(Refusal, match=message) as refused:
+def test_a_malformed_completion_is_refused_and_the_key_is_named(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
         parse(body, chat=False, models={"llama"})
     assert refused.value.status == 400
 
@@ -124,12 +120,12 @@ def test_a_malformed_completion_is_refused_by_the_name_of_its_fault(body: bytes,
     ],
 )
 def test_malformed_messages_are_refused(messages: object) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ApiError) as refused:
         chat(messages=messages)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
 def test_an_unknown_model_is_not_found() -> None:
-    with pytest.raises(Refusal, match="'gpt' does not exist") as refused:
+    with pytest.raises(ApiError, match="'gpt' does not exist") as refused:
         completion(model="gpt")
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
