@@ -67,7 +67,7 @@ local function preempt_for(r)
       local other = record.read(newest)
       if other and other.state == STATE_QUEUED then
         pool.pressed = 1
-        defer_write('ZADD', key.victims[band], pool.next_arrival_us(0), flow_queue)
+        defer_write('ZADD', key.candidates[band], pool.next_arrival_us(0), flow_queue)
         end_and_notify(other, NOTIFY_PREEMPTED)
         return true
       end

@@ -7,9 +7,9 @@
 -- args[1] how long a claim is valid, ms
 --
 -- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica reads, and has that long
---   left; {'', 0}: the caller reads, and stores the snapshot in `lanes`
+--   left; {'', 0}: the caller reads, and stores the snapshot
 
 local function claim_queue_snapshot(args)
-  if redis.call('SET', key.lanes, '', 'NX', 'PX', args[1]) then return {'', 0} end
-  return {read('GET', key.lanes), read('PTTL', key.lanes)}
+  if redis.call('SET', key.queue_snapshot, '', 'NX', 'PX', args[1]) then return {'', 0} end
+  return {read('GET', key.queue_snapshot), read('PTTL', key.queue_snapshot)}
 end

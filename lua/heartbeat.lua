@@ -62,10 +62,10 @@ local function heartbeat(args)
   local was_known = last > now_ms - silence_ms and 1 or 0
   -- A version that cannot sign tokens, and may change loads without a counter, beats on whole milliseconds.
   write_now('ZADD', key.replicas, now_ms - 0.5, owner)
-  defer_write('HSET', key.about, owner, replica_info)
+  defer_write('HSET', key.replica_info, owner, replica_info)
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then
-    defer_write('HDEL', key.orphans, owner)
+    defer_write('HDEL', key.orphan_cursors, owner)
     if args[5] then pool.note_possible_loss() end -- it was away; a new one brings nothing
   end
   local others = read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf', 'WITHSCORES')

@@ -1,7 +1,7 @@
 -- include: dispatch
 -- Mark endpoints as drained or down, or remove the mark; what now fits is dispatched.
 --
--- Guarantees: nothing new goes to a marked endpoint from now on, whoever chooses; what runs there ends there.
+-- Guarantees: nothing new goes to a marked endpoint from now on, whichever replica chooses; what runs there ends there.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each endpoint: address, mark (drained | down), on (1 or 0)

@@ -36,20 +36,21 @@ end
 
 local function restore(id, attempt, served, token, ago_ms)
   if string.find(token, '%z') then return 'unknown' end -- it would end a packed text early
-  local told = parse_accounting_token(token)
-  if not (pool.known and told and (attempt ~= '' or may_lack(id, told.alone_ms))) then return 'unknown' end
-  local band, weight, cost = number_up_to(told.band, 2), number_up_to(told.weight, MOST), number_up_to(told.cost, MOST)
+  local fields = parse_accounting_token(token)
+  if not (pool.known and fields and (attempt ~= '' or may_lack(id, fields.alone_ms))) then return 'unknown' end
+  local band, weight = number_up_to(fields.band, 2), number_up_to(fields.weight, MOST)
+  local cost = number_up_to(fields.cost, MOST)
   cost = cost and queue.clamp_cost(cost)
-  local criticality, limit = number_up_to(told.criticality, 5), number_up_to(told.limit, HIGHEST_LIMIT)
-  local endpoint = is_address(served) and endpoints.is_known(served) and served or told.endpoint
+  local criticality, limit = number_up_to(fields.criticality, 5), number_up_to(fields.limit, HIGHEST_LIMIT)
+  local endpoint = is_address(served) and endpoints.is_known(served) and served or fields.endpoint
   if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0
     and is_address(endpoint) and endpoints.is_known(endpoint)) then
     return 'unknown'
   end
   if tombstones.covers(id, attempt ~= '' and now_ms - tonumber(ago_ms)) then return 'unknown' end
   local r = record.new(id)
-  r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, told.flow,
-    told.workload, told.model
+  r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, fields.flow,
+    fields.workload, fields.model
   r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
   r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, pool.largest_bound()), -1
   pool.stock = pool.stock + r.taken

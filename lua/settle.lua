@@ -1,6 +1,6 @@
 -- include: dispatch
--- Account for requests that have ended, whoever reports it: give back stock, endpoint and lease, correct what their
--- flow was charged, and dispatch what now fits. A queued request has lost its client and leaves.
+-- Account for requests that have ended, whichever replica reports it: give back stock, endpoint and lease, correct what
+-- their flow was charged, and dispatch what now fits. A queued request has lost its client and leaves.
 --
 -- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
 --

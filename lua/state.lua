@@ -1,5 +1,5 @@
 -- include: queue
--- What an operator sees at a glance.
+-- The counters, bounds, replicas and loads of the pool.
 --
 -- Guarantees: reads only.
 --
@@ -14,7 +14,7 @@ local function state(args)
   local bands = {}
   for _, band in ipairs(BANDS) do
     bands[#bands + 1] = exact(pool[V[band]])
-    bands[#bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.parked[band])
+    bands[#bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band])
     bands[#bands + 1] = pool[QUEUED[band]]
   end
   local replicas = {}
@@ -22,7 +22,7 @@ local function state(args)
     if i > 256 then break end
     replicas[#replicas + 1] = id
     -- The second line, what it has served, is long and not asked for here.
-    replicas[#replicas + 1] = string.match(read('HGET', key.about, id) or '{}', '^[^\n]*')
+    replicas[#replicas + 1] = string.match(read('HGET', key.replica_info, id) or '{}', '^[^\n]*')
   end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,

@@ -2,8 +2,8 @@
 -- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts, idle workloads, and waiting
 -- requests whose order time or a new policy has changed. Any replica may call it at any time.
 --
--- Guarantees: runs at most once per interval, whoever calls; a bounded amount of work per call; a call that leaves work
--- says so and may be repeated at once.
+-- Guarantees: runs at most once per interval, whichever replica calls; a bounded amount of work per call; a call that
+-- leaves work says so and may be repeated at once.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -155,18 +155,18 @@ end
 local function orphan_silent_replica(grace_ms, limit)
   local silent = read('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
   if not silent then return false end
-  local scan = read('HSCAN', key.requests, read('HGET', key.orphans, silent) or '0', 'COUNT', limit)
+  local scan = read('HSCAN', key.requests, read('HGET', key.orphan_cursors, silent) or '0', 'COUNT', limit)
   for i = 1, #scan[2], 2 do
     local r = record.from_scan(scan[2][i], scan[2][i + 1])
     if r and r.owner == silent and r.state == STATE_QUEUED then queue.orphan(r, now_ms + grace_ms) end
   end
   if scan[1] ~= '0' then
-    defer_write('HSET', key.orphans, silent, scan[1])
+    defer_write('HSET', key.orphan_cursors, silent, scan[1])
     return true
   end
   defer_write('ZREM', key.replicas, silent)
-  defer_write('HDEL', key.about, silent)
-  defer_write('HDEL', key.orphans, silent)
+  defer_write('HDEL', key.replica_info, silent)
+  defer_write('HDEL', key.orphan_cursors, silent)
   defer_unlink(key.inbox[silent]) -- with what this call has put there
   return false
 end
@@ -238,7 +238,7 @@ local function sweep(args)
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
   end
   for _, band in ipairs(BANDS) do
-    for _, flow_queue in ipairs(read('ZRANGE', key.parked[band], 0, CHUNK - 1)) do
+    for _, flow_queue in ipairs(read('ZRANGE', key.throttled[band], 0, CHUNK - 1)) do
       queue.unthrottle(band, flow_queue)
     end
     upkeep.drop_stray_flow_queues(band, CHUNK)

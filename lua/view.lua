@@ -61,7 +61,7 @@ function view.add_flow_queues(reply, group, flow_queues)
   end
 end
 
-function view.group_key(group) return (group < 3 and key.flows or key.parked)[group % 3] end
+function view.group_key(group) return (group < 3 and key.flows or key.throttled)[group % 3] end
 local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
@@ -231,7 +231,7 @@ local function view_replicas(args)
   for i = 1, #found, 2 do
     reply[#reply + 1] = found[i]
     reply[#reply + 1] = found[i + 1]
-    reply[#reply + 1] = read('HGET', key.about, found[i]) or '{}'
+    reply[#reply + 1] = read('HGET', key.replica_info, found[i]) or '{}'
   end
   return reply
 end

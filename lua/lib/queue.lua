@@ -147,34 +147,34 @@ do
   end
 end
 
--- Who is preempted when the queue is full. `victims` holds the backlogged flow queues of the bands below Critical by
--- the time of their last preemption. `preempted` remembers those that have drained, while there is pressure.
+-- The candidates for preemption when the queue is full: the backlogged flow queues of the bands below Critical, by the
+-- time of their last preemption. `preempted` remembers those that have drained, while there is pressure.
 local preemption = {}
 do
   function preemption.add_candidate(band, flow_queue)
     local last = pool.pressed == 1 and read('ZSCORE', key.preempted[band], flow_queue)
     if last then defer_write('ZREM', key.preempted[band], flow_queue) end
-    defer_write('ZADD', key.victims[band], last or 0, flow_queue)
+    defer_write('ZADD', key.candidates[band], last or 0, flow_queue)
   end
 
   function preemption.remove_candidate(band, flow_queue)
     if pool.pressed == 1 then
-      local last = read('ZSCORE', key.victims[band], flow_queue)
+      local last = read('ZSCORE', key.candidates[band], flow_queue)
       if tonumber(last or 0) > 0 then defer_write('ZADD', key.preempted[band], last, flow_queue) end
     end
-    defer_write('ZREM', key.victims[band], flow_queue)
+    defer_write('ZREM', key.candidates[band], flow_queue)
   end
 
   -- The flow queue to preempt next, and its newest request (under edf, the one with the latest deadline); nil if there
   -- is none. An older version leaves drained flow queues in the set and others out of it.
   function preemption.next_candidate(band)
     for _ = 1, STRAYS do
-      local candidate = read('ZRANGE', key.victims[band], 0, 0)[1]
+      local candidate = read('ZRANGE', key.candidates[band], 0, 0)[1]
       local flow_queue = candidate or read('ZRANGE', key.flows[band], 0, 0)[1]
       if not flow_queue then return nil end
       local last = read('ZRANGE', key.queue[band][flow_queue], -1, -1)[1]
       if last then return flow_queue, last end
-      drop_stray('ZREM', candidate and key.victims[band] or key.flows[band], flow_queue)
+      drop_stray('ZREM', candidate and key.candidates[band] or key.flows[band], flow_queue)
     end
   end
 end
@@ -229,7 +229,7 @@ do
   function queue.count_flow_queues()
     local count = 0
     for _, band in ipairs(BANDS) do
-      for _, flow_queues in ipairs({key.flows[band], key.parked[band]}) do
+      for _, flow_queues in ipairs({key.flows[band], key.throttled[band]}) do
         count = count + read('ZCARD', flow_queues)
       end
     end
@@ -277,7 +277,7 @@ do
   -- Whether a flow queue is ordered or throttled.
   local function is_ordered(band, flow_queue)
     return read('ZSCORE', key.flows[band], flow_queue)
-      or read('ZSCORE', key.parked[band], flow_queue)
+      or read('ZSCORE', key.throttled[band], flow_queue)
   end
 
   -- Queue r. Returns the start tag of its flow queue if that has just become backlogged. The caller writes the record.
@@ -340,8 +340,8 @@ do
   local function deactivate_if_empty(band, flow_queue)
     local tag = read('ZSCORE', key.flows[band], flow_queue)
     if not tag then
-      tag = read('ZSCORE', key.parked[band], flow_queue)
-      write_now('ZREM', key.parked[band], flow_queue)
+      tag = read('ZSCORE', key.throttled[band], flow_queue)
+      write_now('ZREM', key.throttled[band], flow_queue)
       queue.clear_blockers(band, flow_queue)
     end
     if tag then deactivate(band, flow_queue, tag) end
@@ -384,7 +384,7 @@ do
   -- Change what a flow queue was charged by `difference`. Without a tag it had none above v; then its tag is at most
   -- `floor` before the change. Returns its tag.
   function queue.correct(r, flow_queue, difference, floor)
-    for _, place in ipairs({key.flows[r.band], key.parked[r.band], key.finish[r.band]}) do
+    for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
       local tag = read('ZSCORE', place, flow_queue)
       note_original(place, flow_queue, tag)
       if tag then
@@ -408,20 +408,20 @@ do
   -- returns without a claim to the turns it missed.
   function queue.throttle(band, flow_queue, tag)
     read_ahead.reposition(key.flows[band], flow_queue)
-    defer_write('ZADD', key.parked[band], tag, flow_queue)
+    defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('parked', band, flow_queue, tag)
   end
 
   -- Returns whether it was throttled and is ordered again.
   function queue.unthrottle(band, flow_queue)
-    local tag = read('ZSCORE', key.parked[band], flow_queue)
+    local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return false end
     queue.clear_blockers(band, flow_queue)
     if queue.length(band, flow_queue) == 0 then
-      drop_stray('ZREM', key.parked[band], flow_queue)
+      drop_stray('ZREM', key.throttled[band], flow_queue)
       return false
     end
-    write_now('ZREM', key.parked[band], flow_queue)
+    write_now('ZREM', key.throttled[band], flow_queue)
     tag = math.max(pool[V[band]], tonumber(tag))
     activate(band, flow_queue, tag)
     log_flow_queue('unparked', band, flow_queue, tag)

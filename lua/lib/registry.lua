@@ -1,9 +1,10 @@
 -- include: pool
 -- What the pool knows of requests (records, tombstones), of workloads, and of the answers of each flow.
 --
--- A record is one request, packed. Its state is queued, held (orphaned: its replica is silent), granted or placed.
--- Fields contain no control characters (replicas refuse them), so none ends a string early. There may be millions of
--- waiting requests; their records leave out endpoints, stock and tag. Each record is read once a call.
+-- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`),
+-- granted or placed. Fields contain no control characters (replicas refuse them), so none ends a string early. There
+-- may be millions of waiting requests; their records leave out endpoints, stock and tag. Each record is read once a
+-- call.
 
 local record = {}
 local reset_records
@@ -110,16 +111,16 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Tombstones. `buried`: requests whose end was reported while some replica was without Redis; a replica that has kept
--- one in its journal and missed the end must not restore it (renew). `unheard`: requests in flight that were given up
--- without a report; those may run, and their next renewal restores them. Both are scored by the time, ms.
+-- Tombstones: requests whose end was reported while some replica was without Redis. A replica that has kept one in its
+-- journal and missed the end must not restore it (renew). `unheard`: requests in flight that were given up without a
+-- report; those may run, and their next renewal restores them. Both are scored by the time, ms.
 local tombstones = {}
 do
   local LATE_MS = 2000 -- how inexact a replica's times of an admission or a renewal may be
   local GIVEN_UP_MS = 3600000 -- how long a request that was given up may come back
   local LIMIT = 100000 -- of each kind; the oldest are dropped first
   function tombstones.put(id, ended_ms)
-    defer_write('ZADD', key.buried, ended_ms, id)
+    defer_write('ZADD', key.tombstones, ended_ms, id)
     defer_write('ZREM', key.unheard, id)
   end
 
@@ -132,7 +133,7 @@ do
   -- Whether the request has ended. `seen_ms`: the caller admitted it itself and last saw it alive then, so it may be a
   -- later request of the same id. nil: reported by others, whose accounting token may be an old one.
   function tombstones.covers(id, seen_ms)
-    local ended_ms = tonumber(read('ZSCORE', key.buried, id) or nil)
+    local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
@@ -149,7 +150,7 @@ do
   end
 
   function tombstones.expire(most)
-    local more = expire(key.buried, settings.lease_ms + LONGER_MS, most)
+    local more = expire(key.tombstones, settings.lease_ms + LONGER_MS, most)
     return expire(key.unheard, GIVEN_UP_MS, most) or more
   end
 end

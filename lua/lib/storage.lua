@@ -1,9 +1,10 @@
--- The keys of a pool, and how a call reads and writes them. Every other file goes through this one.
+-- The keys of a pool, and how a call reads and writes them. Only counters, records and loads are cached elsewhere, each
+-- by the file that owns it.
 --
--- Writes are deferred (write-behind): they go out together at the end of the call, so that one command carries all
--- values of a key and a call that fails earlier leaves nothing behind. The front of the sorted sets that dispatch
--- serves is read ahead. `read` flushes what is deferred for its key first, so a reader always sees its own writes.
--- What is flushed early can be undone (`undo_writes`).
+-- Write-behind: `defer_write` keeps a write until the end of the call. One command then carries all values of a key,
+-- and a call that fails earlier leaves nothing. Read-ahead: the fronts of the sorted sets that dispatch serves are read
+-- once. `read` flushes both for its key first, so a call always sees its own writes. `undo_writes` restores what was
+-- flushed early.
 
 -- Lua and Redis functions as locals: a lookup among the globals, which Redis guards, takes three steps. A library has
 -- only `redis` while it loads, so the first call fetches the others.
@@ -36,7 +37,7 @@ end
 -- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag the end of its waiting
 -- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  the end of its waiting
 -- finish:B      zset    idle flow queue -> its last finish tag, while above v     sweep
--- victims:B     zset    preemption candidate -> when it was last preempted, us    Redis, when empty
+-- victims:B     zset    flow queue -> when it was last preempted, us              Redis, when empty
 -- preempted:B   zset    the same of idle flow queues, under pressure              sweep
 -- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
@@ -77,13 +78,15 @@ do -- a chunk may have 200 locals
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'answers', 'replicas', 'about', 'buried', 'unheard', 'suspects', 'orphans', 'lanes',
-      'log', 'blockers'}) do
+      'metrics', 'workloads', 'answers', 'replicas', 'unheard', 'suspects', 'log', 'blockers'}) do
       key[name] = base .. name
     end
-    for _, kind in ipairs({'flows', 'parked', 'finish', 'victims', 'preempted'}) do
-      key[kind] = {}
-      for _, band in ipairs(BANDS) do key[kind][band] = base .. kind .. ':' .. band end
+    key.replica_info, key.tombstones = base .. 'about', base .. 'buried'
+    key.orphan_cursors, key.queue_snapshot = base .. 'orphans', base .. 'lanes'
+    for name, kind in pairs({flows = 'flows', throttled = 'parked', finish = 'finish', candidates = 'victims',
+      preempted = 'preempted'}) do
+      key[name] = {}
+      for _, band in ipairs(BANDS) do key[name][band] = base .. kind .. ':' .. band end
     end
     for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
       key[kind] = {}
@@ -413,7 +416,7 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Strays: members whose request or flow queue is missing. Whoever finds one drops it and goes on.
+-- A stray is a member whose request or flow queue is missing. The function that finds one drops it and goes on.
 local strays = 0
 local STRAYS = 16 -- dropped in one place before the call goes on without it
 local function drop_stray(command, name, member)

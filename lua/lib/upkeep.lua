@@ -18,7 +18,7 @@ do
       pool.bv = 0
       for _, each in ipairs(BANDS) do pool[BAND_TAG[each]] = 0 end
     end
-    for _, set in ipairs({flows, key.parked[band], key.finish[band]}) do
+    for _, set in ipairs({flows, key.throttled[band], key.finish[band]}) do
       for _, range in ipairs({{exact(MOST_TAG), '+inf'}, {'-inf', exact(-MOST_TAG)}}) do
         for _, flow_queue in ipairs(read('ZRANGEBYSCORE', set, range[1], range[2], 'LIMIT', 0, HEALED)) do
           defer_write('ZADD', set, level, flow_queue)
@@ -52,7 +52,7 @@ do
   function upkeep.rebase_tags(band)
     local by, count = pool[V[band]] - REBASED_TO, 0
     if by < REBASED_AT - REBASED_TO or pool.has_older_version() then return end
-    local all = {key.flows[band], key.parked[band], key.finish[band]}
+    local all = {key.flows[band], key.throttled[band], key.finish[band]}
     for _, set in ipairs(all) do count = count + read('ZCARD', set) end
     if count > MOST_REBASED then return end
     for _, set in ipairs(all) do lower(set, by) end
@@ -102,7 +102,7 @@ do
   function upkeep.forget_preemptions(limit)
     local more = false
     for band = 1, 2 do
-      local candidates = key.victims[band]
+      local candidates = key.candidates[band]
       local flow_queues = read('ZRANGEBYSCORE', candidates, '(0', '+inf', 'LIMIT', 0, limit)
       for _, flow_queue in ipairs(flow_queues) do defer_write('ZADD', candidates, 0, flow_queue) end
       local idle = read('ZRANGE', key.preempted[band], 0, limit - 1)
@@ -115,7 +115,7 @@ do
   -- Add the candidates that an older version, which does not keep the set, has left out.
   function upkeep.add_preemption_candidates(limit)
     for band = 1, 2 do
-      local candidates, flows = key.victims[band], key.flows[band]
+      local candidates, flows = key.candidates[band], key.flows[band]
       if read('ZCARD', candidates) < read('ZCARD', flows) then
         local flow_queues = read('ZRANDMEMBER', flows, limit)
         local scores = read('ZMSCORE', candidates, unpack(flow_queues))
@@ -130,7 +130,7 @@ do
   -- While nobody waits in a band its flow queues are strays, and so is what is overdue while nobody waits at all.
   function upkeep.drop_stray_flow_queues(band, limit)
     if pool[QUEUED[band]] > 0 then return end
-    for _, set in ipairs({key.flows[band], key.parked[band]}) do
+    for _, set in ipairs({key.flows[band], key.throttled[band]}) do
       for _, flow_queue in ipairs(read('ZRANGE', set, 0, limit - 1)) do
         for _, id in ipairs(read('ZRANGE', key.queue[band][flow_queue], 0, limit - 1)) do
           local r = record.read(id)

@@ -14,8 +14,8 @@ from picker_fleet.state.keys import Keys
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 TABLE = ROOT / "lua" / "lib" / "storage.lua"
-PLACES = {"BAND": "[012]", "LANE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
-SHORT = {"B": "BAND", "L": "LANE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
+PLACES = {"BAND": "[012]", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
+SHORT = {"B": "BAND", "L": "FLOWQUEUE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
 
 
 def documented() -> dict[str, str]:
