@@ -23,7 +23,7 @@ from picker_fleet.extproc.response import UsageTail
 )
 def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
     tail = UsageTail()
-    tail.feed(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": count}}).encode())
+    tail.add(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": count}}).encode())
     assert tail.tokens() == (7, expected)
 
 
@@ -35,5 +35,5 @@ def test_usage_is_found_before_and_after_a_long_text(
     answer = json.dumps({**usage, **text} if usage_first else {**text, **usage}).encode()
     tail = UsageTail()
     for at in range(0, len(answer), 1000):
-        tail.feed(answer[at : at + 1000])
+        tail.add(answer[at : at + 1000])
     assert tail.tokens() == (7, 9)
