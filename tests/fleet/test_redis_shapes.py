@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import judged_log
+import audited_log
 from fleet_load import PATIENT, complete, shared
 from redis_servers import LOOPBACK, certificate, debian, running
 
@@ -41,5 +41,5 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
         await here.eventually(rests, what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         assert server.ask("ACL", "LOG") == []
-        judged_log.judge(f"rediss://{place}", "a fleet of the least rights")
+        audited_log.assert_no_violation(f"rediss://{place}", "a fleet of the least rights")
         here.stop()

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import audited_log
 import httpx
-import judged_log
 import psutil
 import pytest
 import redis.asyncio
@@ -66,8 +66,8 @@ class Fleet:
         # No request is sent when a fleet ends, so its replicas need not announce the end for long.
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {DRAIN_GRACE: "100ms"}
-        log = judged_log.environment(given)
-        self._audit_due = judged_log.is_on(given) and not unaudited
+        log = audited_log.environment(given)
+        self._audit_due = audited_log.is_on(given) and not unaudited
         self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
         self._lines: list[str] = []
@@ -198,7 +198,7 @@ class Fleet:
 
     def audit(self) -> None:
         """Replay its decision log, which must be complete and keep every promise."""
-        judged_log.judge(self.state["redis"], self._name)
+        audited_log.assert_no_violation(self.state["redis"], self._name)
 
     def stop(self) -> None:
         """End it as Ctrl-C does: its log passes the audit, it exits with 0, and no child is left."""

@@ -1,0 +1,43 @@
+"""The decision log of a test's fleet: on by default, and audited (G1 to G6) when the fleet ends.
+
+Used by `whole_fleet`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from picker_tools.audit.auditor import audited
+
+_ENABLED, _MAX_ENTRIES = "PICKER_DECISION_LOG__ENABLED", "PICKER_DECISION_LOG__MAX_ENTRIES"
+_ENTRIES = 3_000_000  # more than any test writes, so that nothing is trimmed
+
+
+def is_on(config: Mapping[str, Any]) -> bool:
+    """Whether a fleet with this configuration writes the log."""
+    return bool(config.get("decision_log", {}).get("enabled", True))
+
+
+def environment(config: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables that switch the log on and keep it whole, where `config` does not set that."""
+    configured = config.get("decision_log", {})
+    wanted = {_ENABLED: ("enabled", "true"), _MAX_ENTRIES: ("max_entries", str(_ENTRIES))}
+    return {name: value for name, (key, value) in wanted.items() if key not in configured}
+
+
+def assert_no_violation(redis_url: str, fleet_name: str) -> None:
+    """Audit the log that Redis has now.
+
+    Raises:
+        AssertionError: a promise is broken, with the entries that show it; or the log's beginning is missing.
+        LogUnreadable: there is none, or Redis does not answer.
+    """
+    report = audited(redis_url, "default")
+    problems = [
+        "\n    ".join([f"{violation.promise}: {violation.what}", *map(str, violation.evidence)])
+        for finding in report.findings
+        for violation in finding.violations
+    ]
+    if report.first_seq != 1:
+        problems.append(f"log: it begins at entry {report.first_seq}")
+    what = f"{report.violations} violations in {report.entries} entries of the decision log of {fleet_name}"
+    assert not problems, "\n".join([what, *report.remarks, *problems])
