@@ -121,19 +121,16 @@ def _newest(entries: Sequence[models.Decision]) -> int:
 
 
 def _decision(fields: dict[str, str]) -> models.Decision:
+    names = ("request", "flow", "workload", "endpoint", "by")
     return models.Decision(
         seq=int(fields["seq"]),
         at=float(fields["time_us"]) / 1e6,
         event=fields["event"],
-        request=fields["request"] or None,
-        flow=fields["flow"] or None,
         band=BAND_NAMES[int(fields["band"])] if fields["flow"] else None,
-        workload=fields["workload"] or None,
-        endpoint=fields["endpoint"] or None,
         stock=float(fields["stock"]),
         queued=int(float(fields["queued"])),
-        by=fields["by"] or None,
         note=fields["note"],
+        **{name: fields[name] or None for name in names},
     )
 
 

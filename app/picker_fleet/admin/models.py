@@ -6,7 +6,7 @@ seconds.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 BandName = Literal["Critical", "Default", "Sheddable"]
 EXAMPLE_CURSORS = {  # by list
@@ -15,6 +15,7 @@ EXAMPLE_CURSORS = {  # by list
     "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
     "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
 }
+Rounded = Annotated[float, AfterValidator(lambda value: round(value, 6))]
 NextCursor = Annotated[str | None, Field(description="where the next page begins; null on the last")]
 
 _BANDS: list[dict[str, Any]] = [
@@ -23,41 +24,24 @@ _BANDS: list[dict[str, Any]] = [
         ("Critical", 1, 0.0, 0.1, 70), ("Default", 3, 41.5, 0.6, 20), ("Sheddable", 12, 18.0, 4.0, 10),
     )
 ]  # fmt: skip
-_STATE_EXAMPLE: dict[str, Any] = {
-    "pool": "default",
-    "replica": "r-3f9c",
-    "degraded": False,
-    "stock": 7,
-    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8},
-    "ready_backends": 4,
-    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
-    "active_flows": 3,
+_STATE: dict[str, Any] = {
+    "pool": "default", "replica": "r-3f9c", "degraded": False, "stock": 7,
+    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8}, "ready_backends": 4,
+    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12}, "active_flows": 3,
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
-    "paused": False,
-    "tuned_version": "2",
-    "unit": "requests",
-    "queue_enabled": True,
-    "bands": _BANDS,
-    "queued": 16,
-    "queue_fill": 0.016,
-    "overdue": 2,
-    "dispatched_total": 120431,
-    "guard_dispatches_total": 96,
-    "ended_total": 130210,
-    "drain_rate": 41.2,
-    "pool_age_s": 86400.0,
+    "paused": False, "tuned_version": "2", "unit": "requests", "queue_enabled": True, "bands": _BANDS,
+    "queued": 16, "queue_fill": 0.016, "overdue": 2, "dispatched_total": 120431,
+    "guard_dispatches_total": 96, "ended_total": 130210, "drain_rate": 41.2, "pool_age_s": 86400.0,
     "now_us": 1767225612000000,
-}
-_CONFIG_EXAMPLE: dict[str, Any] = {
+}  # fmt: skip
+_CONFIG: dict[str, Any] = {
     "config": {"pool": "default", "fair_request_queue": {"total_capacity": 2000, "flow_capacity": 100}},
     "weights": {"gold": 3.0},
     "changes": {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3.0}},
-    "paused": False,
-    "tuned_version": "2",
-    "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
-}
+    "paused": False, "tuned_version": "2", "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
+}  # fmt: skip
 _ENDPOINT: dict[str, Any] = {
     "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
     "waiting": 0.0,
@@ -92,11 +76,9 @@ _REPLICA: dict[str, Any] = {
 }  # fmt: skip
 _ORDER = "in dispatch order: flows by start tag; band after band; in a flow by arrival"
 HEALTHY: dict[str, Any] = {
-    "status": "ok",
-    "replica": "r-3f9c",
-    "pool": "default",
+    "status": "ok", "replica": "r-3f9c", "pool": "default",
     "components": {"redis": "ok", "endpoints": "ok", "grpc": "ok"},
-}
+}  # fmt: skip
 
 
 def _example(value: Any) -> ConfigDict:
@@ -112,7 +94,7 @@ class _Open(BaseModel):
 class Bounds(BaseModel):
     """The whole fleet's bounds of the stock, in its unit (requests or tokens)."""
 
-    model_config = _example(_STATE_EXAMPLE["bounds"])
+    model_config = _example(_STATE["bounds"])
 
     lower: float = Field(description="dispatch runs while the stock is below it")
     watermark: float = Field(description="the target of the stock")
@@ -128,9 +110,8 @@ class BandState(BaseModel):
     queued: int = Field(description="its waiting requests")
     virtual_time: float = Field(description="of fair queueing among its flows")
     active_flows: int = Field(description="flows with a queued request in it")
-    oldest_s: float | None = Field(
-        description="age of its oldest waiting request (under `edf`, of those each flow serves next);"
-        " null: none waits, or not known"
+    oldest_s: Rounded | None = Field(
+        description="age of its oldest waiting request; null: none waits, or not known"
     )
     weight: float | None = Field(description="null unless `band_policy: weighted`")
 
@@ -138,7 +119,7 @@ class BandState(BaseModel):
 class State(_Open):
     """The shared state as this replica reads it now; further keys may be added."""
 
-    model_config = _example(_STATE_EXAMPLE)
+    model_config = _example(_STATE)
 
     pool: str = Field(description="names the keyspace in Redis")
     replica: str = Field(description="the replica that answered")
@@ -155,9 +136,7 @@ class State(_Open):
     paused: bool = Field(False, description="nothing is dispatched and nothing bypasses the queue")
     tuned_version: str = Field("", description="of the live changes; empty if there never was one")
     unit: Literal["requests", "tokens"] = Field("requests", description="what the stock counts")
-    queue_enabled: bool = Field(
-        True, description="false: requests are placed on arrival; none waits or counts in the stock"
-    )
+    queue_enabled: bool = Field(True, description="false: requests are placed on arrival; none waits")
     bands: list[BandState] = Field(default_factory=list, description="the queue, the highest band first")
     queued: int = Field(0, description="waiting requests of all bands")
     overdue: int = Field(0, description="of these, past their starvation threshold")
@@ -172,7 +151,7 @@ class State(_Open):
 class Config(BaseModel):
     """The configuration in force: the answering replica's own with the fleet's live changes applied."""
 
-    model_config = _example(_CONFIG_EXAMPLE)
+    model_config = _example(_CONFIG)
 
     config: dict[str, Any] = Field(description="every section; durations in seconds, secrets left out")
     weights: dict[str, float] = Field(description="weights of single flows, in place of their requests'")
@@ -217,24 +196,20 @@ class Endpoint(BaseModel):
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="as discovery gives them")
     status: Literal["ready", "draining", "drained", "down"] = Field(
-        description="`draining`: by discovery; `drained`: by an operator; `down`: connections fail"
+        description="`drained`: by an operator; `down`: connections fail"
     )
     in_flight: int = Field(description="requests placed there, fleet-wide")
-    max_inflight: int | None = Field(
-        None, description="its limit of requests in flight, fleet-wide; null: none"
-    )
+    max_inflight: int | None = Field(None, description="its limit of requests in flight; null: none")
     waiting: float | None = Field(None, description="queued requests, from its metrics page")
     running: float | None = Field(None, description="running requests, from its metrics page")
     kv_utilisation: float | None = Field(None, description="from its metrics page, 0 to 1")
     adapters: list[str] = Field(default_factory=list, description="LoRA adapters it has loaded")
-    waiting_adapters: list[str] = Field(
-        default_factory=list, description="LoRA adapters that wait to be loaded"
-    )
+    waiting_adapters: list[str] = Field(default_factory=list, description="adapters to be loaded")
     max_adapters: int | None = Field(None, description="how many LoRA adapters it can load at once")
-    latency_mean_s: float | None = Field(
-        None, description="of its last 100 completions; with `latency` scoring"
+    latency_mean_s: Rounded | None = Field(
+        None, description="of its last 100 completions; null: not measured"
     )
-    latency_std_s: float | None = Field(None, description="their standard deviation")
+    latency_std_s: Rounded | None = Field(None, description="their standard deviation")
     scraped_s_ago: float | None = Field(None, description="age of these figures; null: never scraped")
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
 
@@ -280,19 +255,17 @@ class Flow(_Open):
     flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
     band: BandName = Field(description="where these of its requests wait")
     queued: int = Field(description="its waiting requests")
-    oldest_s: float = Field(description="age of the oldest of them; under `edf`, of the one served next")
+    oldest_s: Rounded = Field(description="age of the oldest of them; under `edf`, of the one served next")
     start_tag: float = Field(description="the flow with the smallest one of its band is served next")
     weight: float = Field(description="its share relative to the other waiting flows")
     parked: bool = Field(description="it is at its limit of requests in flight, and skipped until one ends")
     in_flight: int | None = Field(description="null: not counted, since the flow has no limit")
-    served_cost_per_s: float | None = Field(
-        description="over the last 10 s, all replicas added; null: not known"
+    served_cost_per_s: Rounded | None = Field(description="fleet-wide, over the last 10 s; null: not known")
+    share: Rounded | None = Field(
+        description="its part of the cost served in its band; null: none was served"
     )
-    share: float | None = Field(
-        description="of the cost served in the band in that time; null: none was served"
-    )
-    fair_share: float | None = Field(
-        description="its part of the weights of all waiting flows of the band; null with more than 2000"
+    fair_share: Rounded | None = Field(
+        description="its part of the weights in its band; null with more than 2000 flows"
     )
 
 
@@ -331,10 +304,10 @@ class Score(BaseModel):
 
     model_config = _example(_QUEUED["score"])
 
-    wait: float | None = Field(description="for its wait")
-    criticality: float | None = Field(description="for its criticality")
-    rate: float | None = Field(description="not above 0")
-    total: float | None = Field(description="their sum: the highest is served first")
+    wait: Rounded | None = Field(description="for its wait")
+    criticality: Rounded | None = Field(description="for its criticality")
+    rate: Rounded | None = Field(description="not above 0")
+    total: Rounded | None = Field(description="their sum: the highest is served first")
 
 
 class _Request(_Open):
@@ -345,7 +318,7 @@ class _Request(_Open):
     model: str = Field(description="as the client named it")
     criticality: int = Field(description="of its workload, 1 to 5")
     cost: float = Field(description="in the stock's unit")
-    age_s: float = Field(description="since it arrived")
+    age_s: Rounded = Field(description="since it arrived")
     owner: str = Field(description="the replica that its client is or was connected to")
 
 
@@ -355,14 +328,12 @@ class Queued(_Request):
     model_config = _example(_QUEUED)
 
     state: Literal["queued", "held"] = Field(
-        description="`held`: its replica is silent; it waits for adoption by another"
+        description="`held`: its replica is silent; it waits for adoption"
     )
     position: int | None = Field(description="predicted position in the order of the list, 1 first")
-    deadline_in_s: float = Field(description="what is left of its TTL")
-    overdue: bool = Field(
-        description="past its starvation threshold: the starvation guard may serve it out of turn"
-    )
-    overdue_in_s: float = Field(description="negative once it is overdue")
+    deadline_in_s: Rounded = Field(description="what is left of its TTL")
+    overdue: bool = Field(description="the starvation guard may serve it out of turn")
+    overdue_in_s: Rounded = Field(description="negative once it is overdue")
     score: Score | None = Field(description="null unless `ordering: workload-aware`")
     start_tag: float | None = Field(description="predicted start tag of its flow when the request is served")
 
@@ -390,7 +361,7 @@ class Running(_Request):
     )
     endpoint: str | None = Field(description="`ip:port` where it was sent; null: not chosen yet")
     fallbacks: list[str] = Field(description="where Envoy tries next, in this order")
-    lease_in_s: float = Field(description="until it is given up, unless its lease is renewed")
+    lease_in_s: Rounded = Field(description="until it is given up, unless its lease is renewed")
 
 
 class Inflight(_Open):
@@ -434,9 +405,9 @@ class Workload(_Open):
     total: int = Field(description="requests so far")
     active: int = Field(description="of these, not ended")
     dispatched: int = Field(description="of all so far, those dispatched")
-    rate: float = Field(description="requests/s over the sliding window")
-    average_wait_s: float = Field(description="an exponential moving average")
-    last_request_s_ago: float = Field(description="since its newest request")
+    rate: Rounded = Field(description="requests/s over the sliding window")
+    average_wait_s: Rounded = Field(description="an exponential moving average")
+    last_request_s_ago: Rounded = Field(description="since its newest request")
     score: Score | None = Field(description="of a request that would arrive now; null unless workload-aware")
 
 

@@ -10,7 +10,7 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -141,7 +141,7 @@ class FleetView:
                 queued=state["queue_length"][name],
                 virtual_time=state["virtual_times"][name],
                 active_flows=fleet.totals[band] + fleet.totals[band + len(Band)],
-                oldest_s=_rounded(fleet.oldest_s(band)),
+                oldest_s=fleet.oldest_s(band),
                 weight=None if weights is None else weights[band],
             )
             for band, name in zip(Band, BAND_NAMES, strict=True)
@@ -165,32 +165,30 @@ class FleetView:
         ]
 
     def _endpoint(self, endpoint: Endpoint, in_flight: int, reading: Reading | None) -> models.Endpoint:
-        shown = models.Endpoint(
-            address=endpoint.address,
-            labels=endpoint.labels,
-            status="down"
-            if endpoint.down
-            else "drained"
-            if endpoint.drained
-            else "draining"
-            if endpoint.draining
-            else "ready",
-            in_flight=in_flight,
-            max_inflight=endpoint.max_inflight,
-        )
+        marks = {"down": endpoint.down, "drained": endpoint.drained, "draining": endpoint.draining}
+        figures: dict[str, Any] = {}
         if reading is not None:
             metrics = reading.metrics
-            shown.waiting, shown.running = metrics.waiting, metrics.running
-            shown.kv_utilisation = metrics.kv_utilisation
-            shown.adapters, shown.waiting_adapters = (
-                sorted(metrics.active_adapters),
-                sorted(metrics.waiting_adapters),
-            )
-            shown.max_adapters = metrics.max_adapters
-            shown.scraped_s_ago, shown.scrape_fault = round(reading.age_s, 3), metrics.fault
+            figures = {
+                "waiting": metrics.waiting,
+                "running": metrics.running,
+                "kv_utilisation": metrics.kv_utilisation,
+                "adapters": sorted(metrics.active_adapters),
+                "waiting_adapters": sorted(metrics.waiting_adapters),
+                "max_adapters": metrics.max_adapters,
+                "scraped_s_ago": round(reading.age_s, 3),
+                "scrape_fault": metrics.fault,
+            }
         if (latency := self._latencies.stats(endpoint.address)) is not None:
-            shown.latency_mean_s, shown.latency_std_s = _rounded(latency.mean_s), _rounded(latency.std_s)
-        return shown
+            figures |= {"latency_mean_s": latency.mean_s, "latency_std_s": latency.std_s}
+        return models.Endpoint(
+            address=endpoint.address,
+            labels=endpoint.labels,
+            status=next((name for name, is_set in marks.items() if is_set), "ready"),
+            in_flight=in_flight,
+            max_inflight=endpoint.max_inflight,
+            **figures,
+        )
 
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and for each component `ok` or what is wrong with it."""
@@ -295,9 +293,7 @@ class FleetLists:
         found, total = await self._store.reads.in_flight(limit + 1, after)
         found, more = found[:limit], len(found) > limit
         return models.Inflight(
-            requests=[
-                models.Running(**_placed(each.entry), lease_in_s=_rounded(each.lease_in_s)) for each in found
-            ],
+            requests=[models.Running(**_placed(each.entry), lease_in_s=each.lease_in_s) for each in found],
             total=total,
             cursor=_next_cursor(more, "inflight", found, lambda last: (last.lease_ms, last.entry.id)),
         )
@@ -326,7 +322,7 @@ class FleetLists:
             fields = _placed(found.entry)
         return models.RequestStatus(
             **fields,
-            lease_in_s=_rounded(found.lease_in_s),
+            lease_in_s=None if found.lease_in_s is None else round(found.lease_in_s, 6),
             why=request_status(found, state, before, self._membership.effective.settings.claim_share),
             explanation=explanation,
         )
@@ -412,16 +408,7 @@ class FleetLists:
     def _workload(self, row: WorkloadRow) -> models.Workload:
         """The parts of the score are those of a request that would arrive now; its criticality is its own."""
         settings = self._membership.effective.settings
-        return models.Workload(
-            id=row.id,
-            total=row.total,
-            active=row.active,
-            dispatched=row.dispatched,
-            rate=_rounded(row.rate),
-            average_wait_s=_rounded(row.average_wait_s),
-            last_request_s_ago=_rounded(row.last_request_s_ago),
-            score=_arrival_score(row, settings),
-        )
+        return models.Workload(**row._asdict(), score=_arrival_score(row, settings))
 
 
 def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
@@ -432,15 +419,7 @@ def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
     if policy.wait_signal == "workload_average":
         wait = policy.wait_weight * min(row.average_wait_s / policy.wait_cap, 1)
     rate = -policy.rate_weight * min(row.rate / policy.rate_cap, 1)
-    return models.Score(wait=_rounded(wait), criticality=None, rate=_rounded(rate), total=None)
-
-
-@overload
-def _rounded(value: float) -> float: ...
-@overload
-def _rounded(value: float | None) -> float | None: ...
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
+    return models.Score(wait=wait, criticality=None, rate=rate, total=None)
 
 
 def _flow(queue: Lane, fleet: FleetState, weights: float | None, *, even: bool) -> models.Flow:
@@ -452,14 +431,14 @@ def _flow(queue: Lane, fleet: FleetState, weights: float | None, *, even: bool) 
         flow=queue.name,
         band=BAND_NAMES[queue.band],
         queued=queue.queued,
-        oldest_s=_rounded(queue.oldest_s),
+        oldest_s=queue.oldest_s,
         start_tag=queue.start,
         weight=queue.weight,
         parked=queue.parked,
         in_flight=queue.in_flight,
-        served_cost_per_s=_rounded(served),
-        share=None if served is None or not all_served else _rounded(min(served / all_served, 1.0)),
-        fair_share=_rounded((1.0 if even else queue.weight) / weights) if weights else None,
+        served_cost_per_s=served,
+        share=None if served is None or not all_served else min(served / all_served, 1.0),
+        fair_share=(1.0 if even else queue.weight) / weights if weights else None,
     )
 
 
@@ -468,16 +447,16 @@ def _queued(entry: Entry, position: int | None, start_tag: float | None) -> mode
     return models.Queued(
         **_request(entry),
         position=position,
-        deadline_in_s=_rounded(entry.deadline_in_s),
+        deadline_in_s=entry.deadline_in_s,
         overdue=entry.overdue,
-        overdue_in_s=_rounded(entry.overdue_in_s),
+        overdue_in_s=entry.overdue_in_s,
         score=None
         if score is None
         else models.Score(
-            wait=_rounded(score.wait),
-            criticality=_rounded(score.criticality),
-            rate=_rounded(score.rate),
-            total=_rounded(score.wait + score.criticality + score.rate),
+            wait=score.wait,
+            criticality=score.criticality,
+            rate=score.rate,
+            total=score.wait + score.criticality + score.rate,
         ),
         start_tag=start_tag,
     )
@@ -489,17 +468,12 @@ def _placed(entry: Entry) -> dict[str, Any]:
 
 
 def _request(entry: Entry) -> dict[str, Any]:
+    names = ("id", "state", "flow", "model", "criticality", "cost", "owner")
     return {
-        "id": entry.id,
-        "state": entry.state,
-        "flow": entry.flow,
+        **{name: getattr(entry, name) for name in names},
         "band": BAND_NAMES[entry.band],
         "workload": entry.workload or None,
-        "model": entry.model,
-        "criticality": entry.criticality,
-        "cost": entry.cost,
-        "age_s": _rounded(entry.age_s),
-        "owner": entry.owner,
+        "age_s": round(entry.age_s, 6),
     }
 
 
