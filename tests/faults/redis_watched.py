@@ -79,5 +79,5 @@ def _sentinel(binary: str, folder: Path, primary: int, silence_ms: int) -> Itera
 
 def _sees_all(sentinel: Server) -> bool:
     flat = [text.decode() for text in sentinel.ask("SENTINEL", "MASTER", SERVICE)]
-    told = dict(zip(flat[::2], flat[1::2], strict=True))
-    return (told["num-slaves"], told["num-other-sentinels"], told["flags"]) == ("1", "2", "master")
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    return (fields["num-slaves"], fields["num-other-sentinels"], fields["flags"]) == ("1", "2", "master")

@@ -32,20 +32,20 @@ def test_values_are_told_apart_wherever_they_are_cut() -> None:
 @asynccontextmanager
 async def echoing() -> AsyncIterator[tuple[int, list[bytes]]]:
     """A server that says what it hears; its port, and what it has heard."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
-            heard.append(data)
+            received.append(data)
             writer.write(data)
         writer.close()
 
     async with await asyncio.start_server(echo, LOOPBACK, 0) as server:
-        yield server.sockets[0].getsockname()[1], heard
+        yield server.sockets[0].getsockname()[1], received
 
 
 async def test_each_fault_does_what_it_says() -> None:
-    async with echoing() as (port, heard), proxy(port) as between:
+    async with echoing() as (port, received), proxy(port) as between:
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
 
         async def says(text: bytes) -> bytes:
@@ -73,7 +73,7 @@ async def test_each_fault_does_what_it_says() -> None:
         with suppress(ConnectionResetError):
             assert await reader.read(10) == b""
         writer.close()
-        assert heard[-1] == b"four"
+        assert received[-1] == b"four"
         assert (between.lost, between.lose_replies) == (1, 0)
         await until(lambda: between.open == 0)
         # Vanished: nothing arrives, and nothing is closed
@@ -83,7 +83,7 @@ async def test_each_fault_does_what_it_says() -> None:
         silent = asyncio.create_task(says(b"six"))
         await asyncio.sleep(0.05)
         assert not silent.done()
-        assert (heard[-1], between.open) == (b"five", 1)
+        assert (received[-1], between.open) == (b"five", 1)
         between.cut()
         await until(silent.done)
         assert silent.exception() is not None
@@ -97,7 +97,7 @@ async def test_each_fault_does_what_it_says() -> None:
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
         old[1].write(b"lost")
         assert await says(b"eight") == b"eight"
-        assert b"lost" not in heard
+        assert b"lost" not in received
         assert between.open == before + 2
         old[1].close()
         writer.close()
@@ -105,19 +105,19 @@ async def test_each_fault_does_what_it_says() -> None:
 
 async def test_only_a_scripts_reply_is_lost_and_only_after_those_it_is_to_spare() -> None:
     call, ping = b"*2\r\n$5\r\nFCALL\r\n$1\r\nx\r\n", b"*1\r\n$4\r\nPING\r\n"
-    async with echoing() as (port, heard), proxy(port) as between:
+    async with echoing() as (port, received), proxy(port) as between:
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
-        # Given one script's reply to lose, behind two others
+        # The third script reply is to be lost.
         between.lose_script_replies, between.spared = 1, 2
-        # When scripts and other commands are asked by turns, then two scripts are answered, and all others
+        # Scripts and other commands alternate: the first two scripts are answered, and every other command.
         for command in (ping, call, ping, call, ping):
             writer.write(command)
             assert await reader.readexactly(len(command)) == command
-        # And the third has run, and its connection is cut
+        # The third script has run, and its connection is cut.
         writer.write(call)
         with suppress(ConnectionError):
             assert await reader.read(100) == b""
-        assert heard.count(call) == 3
+        assert received.count(call) == 3
         assert (between.lost, between.lose_script_replies) == (1, 0)
         writer.close()
 
@@ -133,20 +133,20 @@ async def test_a_proxy_of_its_own_process_is_told_what_to_do() -> None:
         try:
             assert child.stdout is not None
             ports: dict[str, int] = json.loads(await child.stdout.readline())
-            told, control = await asyncio.open_connection(LOOPBACK, ports["control"])
+            answers, control = await asyncio.open_connection(LOOPBACK, ports["control"])
 
-            async def tell(line: bytes) -> dict[str, Any]:
+            async def set_value(line: bytes) -> dict[str, Any]:
                 control.write(line + b"\n")
-                values: dict[str, Any] = json.loads(await told.readline())
+                values: dict[str, Any] = json.loads(await answers.readline())
                 return values
 
-            # When it is told, then it says what holds, and does it
-            assert (await tell(b"delay_s 0.01"))["delay_s"] == 0.01
+            # It applies each setting and answers with all of them.
+            assert (await set_value(b"delay_s 0.01"))["delay_s"] == 0.01
             reader, writer = await asyncio.open_connection(LOOPBACK, ports["port"])
             writer.write(b"hello")
             assert await reader.readexactly(5) == b"hello"
-            assert (await tell(b"lose_replies 1"))["open"] == 1
-            assert (await tell(b"cut"))["connections"] == 1
+            assert (await set_value(b"lose_replies 1"))["open"] == 1
+            assert (await set_value(b"cut"))["connections"] == 1
             writer.close()
             control.close()
         finally:

@@ -57,13 +57,12 @@ def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
 
 
 async def test_every_function_runs_as_that_user(redis7: Server, restricted: str, pool: str) -> None:
-    # Given two replicas, of which one is that user
     redis7.ask("CONFIG", "RESETSTAT")
     async with running(redis7.url, pool, "a", "b", through={"a": restricted}, silence_s=5.0) as it:
-        # When it does everything there is to do, then nothing is denied
+        # Nothing that it does is denied.
         await use_everything(it, it.replicas[0].store)
         assert denied(redis7) == []
-    # And each command of the scripts was among it
+    # That included every command of the scripts.
     ran = {line.removeprefix("cmdstat_") for line in redis7.info("commandstats")}
     assert of_the_scripts() <= ran
 
@@ -73,8 +72,8 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
 ) -> None:
     through = dict.fromkeys("ab", restricted)
     async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, silence_s=5.0) as it:
-        # Given replicas that listen, scrape and route as that user too
-        feed = RouteStream(
+        # The replicas listen, scrape and route as that user too.
+        route_stream = RouteStream(
             restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
         )
         readings = MetricsChannel(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
@@ -83,12 +82,12 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
             listen(restricted, it.keys.wake(each.name), each.on_notification) for each in it.replicas
         ]
         following = readings.follow(lambda *_: None, on_link=lambda: links.append(1))
-        async with beside(*background, feed.run(), following):
-            # When they serve, then nothing is denied
+        async with beside(*background, route_stream.run(), following):
+            # They serve, and nothing is denied.
             async with loaded(it) as load:
                 await load.served_more(100)
-            feed.add_completion("e", 1.0)
-            await feed.caught_up()
+            route_stream.add_completion("e", 1.0)
+            await route_stream.caught_up()
             await until(lambda: redis7.ask("EXISTS", it.keys.routes))
             await until(lambda: links)
             await readings.publish({})
@@ -97,7 +96,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)
-        # And the auditor may read what was decided
+        # The auditor may read the decision log.
         with LogStream(restricted.replace(PICKER[0], AUDITOR[0], 1), pool) as log:
             assert sum(len(page.entries) for page in log.pages()) >= 100
             assert log.settings_throughout() is None
@@ -107,7 +106,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
 async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
     redis7: Server, restricted: str, pool: str
 ) -> None:
-    # Given the user of an earlier page
+    # The user that an earlier page documents.
     redis7.ask("ACL", "SETUSER", PICKER[0], "-get", "-set", "-pttl")
     through = {"a": restricted}
     async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
@@ -115,7 +114,7 @@ async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
         assert (await b.admit("runs")).what == "placed"
         for number in range(9):
             await b.admit(f"q{number}", flow=f"f{number}")
-        # Then he is told of all lanes nevertheless
+        # It still gets all flow queues.
         found = await a.store.survey.lanes(100)
         assert len(found.lanes.lanes) == 9
         assert denied(redis7) == [b"set"]

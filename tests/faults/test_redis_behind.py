@@ -46,19 +46,19 @@ async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str)
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
-            # Given four in flight and one that waits
+            # Four are in flight and one waits.
             for number in range(UPPER):
                 await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
             waits = tasks.create_task(b.gate.admit(ask("waits"), stream_owned=True))
             await until(lambda: _queued(it, 1))
             past = Past(redis7, it)
-            # When one ends, the one that waits gets its place, and another comes; and then it never was
+            # One ends, the waiting one is placed and another arrives; then the new primary has none of it.
             a.gate.settle(ended("runs0"))
             await waits
             lost = tasks.create_task(a.gate.admit(ask("lost"), stream_owned=True))
             await until(lambda: _queued(it, 1))
             past.return_to()
-            # Then what was forgotten is queued again, and what runs is counted: nothing goes beside it
+            # What was lost is queued again, what runs is counted, and nothing is admitted beyond it.
             async with asyncio.timeout(LEASE_S + 5):
                 await until(lambda: _queued(it, 2))
                 assert not lost.done()
@@ -67,7 +67,6 @@ async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str)
                 await lost
         b.gate.settle(ended("waits"))
         a.gate.settle(ended("lost"))
-        # And in the end all counts are exactly 0
         await rests_within_a_lease(it)
 
 
@@ -77,20 +76,20 @@ async def test_what_runs_unseen_is_counted_again_and_no_more_is_admitted_than_wa
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         past = Past(redis7, it)
-        # Given a full stock, of which the server that takes over knows nothing
+        # The stock is full, and the server that takes over knows nothing of it.
         for number in range(UPPER):
             await a.gate.admit(ask(f"old{number}"), stream_owned=True)
         past.return_to()
-        # When as many and more come
+        # More requests arrive than fit.
         more = [
             asyncio.create_task(b.gate.admit(ask(f"new{i}"), stream_owned=True)) for i in range(3 * UPPER)
         ]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
-        # Then all that run are counted, and they are at most twice the bound
+        # All that run are counted, at most twice the bound.
         placed = [task for task in more if task.done()]
         assert len(placed) <= UPPER
         assert (await it.counts())[0] == UPPER + len(placed)
-        # And whoever waited is served in the end
+        # Every waiting request is served in the end.
         for number in range(UPPER):
             a.gate.settle(ended(f"old{number}"))
         for number, task in enumerate(more):
@@ -100,16 +99,15 @@ async def test_what_runs_unseen_is_counted_again_and_no_more_is_admitted_than_wa
 
 
 async def test_over_admission_is_at_most_what_was_forgotten(redis7: Server, pool: str) -> None:
-    # Given a fleet under load
     async with running(redis7.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it, clients=40) as load:
             for _ in range(3):
                 await load.served_more(50)
                 past = Past(redis7, it)
                 await load.served_more(30)
-                # When the last writes are lost, again and again
+                # The last writes are lost, again and again.
                 past.return_to()
-        # Then every request had its answer; what ran at such a moment may have been unknown for a heartbeat
+        # Every request is answered. What ran at such a moment may be unknown for a heartbeat.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
 

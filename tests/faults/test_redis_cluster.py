@@ -22,7 +22,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
-    # Given a pool for each primary, with a fleet of its own, told of one node only
+    # A pool for each primary, each with a fleet that knows one node only.
     pools = await asyncio.to_thread(cluster.pools)
     url = f"redis+cluster://127.0.0.1:{cluster.servers[4].port}"
     async with AsyncExitStack() as stack:
@@ -30,14 +30,13 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
             await stack.enter_async_context(running(url, pool, "a", "b", joined=JOINED, listening=True))
             for pool in pools
         ]
-        # When all are under load
         for fleet in fleets:
             async with loaded(fleet) as load:
                 await load.served_more(50)
             assert load.refused == 0
             assert load.highest == UPPER
             await rests_within_a_lease(fleet)
-        # Then each pool is on its owner and nowhere else, and each owner has the library
+        # Each pool is on its owner alone, and each owner has the library.
         for pool, fleet in zip(pools, fleets, strict=True):
             owner = await asyncio.to_thread(cluster.owner, pool)
             assert owner is not None
@@ -46,18 +45,17 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
 
 
 async def test_an_owner_that_hands_over_costs_no_client_an_error(cluster: Cluster, pool: str) -> None:
-    # Given a fleet under load
     async with running(cluster.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(100)
             owner = cluster.owner(pool)
             assert owner is not None
             heir = next(server for server in cluster.servers if _follows(server, owner))
-            # When its replica takes over in order (CLUSTER FAILOVER), so that the owner answers MOVED
+            # Its replica takes over in order (CLUSTER FAILOVER), so that the former owner answers MOVED.
             await asyncio.to_thread(heir.ask, "CLUSTER", "FAILOVER")
             await until(lambda: _moved_from(cluster, pool, owner), REPLACED_S)
             await load.served_more(200)
-        # Then nothing was lost, and nobody noticed
+        # Nothing is lost, and no client notices.
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)

@@ -31,10 +31,10 @@ def url_of(between: Proxy) -> str:
 
 
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
-    # Given a fleet whose every reply takes 50 ms more
+    # Every reply of Redis takes 50 ms more.
     between.delay_s = 0.05
     async with running(url_of(between), pool, "a", "b", joined=JOINED, listening=True) as it:
-        # When it is under load, then nobody is refused and no bound is passed
+        # Under load nobody is refused and the bound is kept.
         async with loaded(it) as load:
             await load.served_more(100)
         assert load.refused == 0
@@ -44,7 +44,7 @@ async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool:
 
 
 async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: Proxy, pool: str) -> None:
-    # Given a replica whose connections stand still, longer than they may be silent
+    # A replica's connections stall for longer than `redis.silence`.
     through = {"a": url_of(between)}
     async with running(
         redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
@@ -59,7 +59,7 @@ async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: 
                 await until(lambda lost=lost: len(a.lost) > lost)
                 between.stalled = False
             await load.served_more(20)
-        # Then that is proven silence each time; what came late has taken no more than its lease
+        # Each time the silence is proven; a late message has taken no more than its lease.
         assert set(a.lost) == {"silence"}
         assert load.highest <= UPPER
         await rests_within_a_lease(it)
@@ -67,12 +67,11 @@ async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: 
 
 
 async def test_lost_wake_ups_cost_nobody_its_turn(between: Proxy, pool: str) -> None:
-    # Given replicas that never hear a wake-up
+    # No wake-up reaches the replicas.
     between.drop_messages = True
     async with running(url_of(between), pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(200)
-        # Then each request had its turn, by reply or by heartbeat
         assert between.dropped > 0
         assert load.refused == 0
         assert load.highest == UPPER
@@ -83,7 +82,7 @@ async def test_lost_wake_ups_cost_nobody_its_turn(between: Proxy, pool: str) -> 
 async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     between: Proxy, pool: str
 ) -> None:
-    # Given a replica that does nothing but wait, hears no wake-up, and beats twice a minute
+    # A replica only waits, gets no wake-up, and sends a heartbeat twice a minute.
     between.drop_messages = True
     slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
     async with running(url_of(between), pool, "a", "b", joined=slow, listening=True) as it:
@@ -92,7 +91,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
             await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
         waiting = asyncio.create_task(b.gate.admit(ask("waits"), stream_owned=True))
         await until(lambda: _queued(it, 1))
-        # When room is made, then it gets its place though nobody could tell it
+        # When there is room, the request is placed though nothing wakes the replica.
         a.gate.settle(ended("runs0"))
         async with asyncio.timeout(15):
             await waiting
@@ -107,12 +106,11 @@ async def test_a_primary_that_takes_no_writes_is_asked_again_until_it_does(redis
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(20)
-            # Given a server that becomes the replica of one that is not there
             await asyncio.to_thread(redis7.ask, "REPLICAOF", LOOPBACK, "1")
-            # When it is asked, then callers are told in time
+            # Calls fail in time.
             await until(lambda: load.refused > 0)
             assert any("READONLY" in (each.store.fault or "") for each in it.replicas)
-            # And when it takes writes again, then all goes on
+            # When it takes writes again, everything goes on.
             await asyncio.to_thread(redis7.ask, "REPLICAOF", "NO", "ONE")
             await load.served_more(50)
         assert load.highest == UPPER
@@ -121,7 +119,7 @@ async def test_a_primary_that_takes_no_writes_is_asked_again_until_it_does(redis
 
 
 async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, between: Proxy, pool: str) -> None:
-    # Given a replica under load whose connection says nothing more and is not closed
+    # A replica under load whose connection is half-open.
     through = {"a": url_of(between)}
     async with running(
         redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
@@ -130,7 +128,7 @@ async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, betwee
             await load.served_more(50)
             made = between.connections
             between.vanished = True
-            # When it asks, then it is told in time, and looks for another connection
+            # Its calls fail in time, and it connects again.
             with pytest.raises(StateUnavailable):
                 await it.replicas[0].store.tuned()
             await until(lambda: between.connections > made + 1)
@@ -145,14 +143,14 @@ async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, betwee
 async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
-    # Given a replica whose connection says nothing more, while new ones work
+    # A replica whose connection is half-open, while new ones work.
     through = {"a": url_of(between)}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         await a.admit("before")
         lives = a.store.lives
         between.strand()
-        # When it asks, then it has its answer long before Redis would be given up
+        # It has its answer long before the silence would be proven.
         async with asyncio.timeout(PATIENT_S):
             assert (await a.admit("stuck")).what == "placed"
         assert a.store.lives == lives + 1
@@ -164,16 +162,16 @@ async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
 async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
-    # Given a replica whose connection breaks, and a proxy before a dead server
+    # A replica whose connection breaks, behind a proxy of a dead server.
     through = {"a": url_of(between)}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         between.refusing = True
         between.cut()
-        # When it connects, though nobody asks anything, then Redis is away at once
+        # Redis is away at once, though there is no call.
         await until(lambda: a.lost)
         assert set(a.lost) == {"refused"}
-        # And back when somebody answers
+        # It is back once a server answers.
         between.refusing = False
         await until(lambda: a.store.fault is None)
         assert (await a.admit("r")).what == "placed"
@@ -184,17 +182,16 @@ async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
 async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
-    # Given a replica whose Redis stands still, on old connections and new ones
+    # Redis stalls on old connections and new ones.
     through = {"a": url_of(between)}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         made, between.stalled = between.connections, True
         asked = asyncio.create_task(a.admit("r"))
-        # When it is probed, and goes on
         await until(lambda: between.connections > made)
         assert not asked.done()
         between.stalled = False
-        # Then who asked has the answer, and Redis was never given up
+        # The caller has its answer, and Redis was never away.
         assert (await asked).what == "placed"
         assert (a.lost, a.store.fault) == ([], None)
         await a.settle("r")
@@ -204,29 +201,26 @@ async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
 async def test_a_subscriber_whose_server_vanished_subscribes_anew(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
-    # Given one who listens for wake-ups
-    heard: list[str] = []
+    received: list[str] = []
     channel = Keys.of(pool).wake("a")
     listening = asyncio.create_task(
-        listen(url_of(between), channel, lambda what, request: heard.append(request), check_s=SHORT_S)
+        listen(url_of(between), channel, lambda what, request: received.append(request), check_s=SHORT_S)
     )
     await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
-    await until(lambda: heard == ["one"])
-    # When its server vanishes without a word, then it connects again
+    await until(lambda: received == ["one"])
     between.vanished = True
     made = between.connections
     await until(lambda: between.connections > made)
-    # And hears again once there is somebody to hear
+    # It gets messages again once it has connected.
     between.vanished = False
     between.cut()
-    await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and heard[-1] == "two")
+    await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and received[-1] == "two")
     listening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await listening
 
 
 async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
-    # Given a replica that follows what others route and scrape
     url, clock = url_of(between), asyncio.get_running_loop().time
     routes = RouteStream(
         url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
@@ -242,13 +236,12 @@ async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool:
         ]
         await routes.caught_up()
         await until(lambda: links)
-        # When their server vanishes, then each looks for it again
+        # Their server vanishes, and each connects again.
         made = between.connections
         between.vanished = True
         await until(lambda: between.connections >= made + 2)
         with pytest.raises(StateUnavailable):
             await readings.publish({})
-        # And finds it
         known = len(links)
         between.vanished = False
         between.cut()

@@ -32,15 +32,15 @@ async def _logged(fleet: Fleet, count: int) -> bool:
 
 async def test_no_call_waits_for_the_answer_to_the_one_before(far: Fleet, between: Proxy) -> None:
     (a,) = far.replicas
-    # Given a server whose answers do not come for now
+    # The server's answers are delayed.
     between.delay_s = NEVER_S
     calls: list[asyncio.Future[object]] = []
     for number in range(1, 5):
-        # When one call after the other is made, then each is done though none is answered
+        # Each call is sent though none is answered.
         calls.append(asyncio.ensure_future(a.admit(f"r{number}")))
         await until(lambda number=number: _logged(far, number))
     assert not any(call.done() for call in calls)
-    # And when the connection is lost with all of them, then each has its answer over a new one, and once
+    # The connection is lost with all of them: each is answered over a new one, and once.
     between.delay_s = 0.0
     between.cut()
     async with asyncio.timeout(PATIENT_S):
@@ -54,18 +54,18 @@ async def test_no_call_waits_for_the_answer_to_the_one_before(far: Fleet, betwee
 
 async def test_an_end_stands_though_the_message_before_it_was_forgotten(far: Fleet, between: Proxy) -> None:
     (a,) = far.replicas
-    # Given a server that forgets the library between two messages that are under way
+    # The server loses the library between two messages in flight.
     between.delay_s = 4.0
     first = asyncio.ensure_future(a.admit("first"))
     await until(lambda: _logged(far, 1))
     await far.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
     await until(lambda: len(a.store._link._under_way) > 1)
-    # When an end of the second one's is sent behind it
+    # The end of the second message's request is sent behind it.
     await first
     end = a.store.cancel("second", 1, "cancelled")
     await asyncio.gather(second, end)
-    # Then the end has the last word, though what it ends came twice
+    # The end takes effect last, though the request was sent twice.
     between.delay_s = 0.0
     await a.settle("first")
     assert await far.at_rest()

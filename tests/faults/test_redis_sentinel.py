@@ -10,17 +10,16 @@ from script_fleet import running, until
 
 
 async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:
-    # Given a fleet under load on a watched Redis
+    # A fleet under load on a Redis with Sentinels.
     with watched(tmp_path, silence_ms=PATIENT_MS) as redis:
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True) as it:
             async with loaded(it) as load:
                 await load.served_more(50)
                 former = redis.primary()
-                # When an operator has the Sentinels change the primary, which lives on
+                # The Sentinels change the primary, which stays up.
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
                 await until(lambda: _is_replaced(redis, former.port), REPLACED_S)
                 await load.served_more(100)
-            # Then it goes on through the new one
             assert load.highest <= 2 * UPPER
             await rests_within_a_lease(it)
             assert redis.primary().ask("EXISTS", it.keys.pool) == 1

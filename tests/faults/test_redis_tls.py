@@ -31,16 +31,15 @@ def url_of(server: Server, folder: Path, more: str = "") -> str:
 
 
 async def test_a_fleet_serves_over_tls(secure: Server, vouched: Path, pool: str) -> None:
-    # Given a fleet that speaks TLS with its Redis
     url = url_of(secure, vouched)
     async with running(url, pool, "a", "b", joined=JOINED, listening=True) as it:
-        # When it serves, then bounds are kept and nobody is refused
+        # Bounds are kept and nobody is refused.
         async with loaded(it) as load:
             await load.served_more(100)
         assert (load.refused, load.highest) == (0, UPPER)
         await rests_within_a_lease(it)
         await it.ledger()
-        # And what was decided can be read
+        # The decision log can be read.
         with LogStream(url, pool) as log:
             assert next(log.pages()).entries
 
@@ -49,9 +48,8 @@ async def test_a_fleet_serves_over_tls(secure: Server, vouched: Path, pool: str)
 async def test_what_is_wrong_with_a_certificate_is_told(
     secure: Server, vouched: Path, pool: str, tmp_path: Path, case: str
 ) -> None:
-    # Given a replica whose TLS does not fit its server's
     other = await asyncio.to_thread(certificate, tmp_path / "other")
-    url, told = {
+    url, error = {
         "unknown authority": (url_of(secure, other), "certificate verify failed"),
         "no certificate": (
             f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs={vouched}/cert.pem", "certificate required"
@@ -60,8 +58,7 @@ async def test_what_is_wrong_with_a_certificate_is_told(
     }[case]  # fmt: skip
     replica = Replica(url, pool, "a", silence_s=2.0)
     running = asyncio.create_task(replica.store.run())
-    # When it tries, then it says what is wrong
-    await until(lambda: told in (replica.store.fault or ""))
+    await until(lambda: error in (replica.store.fault or ""))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -70,7 +67,7 @@ async def test_what_is_wrong_with_a_certificate_is_told(
 async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_match(
     secure: Server, vouched: Path, pool: str
 ) -> None:
-    # Given a certificate for an address, and a URL that says a name
+    # The certificate is for an address, and the URL has a name.
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
     replica = Replica(named, pool, "a", silence_s=2.0)
     running_task = asyncio.create_task(replica.store.run())
@@ -78,7 +75,7 @@ async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_m
     running_task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running_task
-    # When the name need not match, then it serves
+    # With ssl_check_hostname off it serves.
     unchecked = named + "&ssl_check_hostname=false"
     async with running(unchecked, pool, "b") as it:
         assert (await it.replicas[0].admit("r")).what == "placed"

@@ -24,26 +24,26 @@ class BegunUp:
     """A running `picker up`: of `subprocess.Popen` as much as a fleet of tests needs."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        said, says = os.pipe()
-        told, tells = os.pipe()
+        output_in, output_out = os.pipe()
+        status_in, status_out = os.pipe()
         ask = json.dumps([list(arguments), dict(environment)]).encode()
-        socket.send_fds(_nursery(), [ask], [says, tells])
-        os.close(says)
-        os.close(tells)
-        self.stdout: IO[str] = open(said, encoding="utf-8")  # noqa: SIM115 - closed by its user
-        self._told = open(told, encoding="ascii")  # noqa: SIM115 - closed with its last line
-        self.pid = int(self._told.readline())
+        socket.send_fds(_nursery(), [ask], [output_out, status_out])
+        os.close(output_out)
+        os.close(status_out)
+        self.stdout: IO[str] = open(output_in, encoding="utf-8")  # noqa: SIM115 - closed by its user
+        self._status_in = open(status_in, encoding="ascii")  # noqa: SIM115 - closed with its last line
+        self.pid = int(self._status_in.readline())
         self._status: int | None = None
 
     def poll(self) -> int | None:
         """Its exit status (minus the signal that ended it); None while it runs."""
-        if self._status is None and select.select([self._told], [], [], 0)[0]:
+        if self._status is None and select.select([self._status_in], [], [], 0)[0]:
             self._end()
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status. Raises subprocess.TimeoutExpired."""
-        if self._status is None and not select.select([self._told], [], [], timeout)[0]:
+        if self._status is None and not select.select([self._status_in], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("picker up", timeout or 0)
         return self._status if self._status is not None else self._end()
 
@@ -55,8 +55,8 @@ class BegunUp:
         self.send_signal(signal.SIGKILL)
 
     def _end(self) -> int:
-        self._status = int(self._told.readline())
-        self._told.close()
+        self._status = int(self._status_in.readline())
+        self._status_in.close()
         return self._status
 
 
@@ -100,27 +100,27 @@ def _serve(asked: socket.socket) -> None:
             os.close(fd)
 
 
-def _keep(arguments: list[str], environment: dict[str, str], says: int, tells: int) -> NoReturn:
+def _keep(arguments: list[str], environment: dict[str, str], output_out: int, status_out: int) -> NoReturn:
     """Run a fleet; tell its process id, and when it has ended its status."""
     import begun_part
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
-        os.close(tells)
-        begun_part.become(lambda: _say_to(says), ["up", *arguments], environment)
-    os.close(says)
+        os.close(status_out)
+        begun_part.become(lambda: _redirect_output(output_out), ["up", *arguments], environment)
+    os.close(output_out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is meant for the fleet
-    os.write(tells, f"{pid}\n".encode())
+    os.write(status_out, f"{pid}\n".encode())
     _, status = os.waitpid(pid, 0)
-    os.write(tells, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os.write(status_out, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
-def _say_to(says: int) -> None:
-    os.dup2(says, 1)
-    os.dup2(says, 2)
-    os.close(says)
+def _redirect_output(output_out: int) -> None:
+    os.dup2(output_out, 1)
+    os.dup2(output_out, 2)
+    os.close(output_out)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
     ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, "stream": True}
     response = await client.post("/v1/completions", json=ask)
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    told = [json.loads(event) for event in events if event != "[DONE]"]
-    pieces = [choice["text"] for event in told for choice in event["choices"] if choice["text"]]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    pieces = [choice["text"] for event in chunks for choice in event["choices"] if choice["text"]]
     whole = response.status_code == 200 and events[-1] == "[DONE]" and len(pieces) == tokens
     return _answer(response, whole)
 
@@ -127,9 +127,9 @@ async def decisions(fleet: Any) -> list[Entry]:
 async def fresh(read: Callable[[], Awaitable[str]]) -> str:
     """A metrics page that was made after this call: each is good for a second, and no two are alike."""
     page = await read()
-    while (later := await read()) == page:
+    while (next_page := await read()) == page:
         pass
-    return later
+    return next_page
 
 
 async def metric(fleet: Any, name: str, replica: int) -> float:

@@ -53,17 +53,15 @@ def here(shared_fleet: Any) -> Any:
 
 
 async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
-    # When a scenario is run without saying where
     size = ("--own", "--replicas", "2", "--endpoints", "2")
     status, said = await load("noisy-neighbour", *size, "--duration", "5", "--report", str(tmp_path))
-    # Then it starts a fleet, and the promises are held: those of the log too
+    # It starts a fleet, and the promises are kept, those of the log too.
     found = verdicts(tmp_path)
     assert status == 0, said
     assert {found[name] for name in ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")} == {
         "held"
     }
     assert "broken" not in found.values()
-    # And leaves a page, and no process
     assert "<svg" in (tmp_path / "report.html").read_text()
     mine = [
         child for child in psutil.Process().children(recursive=True) if "picker-load-" in str(child.cmdline())
@@ -72,9 +70,7 @@ async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_replicas_are_killed_and_nobody_notices(tmp_path: Path) -> None:
-    # When replicas are killed at random moments under load
     status, said = await load("replica-crash", "--duration", "6", "--report", str(tmp_path))
-    # Then that happened, and every request was served
     found = verdicts(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["faults"]["kills"]
@@ -84,17 +80,16 @@ async def test_replicas_are_killed_and_nobody_notices(tmp_path: Path) -> None:
 
 
 async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
-    # Given a running fleet
-    # When it is asked for first tokens sooner than its model servers can give them
+    # The objective asks for first tokens sooner than the model servers can give them.
     where = ("--state-file", str(here.state_file), "--duration", "3", "--report", str(tmp_path))
     status, said = await load("steady", *where, "--slo-ttft", "0.005")
-    # Then that promise is broken and named, with what was measured
+    # The broken promise is named, with what was measured.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
     found = verdicts(tmp_path)
     assert found["slo-ttft"] == "broken"
     assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
-    # And without the objective the same load breaks nothing
+    # Without the objective the same load breaks nothing.
     status, said = await load("steady", *where)
     assert status == 0, said
 
@@ -108,17 +103,16 @@ async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(here: An
 
 
 async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
-    # Given a load under way that would go on for minutes
+    # A load that would go on for minutes.
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
     process = await started("picker_fleet.cli", "load", "steady", *where)
     assert process.stdout is not None
     async with asyncio.timeout(END_S):
         while b"served 0" in (line := await process.stdout.readline()) or b" sent " not in line:
             assert line, "it ended by itself"
-    # When it is interrupted
     process.send_signal(signal.SIGINT)
     status, said = await ended(process)
-    # Then there is a report of what there was
+    # There is a report of what was sent.
     assert status == 130, said
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["interrupted"] is True
@@ -127,15 +121,14 @@ async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> Non
 
 
 async def test_the_same_scenarios_in_locust(here: Any, tmp_path: Path) -> None:
-    # Given a running fleet
-    # When Locust plays two of the scenarios against it for some seconds, with its own page switched off
+    # Locust runs two of the scenarios for some seconds, without its own page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     process = await started(
         *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
         *("-u", "8", "-r", "8", "-t", "6s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
     )
     status, said = await ended(process)
-    # Then requests of both were served, none failed, and the first bytes were timed
+    # Requests of both are served, none fails, and the first bytes are timed.
     assert status == 0, said
     with (tmp_path / "stats_stats.csv").open() as file_of_stats:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file_of_stats)}

@@ -33,9 +33,7 @@ def small(shared_fleet: Any) -> Any:
 
 
 async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
-    # Given a ready fleet, When its state file is read
     state = any_mode.state
-    # Then it has the parts that were asked for, each alive, each answering
     assert len(state["replicas"]) == 3
     assert len(state["endpoints"]) == 4
     for part in (*state["replicas"], *state["endpoints"]):
@@ -50,48 +48,42 @@ async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
 
 
 async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -> None:
-    # Given a ready fleet, When its state file and a replica say where Redis is
-    told = (await any_mode.admin("/api/v1/config")).json()["config"]["redis"]["url"]
-    # Then the file names a port, for whoever comes, and the replica a socket of the same server
+    url = (await any_mode.admin("/api/v1/config")).json()["config"]["redis"]["url"]
+    # The file names a port, and the replica uses a socket of the same server.
     assert any_mode.state["redis"].startswith("redis://127.0.0.1:")
-    assert told.startswith("unix:///")
-    async with any_mode.redis() as there, primary.client(told, "default") as here:
+    assert url.startswith("unix:///")
+    async with any_mode.redis() as there, primary.client(url, "default") as here:
         assert (await here.info("server"))["run_id"] == (await there.info("server"))["run_id"]
 
 
 def test_a_folder_too_deep_for_a_socket_leaves_the_port(tmp_path: Path) -> None:
-    # Given a folder whose path the kernel takes for no socket, When a Valkey is to run in it
     valkey = Valkey(tmp_path / ("deep" * 30))
-    # Then its replicas ask it by its port
     assert valkey.socket_url == valkey.url
     assert "--unixsocket" not in valkey.command()
 
 
 def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
-    # Given a ready fleet
     output = any_mode.output
-    # Then each part said that it is ready
+    # Each part has a line that it is ready.
     names = [line.split()[1] for line in output.splitlines() if line.startswith("ready ")]
     replicas = [f"replica-{number}" for number in (1, 2, 3)]
     endpoints = [f"endpoint-{number}" for number in (1, 2, 3, 4)]
     assert sorted(names) == sorted(["valkey", *endpoints, *replicas, "envoy"])
     assert f"dashboard: {any_mode.state['replicas'][0]['admin']}" in output
-    # And the curl it prints works as it is
+    # The curl that it prints works.
     command = next(line.strip() for line in output.splitlines() if line.strip().startswith("curl "))
     said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert '"text_completion"' in said.stdout
 
 
 async def test_http_client_gets_a_completion(any_mode: Any) -> None:
-    # When a completion is asked for through Envoy
     async with any_mode.client() as client:
         answer = await client.post("/v1/completions", json=ASK)
-    # Then it is a whole one, from an endpoint of the fleet
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 8
     addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
     assert answer.headers["x-served-by"] in addresses
-    # And header and metadata name the same endpoints, the one that served first
+    # Header and metadata name the same endpoints, the one that served first.
     assert answer.headers["x-picker-header"] == answer.headers["x-picker-endpoint"]
     picked = answer.headers["x-picker-header"].split(",")
     assert picked[0] == answer.headers["x-picker-served"] == answer.headers["x-served-by"]
@@ -130,7 +122,7 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
 async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int) -> None:
-    # When a request comes whole and in pieces, with its length and without, and with trailers
+    # Whole and in pieces, with its length and without, and with trailers.
     answers = [
         await asked(any_mode.url, words, pieces, sized=sized, trailer=trailer)
         for pieces, sized, trailer in (
@@ -140,7 +132,7 @@ async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int)
             (3, False, True),
         )
     ]
-    # Then each time the model server has read the same prompt
+    # The model server has read the same prompt each time.
     assert [status for status, _ in answers] == [200] * 4
     assert len({said["usage"]["prompt_tokens"] for _, said in answers}) == 1
     assert answers[0][1]["usage"]["prompt_tokens"] >= words
@@ -148,7 +140,6 @@ async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int)
 
 async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:
     async with any_mode.openai() as client:
-        # When the official client asks for a chat, and for one that streams
         messages: Any = [{"role": "user", "content": "Hello"}]
         whole = await client.chat.completions.create(model="llama", messages=messages, max_tokens=8)
         stream = await client.chat.completions.create(
@@ -159,7 +150,7 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
             stream_options={"include_usage": True},
         )
         chunks = [chunk async for chunk in stream]
-    # Then both say the same, and both tell their usage
+    # Both have the same text, and both their usage.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     usages = [chunk.usage for chunk in chunks if chunk.usage]
     assert whole.choices[0].message.content == text
@@ -169,12 +160,9 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
 
 
 async def test_client_cannot_name_its_request_or_its_endpoint(any_mode: Any) -> None:
-    # Given a client that forges what only Envoy and the picker may say
     forged = {"x-request-id": "mine", "x-gateway-destination-endpoint": "192.0.2.1:9"}
-    # When it asks, with a body and without
     async with any_mode.client(headers=forged) as client:
         answers = [await client.post("/v1/completions", json=ASK), await client.get("/v1/models")]
-    # Then neither is believed
     addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
     for answer in answers:
         assert answer.status_code == 200
@@ -183,23 +171,18 @@ async def test_client_cannot_name_its_request_or_its_endpoint(any_mode: Any) -> 
 
 
 async def test_large_prompts_pass(any_mode: Any) -> None:
-    # Given a prompt of 400 KB and a long answer
     ask = {"model": "llama", "prompt": "x" * 400_000, "max_tokens": 1000}
-    # When it is asked for
     async with any_mode.client() as client:
         answer = await client.post("/v1/completions", json=ask)
-    # Then it comes back whole
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 1000
 
 
 async def test_replica_that_dies_comes_back(fleet: Any) -> None:
-    # Given a fleet
     own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     before = own.state["replicas"][0]
-    # When a replica is killed
     own.kill_replica(0)
-    # Then it is reported, clients notice nothing, and it comes back where it was
+    # Clients notice nothing, and it comes back at its addresses.
     own.wait_line("DOWN  replica-1    was killed by SIGKILL")
 
     async def back() -> bool:
@@ -221,35 +204,26 @@ async def ready(own: Any, replica: int) -> bool:
 
 
 async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
-    # Given a fleet without restarts
     own = fleet("--replicas", "1", "--endpoints", "2", "--no-restart")
-    # When a simulator is killed
     own.kill_endpoint(0)
-    # Then it is reported and left, and the rest goes on
     own.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
     async with own.client() as client:
         assert (await client.post("/v1/completions", json=ASK)).status_code == 200
 
 
 async def test_terminate_leaves_no_process(fleet: Any) -> None:
-    # Given a fleet
     own = fleet(*SMALL, unaudited="its Valkey ends with it", spawned=True)
     children = own.children()
     assert len(children) == 4  # Valkey, simulator, replica, Envoy
-    # When it is told to end as a service manager does
     own.process.send_signal(signal.SIGTERM)
-    # Then it exits with 0, and no child is left
     assert own.process.wait(30) == 0
     assert not any(child.is_running() for child in children)
 
 
 async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
-    # Given a fleet
     own = fleet(*SMALL, spawned=True)
     children = own.children()
-    # When it gets no chance to stop its children
     own.kill()
-    # Then they end by themselves
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
@@ -264,26 +238,22 @@ async def test_two_fleets_run_side_by_side(small: Any, fleet: Any) -> None:
 
 
 async def test_configured_models_are_served(fleet: Any) -> None:
-    # Given a configuration whose model has another name at the model servers
+    # The model has another name at the model servers.
     own = fleet(
         *SMALL, config={"models": [{"name": "chat", "target_models": [{"name": "chat-v2", "weight": 1}]}]}
     )
-    # When the configured name is asked for
     async with own.client() as client:
         answer = await client.post("/v1/completions", json={**ASK, "model": "chat"})
-    # Then a simulator serves the other
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 8
 
 
 async def test_discovery_of_the_configuration_with_no_simulators(small: Any, fleet: Any) -> None:
-    # Given a fleet whose model server another fleet runs
+    # The model server is another fleet's.
     address = small.state["endpoints"][0]["address"]
-    # When a fleet without simulators discovers it by its configuration
     own = fleet(
         *("--replicas", "1", "--endpoints", "0"), config={"discovery": {"static": [{"address": address}]}}
     )
-    # Then requests go there
     assert own.state["endpoints"] == []
 
     async def served() -> str | None:

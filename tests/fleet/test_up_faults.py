@@ -61,12 +61,11 @@ def up_port() -> int:
 
 
 def test_part_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    # Given models that a simulator cannot serve together: a comma parts names
+    # A simulator cannot serve these models: a comma separates names.
     config = tmp_path / "picker.yaml"
     config.write_text("models: [{name: a}, {name: 'a,b'}]\n")
-    # When the fleet is started on it
     said = up(*SMALL, "--port", "0", "--config", str(config), temporary=tmp_path)
-    # Then it fails, names the part, shows its last words and says where its log is
+    # It names the part, shows the end of its log and says where the log is.
     first, *tail, last = said.stderr.splitlines()
     assert said.returncode == 1
     assert first == "endpoint-1: exited with 1 before the fleet was ready"
@@ -77,13 +76,12 @@ def test_part_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> Non
 
 
 def test_replica_without_its_first_list_of_endpoints_is_named(tmp_path: Path) -> None:
-    # Given a discovery file that is not there, which a replica finds out once it listens
+    # A replica reads the missing discovery file once it listens.
     config = tmp_path / "picker.yaml"
     config.write_text(f"discovery: {{file: {tmp_path}/none.yaml}}\n")
-    # When the fleet is started on it
     options = ("--replicas", "1", "--endpoints", "0", "--port", "0", "--config", str(config))
     said = up(*options, temporary=tmp_path)
-    # Then the replica's own words are what the user sees
+    # The user sees the replica's own error.
     assert said.returncode == 1
     assert said.stderr.startswith("replica-1: exited with 1 before the fleet was ready")
     assert "none.yaml: cannot be read" in said.stderr

@@ -39,8 +39,8 @@ def answer(source: str, number: int = 0, **fields: Any) -> Answer:
 
 def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
     """Refused at once because the queue is full."""
-    told = {"status": 503, "reason": "rejected-saturated", "retry_after_s": 2.0, "tokens": None}
-    return answer(source, number, **{**told, "first_s": 0.01, "last_s": 0.01, **fields})
+    refused = {"status": 503, "reason": "rejected-saturated", "retry_after_s": 2.0, "tokens": None}
+    return answer(source, number, **{**refused, "first_s": 0.01, "last_s": 0.01, **fields})
 
 
 def sample(at_s: float, **fields: Any) -> Sample:

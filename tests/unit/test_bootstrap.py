@@ -65,12 +65,9 @@ def validate(file: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_real_envoy_takes_it(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
-    # Given the bootstrap of a mode
     file = tmp_path / "envoy.yaml"
     file.write_text(to_yaml(built(mode, debug_headers=debug_headers)))
-    # When the real Envoy validates it
     said = validate(file)
-    # Then it is content
     assert said.returncode == 0, said.stderr
     assert "OK" in said.stdout
 
@@ -110,15 +107,13 @@ def test_each_mode_sends_the_picker_its_part(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pool_follows_the_fleet_and_the_picker_s_order(mode: Mode) -> None:
-    # Given any mode, also `standard`
     pool = cluster(built(mode), "pool")
-    # Then the endpoints come from the replicas, which are a cluster of their own that needs no discovery
+    # The endpoints come from the replicas, whose own cluster needs no discovery.
     source = pool["edsClusterConfig"]["edsConfig"]["apiConfigSource"]
     assert pool["type"] == "EDS"
     assert source["apiType"] == "GRPC"
     assert source["grpcServices"][0]["envoyGrpc"]["clusterName"] == "picker"
     assert cluster(built(mode), "picker")["type"] == "STATIC"
-    # And the header's list decides
     policy = pool["loadBalancingPolicy"]["policies"][0]["typedExtensionConfig"]["typedConfig"]
     assert policy["overrideHostSources"] == [{"header": "x-gateway-destination-endpoint"}]
 
@@ -168,26 +163,22 @@ def test_only_what_stands_still_ends(mode: Mode) -> None:
     waits_s = 30 if mode == "headers" else 7200
     assert manager(tree)["requestTimeout"] == f"{waits_s + 60}s"
     assert manager(tree)["streamIdleTimeout"] == f"{max(3600, waits_s + 60)}s"
-    # And what a client only begins to send ends soon
+    # A half-sent request ends soon.
     assert manager(tree)["requestHeadersTimeout"] == "10s"
     assert manager(tree)["commonHttpProtocolOptions"] == {"idleTimeout": "120s"}
 
 
 def test_headers_mode_waits_for_the_picker_longer_than_a_request_may_queue() -> None:
-    # Given that Envoy waits an hour for the picker's answer, its longest
     assert http_filter(built("headers"), "ext_proc")["messageTimeout"] == "3600s"
-    # When requests may queue for longer
     settings = {"fair_request_queue": {"queue_ttl": "2h"}}
-    # Then that is refused where it matters, and only there
+    # A longer queue TTL is refused in this mode only.
     with pytest.raises(ConfigError, match=r"fair_request_queue\.queue_ttl.*3540s"):
         built("headers", settings)
     assert built("lean", settings)
 
 
 def test_access_log_reports_at_the_configured_interval_where_the_stream_does_not() -> None:
-    # Given an interval
     settings = {"leases": {"access_log_interval": "3s"}}
-    # Then lean and headers report at it, and standard, whose stream tells all, not at all
     for mode in ("lean", "headers"):
         managed = manager(built(mode, settings))
         assert managed["accessLogOptions"] == {"accessLogFlushInterval": "3s"}
@@ -244,14 +235,11 @@ def test_pickers_by_name_are_resolved() -> None:
 
 
 def test_command_prints_what_envoy_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Given a configuration that names a port for the pickers
     file = tmp_path / "picker.yaml"
     file.write_text("extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n")
-    # When the bootstrap is asked for
     code = cli.main(
         ["envoy-config", "--mode", "headers", "--config", str(file), "--listen", "127.0.0.1:18000"]
     )
-    # Then it has the listener, the picker of that configuration, and its interval
     tree = yaml.safe_load(capsys.readouterr().out)
     listener = tree["staticResources"]["listeners"][0]["address"]["socketAddress"]
     picker = cluster(tree, "picker")["loadAssignment"]["endpoints"][0]["lbEndpoints"][0]
@@ -312,9 +300,9 @@ def test_command_refuses_to_trust_what_no_client_may_say(
     with pytest.raises(SystemExit) as end:
         cli.main(["envoy-config", "--trust-headers", name])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"--trust-headers: '{name}' is " in told
-    assert "x-gateway-inference-fairness-id" in told
+    error = capsys.readouterr().err
+    assert f"--trust-headers: '{name}' is " in error
+    assert "x-gateway-inference-fairness-id" in error
 
 
 @pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])

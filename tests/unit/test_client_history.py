@@ -36,7 +36,7 @@ def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0, **fiel
     return {name: str(value) for name, value in {**plain, **fields}.items()}
 
 
-def life(*ends: str) -> list[Mapping[str, str]]:
+def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
     """A log in which r1 begins and ends so many times."""
     log: list[Mapping[str, str]] = []
     for end in ends:
@@ -57,18 +57,18 @@ def faults(history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **
 
 
 def test_a_request_that_ended_once_is_right() -> None:
-    assert faults([served()], life("completed")) == []
+    assert faults([served()], lifecycle_log("completed")) == []
 
 
 @pytest.mark.parametrize(
     ("history", "log", "what"),
     [
         ([served()], [], "knows no end"),
-        ([served()], life("completed", "completed"), "ended as"),
-        ([served()], life("cancelled"), "ended as"),
-        ([served(), served()], life("completed"), "as another does"),
-        ([served("")], life("completed"), "or none"),
-        ([], life("completed")[:1], "never ended"),
+        ([served()], lifecycle_log("completed", "completed"), "ended as"),
+        ([served()], lifecycle_log("cancelled"), "ended as"),
+        ([served(), served()], lifecycle_log("completed"), "as another does"),
+        ([served("")], lifecycle_log("completed"), "or none"),
+        ([], lifecycle_log("completed")[:1], "never ended"),
     ],
 )
 def test_what_is_wrong_is_found(history: list[ClientRecord], log: list[Mapping[str, str]], what: str) -> None:
@@ -77,13 +77,12 @@ def test_what_is_wrong_is_found(history: list[ClientRecord], log: list[Mapping[s
 
 
 def test_the_life_of_a_sleeper_is_let_pass_only_where_it_may_be() -> None:
-    # Given a request that a sleeper brings again, and takes back
-    log = life("completed", "cancelled")
+    log = lifecycle_log("completed", "cancelled")
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
-    # Then two true ends are never right
-    assert faults([served()], life("completed", "completed"), may_resume=True) != []
+    # Two valid ends are always a fault.
+    assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
 
 
 def test_a_forgotten_request_may_be_missing() -> None:
@@ -99,7 +98,7 @@ def test_a_client_that_left_is_no_failure_and_a_cut_answer_is() -> None:
 Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def told(answer: bytes, request: ClientRequest) -> ClientRecord:
+async def record_of_answer(answer: bytes, request: ClientRequest) -> ClientRecord:
     """What a client remembers of a server that says `answer` and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,7 +135,7 @@ def chunked(*pieces: bytes) -> bytes:
 async def test_an_answer_is_whole_only_with_all_it_should_have(
     answer: bytes, streamed: bool, right: bool
 ) -> None:
-    record = await told(answer, ClientRequest("p", 2, streamed=streamed))
+    record = await record_of_answer(answer, ClientRequest("p", 2, streamed=streamed))
     assert record.served is right
     assert record.failed is not right
 
@@ -149,7 +148,6 @@ async def test_no_server_is_a_failure_and_not_an_exception() -> None:
 
 @pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
 def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends: tuple[str, ...]) -> None:
-    # Given a run, with all that a client can remember
     request = ClientRequest(
         "p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=(("a", "b"), ("c", "d"))
     )
@@ -158,17 +156,14 @@ def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends:
         replace(served(""), status=503, whole=False),
     ]
     rules = {"may_end": ("completed", "reclaimed")}
-    # When it is written, then what is read is judged the same
-    written = save_run(tmp_path / "run", history, life(*ends), **rules)
-    assert written.check() == check_history(history, life(*ends), **rules)
+    written = save_run(tmp_path / "run", history, lifecycle_log(*ends), **rules)
+    assert written.check() == check_history(history, lifecycle_log(*ends), **rules)
 
 
 def test_a_promise_that_a_fault_breaks_by_its_nature_need_not_be_judged() -> None:
-    # Given a stock of five where four are the bound
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
-    # When that is what the fault does, then nothing else is blamed
     assert check_history([], log, except_promises=("G1",)).faults == ()
 
 
@@ -181,7 +176,7 @@ def test_the_command_exits_with_what_it_finds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if ends:
-        save_run(tmp_path, [served()], life(*ends))
+        save_run(tmp_path, [served()], lifecycle_log(*ends))
     monkeypatch.setattr(sys, "argv", ["client_history", str(tmp_path)])
     assert main() == code
     assert ("rules broken" in capsys.readouterr().out) is bool(ends)

@@ -85,9 +85,7 @@ def strings(tree: Any) -> Iterator[str]:
 
 
 def test_every_manifest_is_listed_and_valid() -> None:
-    # Given the manifests
     trees = plain()
-    # Then each file is listed, and each object is what Kubernetes takes
     listed = set(yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"])
     assert listed == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     check(trees)
@@ -101,48 +99,45 @@ def test_every_manifest_is_listed_and_valid() -> None:
 
 
 def test_a_manifest_with_a_misspelt_field_is_refused() -> None:
-    # Given a manifest with a fault
     tree = of(plain(), "Deployment")
     tree["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
-    # Then the check finds it: it can fail
     with pytest.raises(kubernetes_validate.ValidationError):
         check([tree])
 
 
 def test_the_parts_fit_each_other() -> None:
-    # Given the manifests, and the configuration in them
     trees = plain()
     settings = config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
     pod = of(trees, "Deployment")["spec"]["template"]
     container = pod["spec"]["containers"][0]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    # Then the ports are those the replica listens on
+    # The ports are those that the replica listens on.
     assert settings.extproc.listen == f"0.0.0.0:{ports['grpc']}"
     assert settings.admin.listen == f"0.0.0.0:{ports['admin']}"
-    # And whatever selects the pods does so by labels they have
+    # Selectors match the pods' labels.
     labels = pod["metadata"]["labels"].items()
     for tree in trees:
         selector = tree.get("spec", {}).get("selector") or tree.get("spec", {}).get("podSelector") or {}
         assert (selector.get("matchLabels", selector)).items() <= labels
-    # And what names a port names one of theirs
+    # Target ports are ports of the pods.
     for service in (tree for tree in trees if tree["kind"] == "Service"):
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
-    # And a replica has the time to drain
+    # A replica has the time to drain.
     needs_s = settings.extproc.drain_grace + settings.extproc.drain_timeout
     assert pod["spec"]["terminationGracePeriodSeconds"] > needs_s
-    # And discovery and Redis are let out by the policy
+    # The policy allows discovery and Redis.
     assert settings.discovery.dns is not None
     allowed = {
         port["port"] for rule in of(trees, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]
     }
     assert {53, 6379, settings.discovery.dns.port} <= allowed
-    # And replicas reach each other, for what they lend each other without Redis
+    # Replicas reach each other, to transfer budget without Redis.
     rules = of(trees, "NetworkPolicy")["spec"]
     me = {"podSelector": {"matchLabels": of(trees, "Deployment")["spec"]["selector"]["matchLabels"]}}
     for way, who in (("ingress", "from"), ("egress", "to")):
         found = [rule["ports"] for rule in rules[way] if me in rule.get(who, [])]
         assert [port["port"] for ports in found for port in ports] == ["grpc"]
-    # And the monitor finds one Service, not the headless one beside it
+    # The monitor selects one Service, not the headless one beside it.
     monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
     without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
     found = [
@@ -155,10 +150,9 @@ def test_the_parts_fit_each_other() -> None:
 
 @pytest.mark.timeout(540)
 def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path) -> None:
-    # When the chart is rendered with its own values
     trees = rendered(renderer, tmp_path)
     check(trees)
-    # Then it says what the manifests say, but for what marks it as a chart's
+    # It has the same objects, except for the labels of a chart.
     for tree in trees:
         for mark in ("app.kubernetes.io/managed-by", "helm.sh/chart"):
             del tree["metadata"]["labels"][mark]
@@ -168,7 +162,6 @@ def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path)
 
 @pytest.mark.timeout(540)
 def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
-    # Given values that turn off and change what can be
     secret = {"name": "PICKER_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
     values = {
         "replicas": 5,
@@ -177,10 +170,9 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
         "env": [secret],
         **{part: {"enabled": False} for part in ("autoscaling", "networkPolicy", "serviceMonitor")},
     }
-    # When the chart is rendered
     trees = rendered(renderer, tmp_path, values)
     check(trees)
-    # Then the parts are gone, and the rest follows
+    # The disabled parts are gone, and the rest follows the values.
     kinds = {tree["kind"] for tree in trees}
     assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
     deployment = of(trees, "Deployment")["spec"]
@@ -190,7 +182,7 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     assert container["env"] == [secret]
     assert [port["containerPort"] for port in container["ports"]] == [9102, 9181]
     assert config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"])).pool == "default"
-    # And nothing is left that was not filled in
+    # Every template is filled in.
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 
 

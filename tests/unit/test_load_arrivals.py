@@ -24,14 +24,11 @@ WAVY = Source("wavy", 1.0, "wavy", wave=Wave(period_s=4, high_s=1, factor=5))
 
 
 def test_the_same_seed_brings_the_same_arrivals() -> None:
-    # Given two sources
-    # When their arrivals are drawn twice with one seed, and once with another
     drawn = [
         arrivals((PLAIN, WAVY), (20, 5), duration_s=10, max_requests=10_000, seed=seed) for seed in (7, 7, 8)
     ]
-    # Then the first two are the same and the third is not
     assert drawn[0] == drawn[1] != drawn[2]
-    # And they are in order, within the time, numbered from 0 in each source
+    # In order, within the duration, numbered from 0 in each source.
     moments = [each.at_s for each in drawn[0]]
     assert moments == sorted(moments)
     assert moments[0] > 0
@@ -42,9 +39,8 @@ def test_the_same_seed_brings_the_same_arrivals() -> None:
 
 
 def test_they_are_poisson() -> None:
-    # Given 50 requests a second for 400 s
     found = arrivals((PLAIN,), (50,), duration_s=400, max_requests=100_000, seed=3)
-    # Then a second has 50 of them on average, with the variance of a Poisson process, which is the same
+    # The variance of a Poisson process is its mean.
     counts = [0] * 400
     for each in found:
         counts[int(each.at_s)] += 1
@@ -53,9 +49,7 @@ def test_they_are_poisson() -> None:
 
 
 def test_a_wave_multiplies_the_rate() -> None:
-    # Given a source with five times the rate in the first second of every four
     found = arrivals((WAVY,), (40,), duration_s=400, max_requests=100_000, seed=3)
-    # Then so many come in it, and the plain rate holds outside
     high = sum(each.at_s % 4 < 1 for each in found)
     assert high / 100 == pytest.approx(200, rel=0.05)
     assert (len(found) - high) / 300 == pytest.approx(40, rel=0.05)
@@ -63,9 +57,7 @@ def test_a_wave_multiplies_the_rate() -> None:
 
 @given(seed=st.integers(0, 50), rate=st.floats(0.1, 200), max_requests=st.integers(1, 300))
 def test_they_are_bounded(seed: int, rate: float, max_requests: int) -> None:
-    # Given any seed and rate, with and without a wave
     found = arrivals((PLAIN, WAVY), (rate, rate), duration_s=3, max_requests=max_requests, seed=seed)
-    # Then there are at most as many as allowed, and none after the end
     assert len(found) <= max_requests
     assert all(each.at_s < 3 for each in found)
 
@@ -75,21 +67,20 @@ def test_nothing_comes_of_a_source_without_a_rate() -> None:
 
 
 def test_the_pace_follows_from_what_can_be_served() -> None:
-    # Given a fleet that keeps 8 requests in flight (it dispatches below 7.2), and answers of 0.24 s
+    # The fleet keeps 8 requests in flight: it dispatches below 7.2.
     steady = SCENARIOS["steady"]
     found = rates_by_capacity(steady, 7.2, [0.24] * 4)
-    # Then 70 % of 8 / 0.24 a second is asked for in all
+    # The load is 0.7.
     assert sum(found.rates_per_s) == pytest.approx(0.7 * 8 / 0.24)
     assert found.capacity_per_s == pytest.approx(8 / 0.24)
-    # And a rate that is given is spread as the sources' loads are
+    # A given rate is spread over the sources by their loads.
     assert rates_by_total(steady, 10, [0.24] * 4).rates_per_s == pytest.approx((2.5,) * 4)
 
 
 def test_a_pace_in_tokens_counts_costs() -> None:
-    # Given the scenario that is charged in tokens
     scenario = SCENARIOS["long-prompts"]
     found = rates_by_capacity(scenario, 57_600, [0.3, 0.2])
-    # Then a source's rate is its load times what fits of it, by its mean cost
+    # A source's rate is its load times what fits of it, by its mean cost.
     long, short = scenario.sources
     assert found.rates_per_s[0] == pytest.approx(long.load * 57_600 / long.cost_tokens / 0.3)
     assert found.rates_per_s[1] == pytest.approx(short.load * 57_600 / short.cost_tokens / 0.2)
@@ -101,10 +92,8 @@ def test_a_conversation_counts_as_all_its_turns() -> None:
 
 
 def test_the_mean_cost_is_that_of_what_is_sent() -> None:
-    # Given the prompts that a source of long ones really sends
     source = SCENARIOS["long-prompts"].sources[0]
     sizes = [len(completion_request(source, "llama", number, 1).body) for number in range(2000)]
-    # Then their mean is the one that the pace was reckoned with
     assert mean(sizes) / 4 + source.answer_tokens == pytest.approx(source.cost_tokens, rel=0.05)
     assert min(sizes) >= source.prompt_bytes[0]
     assert max(sizes) <= source.prompt_bytes[1] + 200
@@ -113,26 +102,21 @@ def test_the_mean_cost_is_that_of_what_is_sent() -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_source_says_who_it_is(name: str) -> None:
     for source in SCENARIOS[name].sources:
-        # When one of its requests is made
         ask = completion_request(source, "llama", 5, 1)
-        # Then it is for the model, of the flow, with the TTL, and the same whenever it is made
-        told = dict(ask.headers)
+        headers = dict(ask.headers)
         assert json.loads(ask.body)["model"] == "llama"
-        assert told["x-gateway-inference-fairness-id"] == source.flow
-        assert told["x-llm-d-inference-ttl"] == f"{source.ttl_s:g}s"
-        assert told.get("x-gateway-inference-objective", "") == source.objective
+        assert headers["x-gateway-inference-fairness-id"] == source.flow
+        assert headers["x-llm-d-inference-ttl"] == f"{source.ttl_s:g}s"
+        assert headers.get("x-gateway-inference-objective", "") == source.objective
         assert ask == completion_request(source, "llama", 5, 1) != completion_request(source, "llama", 6, 1)
         if source.workload:
-            assert json.loads(told["x-workload-context"])["criticality"] == source.criticality
+            assert json.loads(headers["x-workload-context"])["criticality"] == source.criticality
 
 
 def test_a_turn_has_all_that_was_said_before() -> None:
-    # Given a conversation of two turns
     source, chance = SCENARIOS["multi-turn"].sources[0], Random(1)
     first, words = conversation_turn(source, "llama", [], chance)
-    # When the third thing is said
     second, _ = conversation_turn(source, "llama", [words, "an answer"], chance)
-    # Then what is sent begins with what was sent before
     before, after = (json.loads(each.body)["messages"] for each in (first, second))
     assert [message["role"] for message in after] == ["user", "assistant", "user"]
     assert after[0] == before[0]

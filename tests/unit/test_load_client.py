@@ -88,12 +88,9 @@ async def sent(client: Client, streamed: bool = True, within_s: float = 10.0) ->
     ],
 )
 async def test_an_answer_is_what_it_is(reply: bytes, streamed: bool, kind: Kind, what: str) -> None:
-    # Given a server that answers so
     async with serving(lambda _: reply) as (url, _):
         with Client(url) as client:
-            # When it is asked
             answer = await sent(client, streamed)
-    # Then that is what its client has had
     assert answer.kind is kind
     assert answer.what.startswith(what)
     if kind is Kind.REFUSED:
@@ -105,29 +102,26 @@ async def test_an_answer_is_what_it_is(reply: bytes, streamed: bool, kind: Kind,
 
 
 async def test_a_second_answer_to_one_request_is_noticed() -> None:
-    # Given a server that answers twice
     async with serving(lambda _: whole(PLAIN) * 2) as (url, _):
         with Client(url) as client:
             answer = await sent(client, streamed=False)
-            # Then the surplus is counted, and the connection is not used again
+            # The connection is not used again.
             assert answer.kind is Kind.SERVED
             assert client.surplus_answers == 1
 
 
 async def test_connections_are_used_again_and_broken_ones_are_not() -> None:
-    # Given a server that breaks off after its second answer
+    # The server hangs up after its second answer.
     replies = [whole(PLAIN), whole(PLAIN), b"", whole(PLAIN)]
     async with serving(lambda number: replies[number]) as (url, connections):
         with Client(url) as client:
-            # When four requests are sent one after the other
             kinds = [(await sent(client, streamed=False)).kind for _ in replies]
-    # Then the first three go over one connection, and the failure is told, not sent again
+    # A failed request is not sent again; the others share connections.
     assert kinds == [Kind.SERVED, Kind.SERVED, Kind.FAILED, Kind.SERVED]
     assert connections == [2]
 
 
 async def test_nobody_waits_for_ever() -> None:
-    # Given a server that says nothing
     async with serving(lambda _: None) as (url, _):
         with Client(url) as client:
             answer = await sent(client, within_s=0.05)
@@ -148,35 +142,33 @@ def generator(client: Client, source: Source, duration_s: float = 0.2) -> LoadGe
 
 
 async def test_the_load_is_open() -> None:
-    # Given a server that says nothing, and twenty requests that are due within 40 ms
+    # The server is silent; twenty requests are due within 40 ms.
     coming = [Arrival(0.002 * number, 0, number) for number in range(20)]
     all_in = asyncio.Event()
     async with serving(lambda number: all_in.set() if number == 19 else None) as (url, _):
         with Client(url) as client:
             load = generator(client, Source("s", 1, "s"))
             running = asyncio.create_task(load.run(coming))
-            # When none of them has an answer, then all are sent nevertheless
+            # All are sent though none is answered.
             async with asyncio.timeout(10):
                 await all_in.wait()
             assert load.counts.open == 20
-            # And when the load is stopped, each has left and is counted once
+            # When the load stops, each has left and is counted once.
             load.stop()
             await running
     assert load.counts.ended[Kind.LEFT] == load.counts.sent == len(load.counts.answers) == 20
 
 
 async def test_a_conversation_goes_on_with_the_answer() -> None:
-    # Given a server that serves two turns and refuses the third
+    # The server serves two turns of five and refuses the third.
     replies = [whole(PLAIN), whole(PLAIN), whole(b"{}", b"503 No", FULL)]
     async with serving(lambda number: replies[number]) as (url, _):
         with Client(url) as client:
             source = Source("s", 1, "s", streamed=0.0, conversation=Conversation(turns=5, think_s=0.001))
             load = generator(client, source, duration_s=2.0)
-            # When a conversation of five turns is held
             await load.run([Arrival(0.0, 0, 0)])
-    # Then it ends with the refusal
     assert [each.turn for each in load.counts.answers] == [0, 1, 2]
     assert load.counts.ended[Kind.SERVED] == 2
-    # And each turn carries more than the one before
+    # Each turn carries more than the one before.
     sizes = [each.prompt_bytes for each in load.counts.answers]
     assert sizes == sorted(sizes)

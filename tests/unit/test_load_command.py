@@ -60,12 +60,10 @@ def test_a_remote_fleet_must_be_asked_for() -> None:
 def test_bad_usage_is_exit_status_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    # When it is asked for what cannot be
     try:
         status: object = main(["load", *words, "--report", str(tmp_path)])
     except SystemExit as end:
         status = end.code
-    # Then it says why and starts nothing
     assert status == 2
     assert said in capsys.readouterr().err
 
@@ -79,16 +77,14 @@ def test_a_report_needs_somewhere_to_go(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_scenario_has_a_configuration_that_is_valid(name: str, tmp_path: Path) -> None:
-    # Given a scenario's own fleet
     scenario = SCENARIOS[name]
     settings = OwnFleet(scenario, Size(3, 4, "lean", 1), tmp_path, print).settings
-    # Then its configuration is valid, logs its decisions, and has what the scenario asks of a fleet
     assert settings.decision_log.enabled
     assert scenario.objectives <= {objective.name for objective in settings.objectives}
     for key, wanted in scenario.needs:
         section, _, leaf = key.partition(".")
         assert getattr(getattr(settings, section), leaf) == wanted
-    # And no source asks for more time than the queue gives
+    # No source's TTL is longer than the queue's.
     assert all(source.ttl_s <= settings.fair_request_queue.queue_ttl for source in scenario.sources)
 
 

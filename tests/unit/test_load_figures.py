@@ -21,15 +21,13 @@ def test_a_quantile_is_one_of_the_values() -> None:
 
 
 def test_who_wants_less_than_its_share_has_it_and_the_rest_is_shared() -> None:
-    # Given three flows of one band, of which one wants little and one weighs twice
+    # Flow a asks for little, c weighs twice as much as b.
     sources = (
         Source("small", 1, "small"),
         Source("big", 1, "big"),
         Source("heavy", 1, "heavy", weight=2.0),
     )
-    # When 100 was served of 10, 200 and 200 that they asked for
     due = fair(sources, {"small": 10, "big": 200, "heavy": 200}, 100)
-    # Then the small one was due all it wanted, the others the rest by weight
     assert due == pytest.approx({"small": 10, "big": 30, "heavy": 60})
 
 
@@ -51,11 +49,9 @@ def test_a_higher_band_comes_first() -> None:
 def test_no_more_is_due_than_is_asked_for_or_served(
     demand: list[float], weights: list[float], part: float
 ) -> None:
-    # Given any demand, of which a part was served
     sources = [Source(f"f{place}", 1, f"f{place}", weight=weights[place]) for place in range(len(demand))]
     asked = {source.flow: amount for source, amount in zip(sources, demand, strict=True)}
     served = part * sum(demand)
     due = fair(sources, asked, served)
-    # Then nobody is due more than it asked for, and all that was served is due to somebody
     assert all(due[flow] <= asked[flow] + 1e-6 for flow in due)
     assert sum(due.values()) == pytest.approx(served, abs=1e-6)

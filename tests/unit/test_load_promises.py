@@ -227,10 +227,7 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("name", "evidence", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
 )
 def test_a_planted_fault_is_found_and_named(name: str, evidence: RunResult, words: str) -> None:
-    # Given a run in which one thing is wrong
-    # When it is judged
     found = verdict(evidence, name)
-    # Then that promise is broken, and what is told of it names the fault
     assert found.verdict is BROKEN
     assert words in "\n".join([found.evidence, *found.cases])
 
@@ -245,8 +242,6 @@ def test_every_promise_of_a_scenario_has_a_planted_fault() -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_good_run_breaks_nothing(name: str) -> None:
-    # Given a run in which all went well, in any scenario
-    # When it is judged, then no promise is broken, and what can be judged is held
     promises = check_promises(run(name))
     assert [promise for promise in promises if promise.verdict is BROKEN] == []
     assert {promise.name for promise in promises if promise.verdict is KEPT} >= {"one-answer", "at-rest"}
@@ -257,25 +252,21 @@ def test_a_good_run_breaks_nothing(name: str) -> None:
     [(OverAdmits, "G1"), (IgnoresWeights, "G2"), (ServesLowBandsFirst, "G4"), (EndsTwice, "G6")],
 )
 def test_what_the_audit_finds_breaks_the_run(queue: type[QueueSimulator], promise: str) -> None:
-    # Given a run whose decision log shows a broken rule
     faulty = queue()
     for number in range(40):
         faulty.admit(f"r{number}", "ab"[number % 2], weight=1 + number % 2, band=number % 3)
     faulty.run_dry()
-    # When it is judged, then that promise is broken, with the entries that show it
     found = verdict(run(log_audits=(audited(faulty.log),)), promise)
     assert found.verdict is BROKEN
     assert "#" in found.cases[0]
 
 
 def test_a_log_from_before_an_outage_counts_too() -> None:
-    # Given a good log after Redis was lost, and a bad one before
     good, bad = QueueSimulator(), OverAdmits()
     for queue in (good, bad):
         for number in range(20):
             queue.admit(f"r{number}")
         queue.run_dry()
-    # When the run is judged, then the bad one is not forgotten
     assert verdict(run(log_audits=(audited(bad.log), audited(good.log))), "G1").verdict is BROKEN
     assert verdict(run(log_audits=(audited(good.log),)), "G1").verdict is KEPT
 
@@ -341,16 +332,13 @@ def test_what_cannot_be_judged_is_not_called_held(name: str, evidence: RunResult
 
 
 def test_who_hung_up_at_an_interrupt_is_no_error() -> None:
-    # Given a run that was interrupted while an answer was under way
     evidence = run(
         answers=some("steady", answer("client-1", fault="the client hung up", left=True)), interrupted=True
     )
-    # Then no promise is broken by that
     assert [promise for promise in check_promises(evidence) if promise.verdict is BROKEN] == []
 
 
 def test_an_outage_held_by_the_fleet() -> None:
-    # Given a run in which the fleet went on without Redis and came back
     evidence = run(
         "redis-outage",
         faults_injected=OUTAGE,
@@ -358,6 +346,5 @@ def test_an_outage_held_by_the_fleet() -> None:
         endpoint_samples=(EndpointSample(6.0, 8, 4),),
         rest=rest(21.0),
     )
-    # Then all that is promised of it is held
     names = ("outage-serves", "outage-bound", "shared-again", "only-overload-errors")
     assert {verdict(evidence, name).verdict for name in names} == {KEPT}

@@ -14,7 +14,7 @@ from picker_tools.load.report import show, write
 from picker_tools.load.result import FaultsInjected, RunResult
 from picker_tools.load.scenarios import SCENARIOS
 
-HARM = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
+FAULTS = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 
 
 class Tags(HTMLParser):
@@ -46,62 +46,58 @@ class Tags(HTMLParser):
 
 def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
     write(evidence, check_promises(evidence), folder)
-    told: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return told, (folder / "report.html").read_text()
+    summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return summary, (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_page_needs_nothing_beside_it(name: str, tmp_path: Path) -> None:
-    # Given a run of any scenario
-    _, page = written(run(name, faults_injected=HARM), tmp_path)
+    _, page = written(run(name, faults_injected=FAULTS), tmp_path)
     tags = Tags()
     tags.feed(page)
-    # Then its page is well formed, has its pictures in it, and fetches nothing
     assert tags.open == []
     assert tags.all.count("svg") >= 4
     assert not {"script", "link", "img", "image", "iframe"} & set(tags.all)
     assert not re.search(r'(?:href|src)="(?!#)', page)
     assert "url(" not in re.sub(r"url\(#", "", page)
-    # And it follows the reader's choice of light or dark, its pictures too
+    # It follows the reader's choice of light or dark, its pictures too.
     assert "prefers-color-scheme: dark" in page
     assert "currentColor" in page
     assert not re.search("#010203|#040506", page)
-    # And is small enough to be sent to somebody
+    # It is small enough to send.
     assert len(page) < 300_000
 
 
 def test_what_is_broken_is_told_with_its_evidence(tmp_path: Path) -> None:
-    # Given a run in which two requests were refused, one for a reason that looks like markup
     answers = (refusal("client-1", reason="<b>full</b>"), refusal("client-2"), *run().answers[2:])
     evidence = run(answers=answers)
-    told, page = written(evidence, tmp_path)
-    # Then the page says so at its head, names the requests, and shows the markup as text
+    summary, page = written(evidence, tmp_path)
+    # The markup is shown as text.
     tags = Tags()
     tags.feed(page)
     text = " ".join(tags.texts)
     assert "1 promise broken" in text
     assert "client-1 #0: sent at 0.000 s, 503 <b>full</b>" in text
     assert "<b>full</b>" not in page
-    # And the summary says the same to machines
-    assert told["verdict"] == "broken"
-    promises = {each["name"]: each for each in told["promises"]}  # type: ignore[attr-defined]
+    assert summary["verdict"] == "broken"
+    promises = {each["name"]: each for each in summary["promises"]}  # type: ignore[attr-defined]
     assert promises["no-errors"]["verdict"] == "broken"
     assert len(promises["no-errors"]["cases"]) == 2
-    assert told["counts"]["ends"]["503 rejected-saturated"] == 1  # type: ignore[index]
+    assert summary["counts"]["ends"]["503 rejected-saturated"] == 1  # type: ignore[index]
 
 
 def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -> None:
-    told, _ = written(run("noisy-neighbour", faults_injected=HARM), tmp_path)
-    assert told["scenario"] == "noisy-neighbour"
-    assert told["seed"] == 1
-    assert told["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}  # type: ignore[index]
-    assert told["versions"]["picker-fleet"]  # type: ignore[index]
-    quiet = told["sources"]["quiet"]  # type: ignore[index]
+    summary, _ = written(run("noisy-neighbour", faults_injected=FAULTS), tmp_path)
+    assert summary["scenario"] == "noisy-neighbour"
+    assert summary["seed"] == 1
+    assert summary["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}  # type: ignore[index]
+    assert summary["versions"]["picker-fleet"]  # type: ignore[index]
+    quiet = summary["sources"]["quiet"]  # type: ignore[index]
     assert quiet["sent"] == quiet["served"] == 40
     assert quiet["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p95": 0.1, "p99": 0.1, "max": 0.1}
-    assert told["shares"]["quiet"]["served"] == pytest.approx(0.5)  # type: ignore[index]
-    assert told["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]  # type: ignore[index]
-    assert told["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]  # type: ignore[index]
+    assert summary["shares"]["quiet"]["served"] == pytest.approx(0.5)  # type: ignore[index]
+    assert summary["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]  # type: ignore[index]
+    assert summary["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -114,17 +110,15 @@ def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -
     ids=["nothing", "one failure", "one sample"],
 )
 def test_there_is_a_report_of_whatever_there_was(evidence: RunResult, tmp_path: Path) -> None:
-    told, page = written(evidence, tmp_path)
-    assert told["counts"]["sent"] == evidence.sent  # type: ignore[index]
+    summary, page = written(evidence, tmp_path)
+    assert summary["counts"]["sent"] == evidence.sent  # type: ignore[index]
     assert ("INTERRUPTED" in page) is evidence.interrupted
 
 
 def test_the_terminal_is_told_every_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    # Given a run with a broken promise
     evidence = run(rest=None)
-    # When it is shown where there is no terminal
     show(evidence, check_promises(evidence))
-    # Then there is a line for each promise, and one that says what is broken and by what
+    # One line a promise, and one that says what is broken and why.
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("held")][:2] == [
         "no-errors",

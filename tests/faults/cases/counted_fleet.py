@@ -62,7 +62,7 @@ async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     assert servers.in_flight == 0
 
 
-def turned_away(history: Iterable[ClientRecord]) -> list[ClientRecord]:
+def refused_with_retry_after(history: Iterable[ClientRecord]) -> list[ClientRecord]:
     """Those answered 503 with a time to come again. AssertionError if one had any other error."""
     failed = [record for record in history if record.failed]
     assert [record for record in failed if record.status != 503 or not record.retry_after] == []
@@ -70,7 +70,7 @@ def turned_away(history: Iterable[ClientRecord]) -> list[ClientRecord]:
     return failed
 
 
-def told_ms(times_s: Iterable[float]) -> str:
+def format_ms(times_s: Iterable[float]) -> str:
     """Median, 99th percentile and highest of some times, in words."""
     ordered = sorted(times_s)
     if not ordered:

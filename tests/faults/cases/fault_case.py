@@ -25,10 +25,10 @@ class Case:
         self.figures: list[str] = []
         self.ended_well = True
 
-    def is_about(self, fault: str) -> None:
+    def describe(self, fault: str) -> None:
         self.fault = fault
 
-    def tell(self, figure: str) -> None:
+    def report(self, figure: str) -> None:
         self.figures.append(figure)
 
     def size(self, short: int, full: int) -> int:

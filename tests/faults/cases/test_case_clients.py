@@ -25,37 +25,36 @@ AT_ONCE = 100
 async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
     lease_s = case.size(5, 2)  # the short one on any machine: the log's second must not become a lease
     times = case.size(2, 10)
-    case.is_about(f"a stream {times} times longer than its lease")
-    # Given a short lease, other load, and streams that run many times as long
+    case.describe(f"a stream {times} times longer than its lease")
+    # The streams run many times as long as the lease, beside other load.
     options = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
-    # When they run to their end
     async with closed_loop(here.url, clients=10) as load:
         streams = await asyncio.gather(
             *(send_request(here.url, ClientRequest(f"long {n}", tokens, streamed=True)) for n in range(6))
         )
     await rests(here)
-    # Then each was whole, and none lost its lease on the way
+    # Each stream is whole, and none loses its lease.
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
     found = case.check([*streams, *load.history], await log_of(here))
-    case.tell(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {found.ends['reclaimed']} reaped")
+    case.report(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {found.ends['reclaimed']} reaped")
     assert found.faults == ()
     assert load.failed == []
 
 
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
-    case.is_about(f"{count} clients leave at random phases")
-    # Given a fleet that has served some, and what it has open then
+    case.describe(f"{count} clients leave at random phases")
+    # What the fleet has open after it has served some requests.
     here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
     async with closed_loop(here.url, clients=10) as before:
         await before.wait_for_served(50)
     await rests(here)
     baseline = await _open(here)
-    # When clients come and leave: before they are placed, queued, before the first byte, amid the answer
+    # Clients leave before they are placed, while queued, before the first byte, and during the answer.
     load, stopping = ClosedLoop(here.url, 3, _fickle), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(AT_ONCE):
@@ -65,8 +64,8 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         stopping.set()
     since = time.monotonic()
     await rests(here, within_s=5.0)
-    # Then every count is 0, long before any lease could have run out, and nothing stays connected
-    case.tell(
+    # Every count is 0 long before a lease could end, and nothing stays connected.
+    case.report(
         f"{_left(load)} of {len(load.history)} left; all counts 0 after {time.monotonic() - since:.1f} s"
     )
     assert _left(load) >= count
@@ -77,22 +76,22 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         return all(now[what] <= most for what, most in baseline.items())
 
     await here.eventually(closed, what=f"the baseline {baseline}")
-    case.tell(f"connections and requests open as before: {await _open(here)}, before {baseline}")
+    case.report(f"connections and requests open as before: {await _open(here)}, before {baseline}")
     found = case.check(load.history, await log_of(here))
     assert found.faults == ()
 
 
 async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
     times = case.size(1, 10)
-    case.is_about(f"clients leave before Envoy has read the picker's answer, {times} times")
-    # Given requests that wait in a paused fleet
+    case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
+    # Requests wait in a paused fleet.
     here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
     (envoy,) = (each for each in here.children() if each.name() == "envoy")
     for _ in range(times):
         assert (await here.admin("/api/v1/pause", method="POST")).is_success
         callers = [await Caller.ask(here.url, 20) for _ in range(3)]
         await here.eventually(lambda: _holds(here, "queued", 3), what="three that wait")
-        # When their clients leave and they are placed while Envoy stands still: its log has no token of them
+        # Their clients leave and they are placed while Envoy is stopped, so its log has no token of them.
         envoy.suspend()
         try:
             for caller in callers:
@@ -102,9 +101,9 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
         finally:
             envoy.resume()
         since = time.monotonic()
-        # Then they are given up long before their leases end, since their endpoints do not have them
+        # They are released long before their leases end, since their endpoints do not have them.
         await rests(here, within_s=15.0)
-        case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
+        case.report(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
     found = case.check([], await log_of(here))
     assert found.faults == ()
 
@@ -115,8 +114,8 @@ async def _holds(here: Any, what: str, count: int) -> bool:
 
 async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(1, 10)
-    case.is_about(f"SIGKILL of Envoy, {kills} times")
-    # Given streams that fill the pool, and requests queued behind them
+    case.describe(f"SIGKILL of Envoy, {kills} times")
+    # Streams fill the pool, and requests queue behind them.
     here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "20", config=config())
     longest_s = 0.0
     for _ in range(kills):
@@ -130,20 +129,18 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
             return bool(state["stock"] == 16 and state["queued"] == 24)
 
         await here.eventually(full, what="16 running, 24 queued")
-        # When Envoy dies
         envoy = next(child for child in here.children() if "envoy" in child.name())
         envoy.kill()
         since = time.monotonic()
-        # Then what it had is released by its leases, which nobody renews any more, and one sweep
+        # The leases, which nobody renews any more, and one sweep release what Envoy had.
         await rests(here)
         longest_s = max(longest_s, time.monotonic() - since)
         assert not any(record.served for record in await asyncio.gather(*streams))
-        # And the next Envoy serves
         await ready(here)
     async with closed_loop(here.url, clients=10) as load:
         await load.wait_for_served(50)
     await rests(here)
-    case.tell(f"all counts 0 within {longest_s:.1f} s ({TERMS})")
+    case.report(f"all counts 0 within {longest_s:.1f} s ({TERMS})")
     assert load.failed == []
     assert case.check(load.history, await log_of(here)).faults == ()
 

@@ -47,27 +47,27 @@ def wrong_clocks(tmp_path: Path) -> dict[str, str]:
 
 async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]) -> None:
     count = case.size(16, 60)
-    case.is_about("replica clocks +5 min, −5 min and right")
-    # Given a fleet whose clocks are right, and one whose replicas' clocks are not
+    case.describe("replica clocks +5 min, −5 min and right")
+    # One fleet with right clocks, and one whose replicas' clocks are off.
     options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
     right = faulty(*options, config=config(lease_s=15, per_endpoint=1))
     wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
-    # When both are asked for the same, one after the other, behind an answer that takes a while
+    # Both get the same requests one after the other, behind one long answer.
     both = await asyncio.gather(_decisions(right, count), _decisions(wrong, count))
-    # Then they decide the same: who is served in which order, who expires, on which replica it may be
+    # They make the same decisions, on whichever replica: the order of grants, and who expires.
     assert both[0] == both[1]
     served = [what for what, _ in both[0]].count("granted")
     expired = [what for what, _ in both[0]].count("expired")
-    case.tell(f"{served} grants in the same order, {expired} expiries the same; clocks off by {off_s} s")
+    case.report(f"{served} grants in the same order, {expired} expiries the same; clocks off by {off_s} s")
     assert (served, expired) == (count - count // 4, count // 4)
 
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
     """Who was granted in which order, then who expired; by the number of the request."""
-    held = asyncio.create_task(
-        send_request(fleet.url, ClientRequest("held", 100_000, streamed=True, leaves_s=60.0))
+    blocking = asyncio.create_task(
+        send_request(fleet.url, ClientRequest("blocking", 100_000, streamed=True, leaves_s=60.0))
     )
 
     async def state(stock: int, queued: int) -> bool:
@@ -93,9 +93,9 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
         return [entry["event"] for entry in await log_of(fleet)].count("expired") == count // 4
 
     await fleet.eventually(ran_out, what="expiries")
-    held.cancel()
+    blocking.cancel()
     await asyncio.gather(*waiting)
-    await asyncio.gather(held, return_exceptions=True)
+    await asyncio.gather(blocking, return_exceptions=True)
     await rests(fleet)
     log = await log_of(fleet)
     numbers = [entry["request"] for entry in log if entry["event"] == "queued"]

@@ -15,17 +15,16 @@ ENDS = ("completed", "upstream_failed")
 
 async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
-    case.is_about(f"an endpoint killed before the first byte, {kills} times")
-    # Given answers whose first byte comes when they are whole: any moment is before it
+    case.describe(f"an endpoint killed before the first byte, {kills} times")
+    # The first byte comes with the whole answer, so any moment is before it.
     here = faulty("--mode", "lean", "--sim-ttft", "100", "--sim-itl", "5", config=config())
     dice = random.Random(2)
     async with closed_loop(here.url, clients=30, make_request=_plain) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 80))
-            # When one of the four is killed, and comes back
+            # One of the four is killed and comes back.
             await _kill_and_return(here, dice.randrange(4))
-    # Then no client has seen an error
-    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
+    case.report(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
     found = case.check(load.history, await log_of(here), may_end=ENDS)
@@ -34,20 +33,19 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
 
 async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
-    case.is_about(f"an endpoint killed amid its answers, {kills} times")
-    # Given answers that stream
+    case.describe(f"an endpoint killed amid its answers, {kills} times")
     here = faulty("--mode", "lean", "--sim-ttft", "10", "--sim-itl", "20", config=config())
     dice = random.Random(3)
     async with closed_loop(here.url, clients=30, make_request=_streamed) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 80))
             await _kill_and_return(here, dice.randrange(4))
-    # Then only answers that had begun are cut, at most as many a kill as an endpoint may have
+    # Only answers that had begun are cut: per kill, at most as many as one endpoint may have.
     cut = [record for record in load.failed if record.status == 200]
-    case.tell(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
+    case.report(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
     assert [record for record in load.failed if record.status != 200] == []
     assert len(cut) <= 4 * kills
-    # And what they held is released, and no count is ever negative
+    # What they held is released, and no count is negative.
     await rests(here)
     found = case.check(load.history, await log_of(here), may_end=ENDS)
     assert found.faults == ()
@@ -55,8 +53,8 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
 
 async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
-    case.is_about(f"an endpoint that dies as soon as it is back, {flaps} times")
-    # Given a fleet under load, with every scrap of state looked at on the way
+    case.describe(f"an endpoint that dies as soon as it is back, {flaps} times")
+    # The state is polled under load all the while.
     here = faulty("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
     lowest = 0.0
     done = asyncio.Event()
@@ -75,11 +73,11 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
                 await _kill_and_return(here, 0)
             await load.wait_for_served(30)
         done.set()
-    # Then no client saw an error, and nothing was ever counted below 0
+    # No client sees an error, and no count is below 0.
     await rests(here)
     log = await log_of(here)
     lowest = min(lowest, *(min(float(entry["stock"]), int(entry["queued"])) for entry in log))
-    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests, lowest count {lowest:g}")
+    case.report(f"{len(load.failed)} errors in {len(load.history)} requests, lowest count {lowest:g}")
     assert load.failed == []
     assert lowest == 0
     assert case.check(load.history, log, may_end=ENDS).faults == ()

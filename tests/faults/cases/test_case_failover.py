@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from case_fleet import log_of
-from counted_fleet import LEASE_S, REPLICAS, REST_S, all_at_rest, all_shared, counted, turned_away
+from counted_fleet import (
+    LEASE_S,
+    REPLICAS,
+    REST_S,
+    all_at_rest,
+    all_shared,
+    counted,
+    refused_with_retry_after,
+)
 from counting_servers import CountingServers
 from fault_case import FULL, Case
 from fleet_load import shared
@@ -52,50 +60,50 @@ class Seen:
 async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Path, kind: str) -> None:
     kills, seen = case.size(1, 5), Seen()
     what, starting = KINDS[kind]
-    case.is_about(f"{what} killed under load, {kills} times")
+    case.describe(f"{what} killed under load, {kills} times")
     with starting(tmp_path) as redis:
         async with counted(*(faulty, redis.url), servers=SERVERS, each=EACH, service_s=SERVICE_S) as (
             here,
             servers,
         ):
-            # Given three replicas under load that fills the pool
+            # Three replicas under load that fills the pool.
             async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
                 for number in range(kills):
                     await load.wait_for_served(2 * BOUND)
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
                     seen.before.append(servers.peak)
                     servers.forget_peak()
-                    # When the server that holds their state dies, and another takes its place
+                    # The server that holds their state dies, and another takes its place.
                     former = await asyncio.to_thread(_serving, redis)
                     await asyncio.to_thread(former.kill)
-                    # Then the replicas are one fleet again within a lease and one sweep, and count what runs
+                    # All replicas share again within a lease and one sweep, and count what runs.
                     await _converge(here, servers, redis, former, seen)
                     await load.wait_for_served(2 * BOUND)
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
-                    # (and the former one comes back, to follow the other)
+                    # The former server comes back as a replica of the other.
                     await asyncio.to_thread(former.revive)
                     await asyncio.to_thread(wait, redis.is_whole, "the former one in step", IN_STEP_S)
             since = time.monotonic()
             await all_at_rest(here, servers)
             rested_s = time.monotonic() - since
             log = await log_of(here)
-    # And over-admission is no more than what ran when it died
-    case.tell(f"highest in flight {_told(seen.before)} before, {_told(seen.peaks)} since")
-    case.tell(f"bound {BOUND}, stated {MOST}")
+    # At most as many are over-admitted as ran when the server died.
+    case.report(f"highest in flight {_joined(seen.before)} before, {_joined(seen.peaks)} since")
+    case.report(f"bound {BOUND}, stated {MOST}")
     assert max(seen.peaks) <= MOST
-    # And whoever was not served was told when to come again, and nobody got another's answer
-    refused = turned_away(load.history)
-    case.tell(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
-    case.tell(
-        f"another server after {_told(seen.replaced_s)} s, "
-        f"all replicas shared after {_told(seen.shared_s)} s, "
-        f"counts agree with what runs after {_told(seen.agreed_s)} s (lease {LEASE_S:g} s)"
+    # Every refusal names a time to retry, and nobody gets another's answer.
+    refused = refused_with_retry_after(load.history)
+    case.report(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
+    case.report(
+        f"another server after {_joined(seen.replaced_s)} s, "
+        f"all replicas shared after {_joined(seen.shared_s)} s, "
+        f"counts agree with what runs after {_joined(seen.agreed_s)} s (lease {LEASE_S:g} s)"
     )
-    case.tell(f"all counts 0 {rested_s:.1f} s after the last answer")
+    case.report(f"all counts 0 {rested_s:.1f} s after the last answer")
     found = case.check(load.history, log, served_without_redis=True)
-    case.tell(f"G1–G6 over {found.entries} log entries")
+    case.report(f"G1–G6 over {found.entries} log entries")
     assert found.faults == ()
 
 
@@ -153,7 +161,7 @@ def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
     return found or former
 
 
-def _told(figures: Iterable[float]) -> str:
+def _joined(figures: Iterable[float]) -> str:
     """One figure a kill."""
     return ", ".join(f"{figure:.1f}".removesuffix(".0") for figure in figures)
 

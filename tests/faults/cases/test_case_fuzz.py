@@ -28,29 +28,29 @@ TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
 
 async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
-    case.is_about(f"{count} mutated ext_proc messages, headers, bodies and access-log entries")
-    # Given a fleet, and a replica of it that is warm
+    case.describe(f"{count} mutated ext_proc messages, headers, bodies and access-log entries")
+    # A fleet, one replica of which is warm.
     here = faulty("--mode", "lean", "--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     fuzz = Fuzz(SEED)
     async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
         await fuzz.run(channel, count // 5)
         process = replica_process(here, 0)
         before = process.memory_info().rss
-        # When it is sent what no Envoy sends
+        # The replica is sent messages that no Envoy sends.
         await fuzz.run(channel, count)
-    # Then every stream was answered or closed
-    case.tell(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
+    # Every stream is answered or closed.
+    case.report(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
     assert fuzz.ends["hangs"] == 0
-    # And the replica is the same process, ready, no larger, without an error it did not expect
+    # The replica is the same process, ready, not much larger, and logs no unexpected error.
     growth = process.memory_info().rss - before
-    case.tell(f"memory of the replica {growth / 2**20:+.1f} MiB after the first fifth")
+    case.report(f"memory of the replica {growth / 2**20:+.1f} MiB after the first fifth")
     assert here.state["replicas"][0]["pid"] == process.pid
     await ready(here)
     assert growth < MOST_GROWTH
     unforeseen = _errors(here)
-    case.tell(f"{len(unforeseen)} unforeseen errors in its log")
+    case.report(f"{len(unforeseen)} unforeseen errors in its log")
     assert unforeseen == []
-    # And nothing is left of it: others are served, and every count is 0
+    # Nothing is left behind: others are served, and every count is 0.
     async with closed_loop(here.url, clients=10) as load:
         await load.wait_for_served(30)
     assert load.failed == []

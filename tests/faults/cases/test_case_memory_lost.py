@@ -17,29 +17,28 @@ EVERY_S = 0.1
 
 async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(30, 600)
-    case.is_about(f"FUNCTION FLUSH and SCRIPT FLUSH each 100 ms, {flushes} times")
-    # Given a fleet under load
+    case.describe(f"FUNCTION FLUSH and SCRIPT FLUSH each 100 ms, {flushes} times")
     here = faulty(*OPTIONS, config=config())
     async with here.redis() as redis, closed_loop(here.url, clients=30) as load:
         await load.wait_for_served(30)
-        # When its scripts are deleted ten times a second
+        # Its scripts are deleted ten times a second.
         for _ in range(flushes):
             await redis.function_flush()
             await redis.script_flush()
             await asyncio.sleep(EVERY_S)
-    # Then no client saw an error, and no promise was broken
-    case.tell(f"{len(load.failed)} errors in {len(load.history)} requests")
+    # No client sees an error, and no promise is broken.
+    case.report(f"{len(load.failed)} errors in {len(load.history)} requests")
     assert load.failed == []
     await rests(here)
     found = case.check(load.history, await log_of(here))
-    case.tell(f"G1–G6 over {found.entries} log entries")
+    case.report(f"G1–G6 over {found.entries} log entries")
     assert found.faults == ()
 
 
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(2, 15)
-    case.is_about(f"FLUSHALL under load, {flushes} times")
-    # Given load beside streams that run on through it all
+    case.describe(f"FLUSHALL under load, {flushes} times")
+    # Load beside streams that run all the while.
     here = faulty(*OPTIONS, config=config())
     histories: list[ClientRecord] = []
     rebuilt_s: list[float] = []
@@ -51,10 +50,9 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             ]
             await load.wait_for_served(60)
             running = await here.eventually(lambda: _longest(redis), what="the streams' leases")
-            # When everything is deleted
             await redis.flushall()
             since = time.monotonic()
-            # Then every stream is counted again within a lease and one sweep
+            # Every stream is counted again within a lease and one sweep.
 
             async def rebuilt(running: set[bytes] = running) -> bool:
                 return running <= set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
@@ -62,15 +60,13 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             await here.eventually(rebuilt, within_s=LEASE_S + REAP_S, what="a rebuilt state")
             rebuilt_s.append(time.monotonic() - since)
             histories += await asyncio.gather(*streams)
-    case.tell(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
-    # And no client saw an error
+    case.report(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
     failed = [*load.failed, *(record for record in histories if not record.served)]
-    case.tell(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
+    case.report(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
     assert failed == []
-    # And the counts are exactly 0 in the end
     await rests(here)
     found = case.check([*load.history, *histories], await log_of(here), log_lost=True)
-    case.tell(f"highest stock {found.highest_stock:g} of 16 after the last one")
+    case.report(f"highest stock {found.highest_stock:g} of 16 after the last one")
     assert found.faults == ()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted_fleet import all_at_rest, all_shared, counted, told_ms, turned_away
+from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_with_retry_after
 from fault_case import FULL, Case
 from own_valkey import OwnValkey, own_valkey
 
@@ -36,7 +36,7 @@ LOSSES: dict[str, tuple[str, Callable[[OwnValkey], None]]] = {
 async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path, loss: str) -> None:
     fault, lose = LOSSES[loss]
     away_s, beside_s = case.size(4, 60), case.size(1, 15)
-    case.is_about(f"{fault} after {away_s} s")
+    case.describe(f"{fault} after {away_s} s")
     async with (
         own_valkey(tmp_path) as valkey,
         counted(
@@ -47,14 +47,14 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
             fair_request_queue=ROOM,
         ) as (here, servers),
     ):
-        # Given more clients than there is room for
+        # There are more clients than room in the queue.
         async with closed_loop(
             here.url, clients=CLIENTS, make_request=_make_request, pause_s=PAUSE_S
         ) as load:
             await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
             await asyncio.sleep(beside_s)
-            # When Redis is away for a while
+            # Redis is away for a while, and answers again.
             lost_s, before = time.monotonic(), servers.peak
             lose(valkey)
             servers.forget_peak()
@@ -63,7 +63,6 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
                 await valkey.start()
             else:
                 valkey.thaw()
-            # And answers again
             back_s, meanwhile = time.monotonic(), servers.peak
             servers.forget_peak()
             await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
@@ -71,24 +70,26 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
             await asyncio.sleep(beside_s)
             await load.wait_for_served(2 * BOUND)
             ended_s = time.monotonic()
-        # Then at no time was more in flight than the bound
+        # No more is ever in flight than the bound.
         peaks = before, meanwhile, servers.peak
-        case.tell(f"highest in flight {peaks[0]} before, {peaks[1]} meanwhile, {peaks[2]} after, of {BOUND}")
+        case.report(
+            f"highest in flight {peaks[0]} before, {peaks[1]} meanwhile, {peaks[2]} after, of {BOUND}"
+        )
         assert max(peaks) <= BOUND
-        # And whoever was not served was told when to come again
-        turned_away(load.history)
-        case.tell(
+        # Every refusal names a time to retry.
+        refused_with_retry_after(load.history)
+        case.report(
             f"answers a second {_rate(load.history, began_s, lost_s)} before, "
             f"{_rate(load.history, lost_s, back_s)} meanwhile, {_rate(load.history, back_s, ended_s)} after"
         )
-        case.tell(_refusals("meanwhile", load.history, lost_s, back_s))
-        case.tell(_refusals("before", load.history, began_s, lost_s))
+        case.report(_refusals("meanwhile", load.history, lost_s, back_s))
+        case.report(_refusals("before", load.history, began_s, lost_s))
         assert any(record.served for record in load.history if lost_s < record.sent_s < back_s)
         expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
         assert max(record.took_s for record in expired) <= TTL_S + TOLD_S or not FULL
-        # And the replicas are one fleet again, whose counts are exactly 0 in the end
-        case.tell(f"all shared again {shared_s:.1f} s after Redis answered")
+        # All replicas share again, and all counts are exactly 0 in the end.
+        case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL
         await all_at_rest(here, servers)
 
@@ -108,5 +109,5 @@ def _refusals(when: str, history: list[ClientRecord], from_s: float, to_s: float
     for record in history:
         if record.failed and from_s <= record.sent_s < to_s:
             kinds[record.reason.removeprefix("rejected-") or "no reason given"].append(record.took_s)
-    told = [f"{len(times)} {kind} ({told_ms(times)})" for kind, times in sorted(kinds.items())]
-    return f"refused {when}: {', '.join(told) or 'none'}"
+    parts = [f"{len(times)} {kind} ({format_ms(times)})" for kind, times in sorted(kinds.items())]
+    return f"refused {when}: {', '.join(parts) or 'none'}"

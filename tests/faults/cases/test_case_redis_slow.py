@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, quantile, told_ms
+from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, format_ms, quantile
 from fault_case import FULL, Case
 from own_valkey import own_valkey
 from paced import paced
@@ -58,40 +58,40 @@ FAULTS: dict[str, tuple[str, Callable[[Proxy, float], Awaitable[None]]]] = {
 async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path, fault: str) -> None:
     what, inflict = FAULTS[fault]
     well_s, ill_s = case.size(2, 20), case.size(5, 60)
-    case.is_about(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
+    case.describe(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
     async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
         url = f"redis://127.0.0.1:{between.port}/0"
         async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0) as (
             here,
             servers,
         ):
-            # Given requests at a steady pace, and how long they take while all is well
+            # Requests at a steady pace; how long they take without the fault.
             async with paced(here.url, PER_S) as load:
                 await here.eventually(lambda: _asked(load, PER_S), what="requests that warm everything up")
                 first, quick = len(load.history), await _decisions(here)
                 await asyncio.sleep(well_s)
                 usual = sorted(record.took_s for record in load.history[first:])
-                # When Redis is as ill as that for a while
+                # Redis has the fault for a while.
                 before, since_s = await _decisions(here), time.monotonic()
                 await inflict(between, ill_s)
                 after, until_s = await _decisions(here), time.monotonic()
             ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
-            # Then each request was answered, none with an error
+            # Each request is answered, none with an error.
             failed = [record for record in load.history if not record.served]
-            case.tell(f"{len(failed)} of {len(load.history)} answers not 200")
-            # And decisions were taken in time, by the replicas' own clocks
+            case.report(f"{len(failed)} of {len(load.history)} answers not 200")
+            # Decisions are in time, by the replicas' own clocks.
             median_s = quantile(usual, 0.5)
             slow, decided = after[0] - before[0], after[1] - before[1]
-            case.tell(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
-            case.tell(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
-            case.tell(f"whole requests {told_ms(ill)}, without the fault {told_ms(usual)}")
-            case.tell(f"less its median {told_ms(took_s - median_s for took_s in ill)}")
+            case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
+            case.report(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
+            case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
+            case.report(f"less its median {format_ms(took_s - median_s for took_s in ill)}")
             departures = await _departures(here)
-            case.tell(f"replicas went by themselves {departures} times")
+            case.report(f"replicas went by themselves {departures} times")
             assert failed == []
             assert departures == 0
             assert slow <= decided * 0.01 or not FULL
-            # And when Redis is well again, the counts are exact
+            # After the fault the counts are exact.
             await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
             await all_at_rest(here, servers)
             assert servers.peak <= SERVERS * EACH

@@ -28,41 +28,40 @@ OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5")
 
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
-    case.is_about(f"SIGKILL of a replica, {kills} times, at random moments")
-    # Given three replicas under load, streams and bodies up to 60 KB among it
+    case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
+    # Three replicas under load, with streams and bodies up to 60 KB.
     here, dice = faulty(*OPTIONS, config=config()), random.Random(11)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 120))
-            # When one is killed, and the supervisor starts another in its place
+            # One is killed, and the supervisor starts another.
             await ready(here)
             here.kill_replica(dice.randrange(3))
         await load.wait_for_served(50)
-    # Then no client has seen an error
-    case.tell(f"{len(load.failed)} client errors in {len(load.history)} requests")
+    case.report(f"{len(load.failed)} client errors in {len(load.history)} requests")
     assert load.failed == []
-    # And the counts are exact within a lease and one sweep
+    # The counts are exact within a lease and one sweep.
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
-    # And the log keeps every promise: order, bounds, one end each
+    # The log keeps every promise: order, bounds, one end each.
     # (what only the dead replica had heard of its end, its lease ends)
     found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
-    case.tell(f"G1–G6 over {found.entries} log entries; {found.ends['reclaimed']} ended by their lease")
+    case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
+    case.report(f"G1–G6 over {found.entries} log entries; {found.ends['reclaimed']} ended by their lease")
     assert found.faults == ()
 
 
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
     stops, lease_s = case.size(1, 10), 10.0
-    case.is_about(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
-    # Given three replicas under load that fills the pool
+    case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
+    # Three replicas under load that fills the pool.
     here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(stops):
             await load.wait_for_served(dice.randrange(30, 90))
             await ready(here)
-            # When one is stopped for longer than every lease it knows of, and goes on
+            # One is stopped for longer than every lease it knows of, and continues.
             stopped = replica_process(here, dice.randrange(3))
             stopped.suspend()
             until_s = time.monotonic() + lease_s + 1
@@ -74,11 +73,11 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 highest = max(highest, sum(await model_servers(here)))
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
-    # Then its stale grants have admitted nothing: by the log, and by what the model servers saw
+    # Its stale grants admit nothing, by the log and by the model servers' counts.
     found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_resume=True)
-    case.tell(f"{found.resumed} requests lived twice: abandoned first, or cancelled after their end")
-    case.tell(f"highest stock {found.highest_stock:g} of 16, {highest} at the model servers")
-    case.tell(f"{len(load.failed)} client errors in {len(load.history)}")
+    case.report(f"{found.resumed} requests lived twice: abandoned first, or cancelled after their end")
+    case.report(f"highest stock {found.highest_stock:g} of 16, {highest} at the model servers")
+    case.report(f"{len(load.failed)} client errors in {len(load.history)}")
     assert found.faults == ()
     assert found.highest_stock <= 16
     assert highest <= 16
@@ -88,8 +87,8 @@ async def test_rolling_restart_with_another_library(
     faulty: Callable[..., Any], case: Case, two_versions: Any
 ) -> None:
     rounds = case.size(1, 4)
-    case.is_about(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
-    # Given three replicas of one version under load
+    case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
+    # Three replicas of one version under load.
     here = faulty(
         *OPTIONS,
         config=config(extproc={"drain_grace": "2s"}),
@@ -98,7 +97,7 @@ async def test_rolling_restart_with_another_library(
     async with closed_loop(here.url, clients=CLIENTS) as load:
         await load.wait_for_served(100)
         for number in range(rounds):
-            # When the scripts change, and one replica after another is replaced
+            # The scripts change, and one replica after another is replaced.
             two_versions.change(f"version {number}")
             for index in range(3):
                 before = here.state["replicas"][index]["pid"]
@@ -112,35 +111,32 @@ async def test_rolling_restart_with_another_library(
                 await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
-    # Then both versions have run side by side, and nobody saw an error
-    case.tell(f"{libraries} libraries loaded; {len(load.failed)} failed of {len(load.history)} requests")
+    # Both versions run side by side, and no client sees an error.
+    case.report(f"{libraries} libraries loaded; {len(load.failed)} failed of {len(load.history)} requests")
     assert libraries == rounds + 1
     assert load.failed == []
     await rests(here)
     found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.tell(f"G1–G6 over {found.entries} log entries")
+    case.report(f"G1–G6 over {found.entries} log entries")
     assert found.faults == ()
 
 
 async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
-    case.is_about("all replicas down, `extproc.on_failure: deny`")
-    # Given a fleet that serves, and that starts nothing again
+    case.describe("all replicas down, `extproc.on_failure: deny`")
+    # The fleet restarts nothing.
     here = faulty("--no-restart", *OPTIONS, config=config())
-    # When every replica is killed under load
     statuses = await _without_replicas(here, case, 503)
-    # Then each request is answered 503
-    case.tell(f"answers then {statuses}")
+    case.report(f"answers then {statuses}")
     assert statuses == {503: 60}
 
 
 async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
-    case.is_about("all replicas down, `extproc.on_failure: balance`")
-    # Given a fleet that serves, whose Envoy may go on alone
+    case.describe("all replicas down, `extproc.on_failure: balance`")
+    # Envoy may go on without pickers, and the fleet restarts nothing.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
-    # When every replica is killed under load
     statuses = await _without_replicas(here, case, 200)
-    # Then Envoy, once it knows, balances each request by itself
-    case.tell(f"answers then {statuses}")
+    # Once Envoy sees no healthy replica, it balances each request itself.
+    case.report(f"answers then {statuses}")
     assert statuses == {200: 60}
 
 
@@ -164,7 +160,7 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     await here.eventually(has_settled, what=f"an answer {settled} without replicas")
     statuses = dict(Counter(record.status for record in load.history if record.status != 200))
     assert set(statuses) <= {503}
-    case.tell(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
+    case.report(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
     asks = [
         ClientRequest(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2))
         for n in range(60)

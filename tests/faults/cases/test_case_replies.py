@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from case_fleet import log_of
-from counted_fleet import all_at_rest, counted, turned_away
+from counted_fleet import all_at_rest, counted, refused_with_retry_after
 from fault_case import FULL, Case
 from own_valkey import own_valkey
 from proxy import Proxy, proxy
@@ -29,7 +29,7 @@ FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valk
 async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
     losses, dice = case.size(30, 300), random.Random(8)
     how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "the same message's again, too"}[form]
-    case.is_about(f"{losses} replies lost after the script ran, three replicas, {how}")
+    case.describe(f"{losses} replies lost after the script ran, three replicas, {how}")
     binary = debian("redis-server") if form == "redis_7" else None
     async with own_valkey(tmp_path, binary) as valkey, proxy(valkey.port) as between:
         between.spared = FORMS[form]
@@ -41,29 +41,29 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             each=EACH,
             service_s=SERVICE_S,
         ) as (here, servers):
-            # Given three replicas behind one wire, under load that fills the pool
+            # Three replicas behind one proxy, under load that fills the pool.
             async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
                 await load.wait_for_served(2 * CLIENTS)
                 for _ in range(losses):
-                    # When the reply to a script is lost, and its connection with it, whoever's it is
+                    # The reply to a script is lost, and its connection with it, of any replica.
                     between.lose_script_replies += 1
                     await here.eventually(lambda: _all_lost(between), within_s=30, what="a lost reply")
                     await load.wait_for_served(dice.randint(1, BETWEEN))
                 await load.wait_for_served(2 * CLIENTS)
-            # Then no bound was passed, inside the model servers too, and nobody saw an error
-            case.tell(f"{between.lost} replies lost, {between.connections} connections made")
+            # The bound is kept, inside the model servers too, and no client sees an error.
+            case.report(f"{between.lost} replies lost, {between.connections} connections made")
             assert between.lost == losses
-            refused = turned_away(load.history)
-            case.tell(f"{len(refused)} of {len(load.history)} requests refused (503), no other error")
-            case.tell(f"highest in flight {servers.peak} of {BOUND}")
+            refused = refused_with_retry_after(load.history)
+            case.report(f"{len(refused)} of {len(load.history)} requests refused (503), no other error")
+            case.report(f"highest in flight {servers.peak} of {BOUND}")
             assert servers.peak == BOUND
-            # And the counts are exact, and each request was begun once and ended once
+            # The counts are exact, and each request begins once and ends once.
             since = time.monotonic()
             await all_at_rest(here, servers)
-            case.tell(f"all counts 0 after {time.monotonic() - since:.1f} s")
-            # (but that a replica serves alone for a while whose message is lost twice)
+            case.report(f"all counts 0 after {time.monotonic() - since:.1f} s")
+            # A replica whose message is lost twice serves without Redis for a while.
             found = case.check(load.history, await log_of(here), served_without_redis=form == "in_a_row")
-            case.tell(f"G1–G6 over {found.entries} log entries")
+            case.report(f"G1–G6 over {found.entries} log entries")
             assert found.faults == ()
 
 

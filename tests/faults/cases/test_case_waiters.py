@@ -19,10 +19,10 @@ FEW_WORKERS_FILES = 15_000
 
 async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) -> None:
     few, many = case.size(50, 1000), case.size(500, 10_000)
-    case.is_about(f"{many} waiters, one slot freed at a time")
+    case.describe(f"{many} waiters, one slot freed at a time")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
-    # Given a pool of one place; what goes by the clock, the sweep that walks over all that wait, is put off
+    # One request at a time. The sweep, which scans all that wait, is put off.
     sections = {
         "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "10m"},
     }
@@ -30,12 +30,11 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
     options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
     here = faulty(*options, config={**slow, **sections})
-    # When few wait, and when many wait, and one after the other is served
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
-    # Then each wake-up costs Redis as many calls
-    told = " and ".join(f"{calls:.1f} calls, {commands:.1f} commands" for calls, commands in costs)
+    # Each wake-up costs Redis as many calls, however many wait.
+    costs_text = " and ".join(f"{calls:.1f} calls, {commands:.1f} commands" for calls, commands in costs)
     ratio = costs[1][0] / costs[0][0]
-    case.tell(f"a wake-up costs {told} at {few} and {many} waiters: ratio {ratio:.2f}")
+    case.report(f"a wake-up costs {costs_text} at {few} and {many} waiters: ratio {ratio:.2f}")
     assert ratio <= MOST_RATIO
     assert costs[1][1] / costs[0][1] <= MOST_RATIO
     assert case.check([], await log_of(here)).faults == ()
@@ -48,7 +47,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     async def queued() -> int:
         return int((await here.admin("/api/v1/state")).json()["queued"])
 
-    hold = asyncio.create_task(
+    blocking = asyncio.create_task(
         send_request(here.url, ClientRequest("hold", 100_000, streamed=True, leaves_s=PATIENCE_S))
     )
     await here.eventually(lambda: _runs(here), what="the one that holds the place")
@@ -68,7 +67,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
         return await queued() == waiters
 
     await here.eventually(all_queued, within_s=60, what=f"{waiters} queued")
-    hold.cancel()
+    blocking.cancel()
     before = await _spent(here)
 
     async def some_served() -> bool:
@@ -78,7 +77,7 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     after = await _spent(here)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(hold, *tasks, return_exceptions=True)
+    await asyncio.gather(blocking, *tasks, return_exceptions=True)
     await rests(here, within_s=60)
     return (after[0] - before[0]) / (after[2] - before[2]), (after[1] - before[1]) / (after[2] - before[2])
 
