@@ -65,7 +65,7 @@ TOLD = [
     ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),
     ("without-redis", f"{spaced(journal.MOST)} requests and as many ends are remembered"),
     ("without-redis", f"is left alone for {local_picker._FAILED_S:g} s"),
-    ("operations", f"news comes by looking, {shared_gate._LONGEST_S:g} s later"),
+    ("operations", f"waiting requests poll, {shared_gate._LONGEST_S:g} s later"),
     ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
