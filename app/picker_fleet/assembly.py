@@ -18,7 +18,7 @@ from picker_fleet.extproc import budget_transfer
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.replica.heartbeat import KnownFleet, Membership
 from picker_fleet.replica.info import ReplicaInfo
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
@@ -68,6 +68,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     Raises:
         StartupError: tracing is configured and not installed.
     """
+    fleet = KnownFleet(settings)
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
     signing = Keyring()
@@ -89,7 +90,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_news=lambda what, request_id: shared.on_notification(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
-        on_away=lambda cause, why: failover.away(cause, why),
+        on_away=lambda cause, why: failover.redis_lost(cause, why),
         signing=signing,
     )
     scraping: ScrapingTask = ScrapingTask(
@@ -101,10 +102,10 @@ def assemble(settings: Settings, replica: str) -> Parts:
         heartbeat_s=settings.leases.heartbeat,
         picked_by=lambda: any(
             scorer.weight and scorer.name in SCRAPED_SCORERS
-            for scorer in membership.effective.settings.scheduling.scorers
+            for scorer in fleet.config.settings.scheduling.scorers
         ),
-        busy=lambda: any(membership.in_flight.values()),
-        live=lambda: membership.live,
+        busy=lambda: any(fleet.in_flight.values()),
+        live=lambda: fleet.live,
         endpoints=endpoints,
         meter=Probes(store, endpoints, metrics, lambda: scraping.readings.snapshot()),
     )
@@ -117,7 +118,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         _scheduler(settings),
         endpoints,
         readings=scraping.readings.snapshot,
-        in_flight=lambda: membership.in_flight,
+        in_flight=lambda: fleet.in_flight,
         index=index,
         latencies=latencies,
         routes=routes,
@@ -149,10 +150,9 @@ def assemble(settings: Settings, replica: str) -> Parts:
         chooser=chooser,
         silence=silence,
         report_s=settings.leases.access_log_interval,
-        effective=lambda: membership.effective,
-        load=lambda: membership.in_flight,
+        fleet=fleet,
         heartbeat_now=lambda *, full=True: membership.heartbeat_now(full=full),
-        via=budget_transfer.GrpcPeers(settings.pool, signing),
+        peer_client=budget_transfer.GrpcPeers(settings.pool, signing),
     )
     replica_info = ReplicaInfo(shared, service, clock)
 
@@ -166,7 +166,8 @@ def assemble(settings: Settings, replica: str) -> Parts:
         endpoints=endpoints,
         metrics=metrics,
         replica_info=replica_info,
-        watch=failover,
+        fleet=fleet,
+        failover=failover,
         on_effective=take,
         on_suspects=scraping.suspect,
     )

@@ -101,7 +101,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             ),
             **eds.handlers(parts.endpoints),
             **budget_transfer.handlers(
-                settings.pool, parts.failover.lend, parts.signing, lambda: parts.replica_info.grpc
+                settings.pool, parts.failover.transfer_budget, parts.signing, lambda: parts.replica_info.grpc
             ),
         },
     )

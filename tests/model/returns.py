@@ -11,15 +11,13 @@ import random
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from failover_bench import PULSE, gate_over
 from local_requests import ask
-from sturdy_bench import PULSE, gate_over
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from picker_fleet.failover.budget import Purse
-from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.failover.journal import bring
-from picker_fleet.failover.outage import Mode
+from picker_fleet.failover.gate import FailoverGate, FailoverState
+from picker_fleet.failover.outage import Resync
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock
@@ -112,19 +110,6 @@ class Pool:
         return Done(answer)
 
 
-class _Still:
-    """An event loop whose time stands still; what it is to call later never comes."""
-
-    def time(self) -> float:
-        return NOW_S
-
-    def call_later(self, *_: object) -> "_Still":
-        return self
-
-    def cancel(self) -> None:
-        pass
-
-
 class Step(NamedTuple):
     what: str
     who: int = 0
@@ -177,7 +162,7 @@ class World:
         self._gates = [self._gate(name) for name in self.names]
         for who, gate in enumerate(self._gates):
             self._beat(who)
-            gate.beat(PULSE, 0.001)
+            gate.heartbeat_answered(PULSE)
         self.accounting_token = _run(self._gates[0].admit(ask(REQUEST), stream_owned=False)).accounting_token
         self.pool.counted.clear()
         self.pool.asked.clear()
@@ -191,19 +176,14 @@ class World:
             chooser=LeastLoadedChooser(cell), awake=AwakeClock(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
         shared._attempts = itertools.repeat(1)  # type: ignore[assignment]
-        gate = gate_over(store, shared, metrics, cell, Silence(1.0, 8.0), replica=name)
-        still = cast(Any, _Still())
-        gate._loop = still
-        gate._outbox._clock = gate._tombstones._clock = still.time
-        gate.newcomer_s = 0.0
-        return gate
+        return gate_over(store, shared, metrics, cell, Silence(1.0, 8.0), replica=name, clock=lambda: NOW_S)
 
     # What may come next, and its coming
 
     def steps(self) -> Iterator[Step]:
         if self._request == _OVER and not self._remembered:
             return
-        local = [gate.mode is Mode.LOCAL for gate in self._gates]
+        local = [gate.state is FailoverState.LOCAL for gate in self._gates]
         if self._losses >= self.pool.life:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
@@ -214,16 +194,16 @@ class World:
                 yield Step("end", who)
                 if self._signs < self._most_signs:
                     yield Step("sign", who)
-            if gate.mode is not Mode.LOCAL and self._outs[who] < self._most_outs:
+            if gate.state is not FailoverState.LOCAL and self._outs[who] < self._most_outs:
                 yield Step("out", who)
-            if gate.mode is Mode.LOCAL:
+            if gate.state is FailoverState.LOCAL:
                 yield Step("return" if self._whole else "back", who)
                 continue
             if not self._whole:
                 yield Step("beat", who)
-            if gate.mode is Mode.SHARED:
+            if gate.state is FailoverState.SHARED:
                 continue
-            if gate._told:
+            if not gate.degraded:
                 # Who is back before there is a request stands where it began.
                 if self._request != _UNSENT:
                     yield Step("finish", who)
@@ -235,7 +215,8 @@ class World:
     def take(self, step: Step) -> None:
         gate, who = self._gates[step.who], step.who
         if step.what == "let go":
-            gate._local._purse = Purse(1.0)  # what it may spend is another model's
+            if gate._outage is not None:
+                gate._outage.gate.release(1.0)  # the budget is another model's subject
             _run(gate.admit(ask(REQUEST), stream_owned=False))
             self._request = _RUNS
         elif step.what == "sign":
@@ -247,16 +228,18 @@ class World:
         elif step.what == "out":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)
-            gate.away("silence", "it went")
+            gate._abort_resync() if gate._outage is not None else gate._begin_outage()
         elif step.what == "back":
             self._told[who], self._said[who] = False, None
-            gate._begin_return()
+            gate._begin_resync()
         elif step.what == "tell":
-            _run(gate._tombstones.tell())
+            _run(gate._tombstones.publish())
             self._told[who] = True
         elif step.what == "bring":
-            _run(bring(cast(Store, self.pool), gate._outbox, _ANY_TIME_S, lambda: NOW_S))
-            gate._note_told()
+            assert gate._outage is not None
+            assert gate._outage.resync is not None
+            _run(gate._outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
+            gate._finish_resync(gate._outage, gate._outage.resync)
         elif step.what == "return":
             for what in ("back", "tell"):
                 self.take(Step(what, who))
@@ -264,7 +247,7 @@ class World:
             self.take(Step("bring", who))
             self._beat_all()
         elif step.what == "finish":
-            gate._finish()
+            gate._end_outage()
         elif step.what == "beat":
             self._beat(who)
         else:
@@ -272,7 +255,7 @@ class World:
 
     def _beat_all(self) -> None:
         for who, gate in enumerate(self._gates):
-            if gate.mode is not Mode.LOCAL:
+            if gate.state is not FailoverState.LOCAL:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
@@ -282,9 +265,9 @@ class World:
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
         }
         gate = self._gates[who]
-        gate.peers({**about, self.names[who]: _NOTHING})
+        gate.update_peers({**about, self.names[who]: _NOTHING})
         if gate._tombstones._due.is_set():
-            _run(gate._tombstones.answer())
+            _run(gate._tombstones.answer_peers())
 
     def _completion(self) -> Completion:
         return Completion(
@@ -292,8 +275,7 @@ class World:
         )
 
     def _others_told(self, gate: FailoverGate) -> bool:
-        mark = f"{gate._tombstones._replica}:{gate._tombstones._own_returns}"
-        return all(gate._tombstones._has_told(name, mark) for name in self.names)
+        return gate._tombstones.peers_answered(self.names)
 
     # What must hold
 
@@ -301,12 +283,14 @@ class World:
     def _remembered(self) -> bool:
         """Whether anybody still takes the request for a running one: else nobody will."""
         return REQUEST in self.pool.counted or any(
-            gate._outbox.knows(REQUEST) or REQUEST in gate._outbox._ended for gate in self._gates
+            gate._outage.journal.knows(REQUEST) or REQUEST in gate._outage.journal._ended
+            for gate in self._gates
+            if gate._outage is not None
         )
 
     @property
     def all_back(self) -> bool:
-        return all(gate.mode is Mode.SHARED for gate in self._gates)
+        return all(gate.state is FailoverState.SHARED for gate in self._gates)
 
     def at_rest(self) -> None:
         """Every replica beats until none says anything new; a request that runs gives a sign of life."""
@@ -409,7 +393,10 @@ class _Said(dict[str, Any]):
     @classmethod
     def of(cls, gate: FailoverGate) -> "_Said":
         return cls(
-            {key: tuple(value) if isinstance(value, list) else value for key, value in gate.says().items()}
+            {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in gate.heartbeat_fields().items()
+            }
         )
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -417,30 +404,45 @@ class _Said(dict[str, Any]):
 
 
 _NOTHING = _Said()
-_TOMBSTONES = ("_away", "_returns", "_answered", "_told_life", "_own_returns")
+_TOMBSTONES = ("_peer_degraded", "_peer_resyncs", "_answered", "_published_epoch", "_resyncs")
 
 
 def _saved(gate: FailoverGate) -> tuple[Any, ...]:
-    book, ends = gate._outbox, gate._tombstones
+    """All that a gate remembers. Its `Outage` is kept by reference, with what its journal and its resync
+    were."""
+    outage, ends = gate._outage, gate._tombstones
+    noted: tuple[Any, ...] = ()
+    if outage is not None:
+        journal = outage.journal
+        noted = (
+            tuple(journal._placed.items()), tuple(journal._alive.items()), tuple(journal._ended.items()),
+            outage.resynced,
+        )  # fmt: skip
     return (
-        gate._mode, gate._told, tuple(book._placed.items()), tuple(book._alive.items()),
-        tuple(book._ended.items()), tuple(ends._ends.items()), frozenset(ends._back), ends._due.is_set(),
-        tuple(ends._about.items()), tuple(getattr(ends, name) for name in _TOMBSTONES),
+        gate.state, noted, tuple(ends._ends.items()), frozenset(ends._restored), ends._due.is_set(),
+        tuple(ends._peers.items()), tuple(getattr(ends, name) for name in _TOMBSTONES),
     )  # fmt: skip
 
 
 def _restore(gate: FailoverGate, saved: Sequence[Any]) -> None:
-    book, ends = gate._outbox, gate._tombstones
-    gate._mode, gate._told, placed, alive, ended, heard, back, due, about, rest = saved
-    for kept, items in (
-        (book._placed, placed),
-        (book._alive, alive),
-        (book._ended, ended),
-        (ends._ends, heard),
-    ):
-        kept.clear()
-        kept.update(items)
-    ends._back, ends._about = set(back), dict(about)
+    ends = gate._tombstones
+    state, noted, received, restored, due, peers, rest = saved
+    if state is FailoverState.SHARED:
+        gate._outage = None
+    else:
+        outage = gate._outage = gate._outage or gate._begin_outage()
+        placed, alive, ended, resynced = noted
+        journal = outage.journal
+        for kept, items in ((journal._placed, placed), (journal._alive, alive), (journal._ended, ended)):
+            kept.clear()
+            kept.update(items)
+        outage.resync = None
+        if state is FailoverState.RESYNCING:
+            outage.resync = Resync(NOW_S, done=resynced)
+    gate._state = state
+    ends._ends.clear()
+    ends._ends.update(received)
+    ends._restored, ends._peers = set(restored), dict(peers)
     ends._due.set() if due else ends._due.clear()
     for name, value in zip(_TOMBSTONES, rest, strict=True):
         setattr(ends, name, value)

@@ -56,7 +56,7 @@ async def test_the_search_finds_the_ghost_of_replicas_that_forget_their_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Given replicas that tell the shared state of each end once, and keep no memory of it
-    monkeypatch.setattr(Tombstones, "heard", lambda self, request_id: None)
+    monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
     # When they cross in every order, then some way leads to a request that has ended and counts
     _, fault = search(World(2, outs=1))
     assert fault.endswith("it counts, and has ended")

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from failover_bench import gate_over
 from metrics_page import samples
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from script_backends import LOOPBACK, Wire, url_of, valkey, wire
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
-from sturdy_bench import gate_over
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
-from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.failover.outage import Mode
+from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.state.silence import Silence
 
@@ -46,12 +45,11 @@ class Watched:
         self.gate: FailoverGate = gate_over(
             replica.store, replica.gate, replica.metrics, replica.cell, Silence(SILENCE_S, SILENCE_S)
         )
-        self.gate.newcomer_s = 0.0
         self.waiting: asyncio.Task[Any]
 
     async def begin(self) -> None:
-        self.gate.peers({"a": {"degraded": False}})
-        self.gate.beat(await self.replica.beat(), 0.001)
+        self.gate.update_peers({"a": {"degraded": False}})
+        self.gate.heartbeat_answered(await self.replica.beat())
         await self.gate.admit(ask("runs"), stream_owned=False)
         self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), stream_owned=False))
         await self.queued(1)
@@ -107,7 +105,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
         arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
         # Then it waits for its turn in the shared queue, as who came before does
         await it.queued(2)
-        assert it.gate.mode is Mode.SHARED
+        assert it.gate.state is FailoverState.SHARED
         arriving.cancel()
         await asyncio.wait((arriving,))
         await it.ends()
@@ -122,7 +120,7 @@ async def test_what_everyone_is_answered_for_good_is_an_outage(
         between.refuse(f"{error} for good")
         arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
         # Then the replica goes on by itself
-        await until(lambda: it.gate.mode is Mode.LOCAL)
+        await until(lambda: it.gate.state is FailoverState.LOCAL)
         assert it.errors(KINDS[error]) == 2
         arriving.cancel()
         await asyncio.wait((arriving,))
@@ -164,7 +162,7 @@ async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-            assert it.gate.mode is Mode.SHARED
+            assert it.gate.state is FailoverState.SHARED
             assert it.errors("full") == 3
             # And what has found no room need not be taken back
             assert it.errors("full", "cancel") == 0
@@ -186,11 +184,11 @@ async def test_an_error_for_one_request_is_its_own(
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
         # Then it alone fails, and others are taken into the queue
-        assert it.gate.mode is Mode.SHARED
+        assert it.gate.state is FailoverState.SHARED
         assert it.errors("item") == 20
         other = asyncio.create_task(it.gate.admit(ask("other"), stream_owned=False))
         await until(lambda: it.replica.gate.waiting == 2)
-        assert it.gate.mode is Mode.SHARED
+        assert it.gate.state is FailoverState.SHARED
         other.cancel()
         await asyncio.wait((other,))
         # And the log names it, in lines that are few, short and whole
@@ -276,7 +274,7 @@ async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
             async with provoked(redis):
                 # When an arrival meets it, then the replica goes on by itself, and what waited with it
                 arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
-                await until(lambda: it.gate.mode is Mode.LOCAL)
+                await until(lambda: it.gate.state is FailoverState.LOCAL)
                 assert it.errors(kind) >= 1
                 for task in (arriving, it.waiting):
                     task.cancel()

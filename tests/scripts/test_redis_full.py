@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from failover_bench import gate_over
 from script_backends import url_of, valkey
 from script_fleet import Fleet, Replica, ask, ended, running, until
-from sturdy_bench import gate_over
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
-from picker_fleet.failover.outage import Mode
+from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.silence import Silence
 
 ROOM = 400_000  # bytes for what is to wait
@@ -30,7 +30,6 @@ class Clients:
         self.replica: Replica = fleet.replicas[0]
         replica = self.replica
         self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, Silence(5.0, 5.0))
-        self.gate.newcomer_s = 0.0
         self.running: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -63,8 +62,8 @@ async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(ser
     async with running(url_of(server), pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
-        gate.peers({"a": {"degraded": False}})
-        gate.beat(await a.beat(), 0.001)
+        gate.update_peers({"a": {"degraded": False}})
+        gate.heartbeat_answered(await a.beat())
         # Given a server without room, and requests that have filled it
         expires = asyncio.create_task(clients.ask("runs first"))
         await expires
@@ -92,7 +91,7 @@ async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(ser
         # And who comes new is refused still, by a replica that has not left the shared queue
         with pytest.raises(WritesRefused):
             await clients.ask("new")
-        assert gate.mode is Mode.SHARED
+        assert gate.state is FailoverState.SHARED
         # When there is room, then admission goes on
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")

@@ -1,12 +1,11 @@
 """`confirm`: does a request whose body has not ended still have its lease, with and without Redis?"""
 
 import pytest
+from failover_bench import Bench, eventually, watched
 from local_requests import ask
-from sturdy_bench import PULSE, Bench, eventually, watched
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover import outage
-from picker_fleet.failover.outage import Mode
+from picker_fleet.failover.gate import FailoverState
 from picker_fleet.request import Placement
 
 LEASE_S = 15.0  # as configured by default
@@ -34,7 +33,7 @@ async def test_without_redis_a_shared_lease_is_valid_until_it_expires(
     bench.store.deaf = True
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     # It takes nothing of the local budget: it already counts as in flight.
-    assert bench.gate.mode is Mode.LOCAL
+    assert bench.gate.state is FailoverState.LOCAL
     free = bench.free
     assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
     assert bench.free == free
@@ -56,19 +55,15 @@ async def test_without_redis_and_a_known_bound_the_state_is_unavailable() -> Non
         await bench.gate.confirm("r", Placement(("10.0.0.1:8000",), "", 1), 2.0)
 
 
-async def test_during_resync_redis_counts_only_leases_of_the_local_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outage, "_LONGEST_RETURN_S", 60.0)  # whatever the load of the machine
-    bench = Bench()
+async def test_during_resync_redis_counts_only_leases_of_the_local_budget() -> None:
+    bench = Bench(wait_s=60.0)  # however slow the machine is
     bench.store.away = True
     placement = await bench.gate.admit(ask("mine"), stream_owned=False)
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         bench.store.renewing = "unknown"
         bench.store.notes.clear()
         assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)

@@ -11,7 +11,8 @@ from picker_fleet.admin import api, documents, events, fleet_state
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admission import shared_gate
 from picker_fleet.endpoints import metrics_client, scraper
-from picker_fleet.failover import journal, local_picker, outage, tombstones
+from picker_fleet.failover import journal, local_gate
+from picker_fleet.failover.gate import FailoverTimes
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
@@ -61,10 +62,10 @@ TOLD = [
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
     ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
-    ("without-redis", f"are waited for {outage._LONGEST_RETURN_S:g} s at most"),
-    ("without-redis", f"it waits {tombstones._LONGEST_WAIT_S:g} s at most"),
-    ("without-redis", f"{spaced(journal.MOST)} requests and as many ends are remembered"),
-    ("without-redis", f"is left alone for {local_picker._FAILED_S:g} s"),
+    ("without-redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
+    ("without-redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
+    ("without-redis", f"{spaced(journal.MAX_ENTRIES)} requests and as many ends are remembered"),
+    ("without-redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {shared_gate._LONGEST_S:g} s later"),
     ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),

@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-import pytest
 from scripted_store import ScriptedStore, until
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover import tombstones
 from picker_fleet.failover.journal import unseen_s
+from picker_fleet.failover.peers import PeerState
 from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store
 
@@ -39,14 +38,15 @@ class Told(ScriptedStore):
 class Bench:
     """The replica `a` beside `b` and `c`."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
+    def __init__(self, wait_s: float = 30.0) -> None:
+        self.now_s, self.wait_s = 100.0, wait_s
         self.shared = self.free = True
         self.pokes = 0
         self.store = Told()
         self.ends = Tombstones(
-            cast(Store, self.store), "a", report_s=REPORT_S, may_tell=lambda: self.shared,
-            may_free=lambda: self.free, heartbeat_now=self._poked, clock=lambda: self.now_s,
+            cast(Store, self.store), "a", report_s=REPORT_S, may_publish=lambda: self.shared,
+            may_settle=lambda: self.free, heartbeat_now=self._poked, peers_wait_s=wait_s,
+            clock=lambda: self.now_s,
         )  # fmt: skip
 
     def _poked(self) -> None:
@@ -54,7 +54,9 @@ class Bench:
 
     def say(self, **others: Mapping[str, Any]) -> None:
         """What the heartbeats of the others tell."""
-        self.ends.peers({name: {**CALM, **others.get(name, {})} for name in ("a", "b", "c")})
+        self.ends.update_peers(
+            {name: PeerState.read({**CALM, **others.get(name, {})}) for name in ("a", "b", "c")}
+        )
 
 
 @asynccontextmanager
@@ -70,23 +72,23 @@ async def running() -> AsyncIterator[Bench]:
 
 async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time() -> None:
     async with running() as bench:
-        bench.ends.heard("early")
+        bench.ends.add("early")
         bench.say()
         bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
-        bench.ends.heard("late")
+        bench.ends.add("late")
         assert bench.store.buried == []
         # When another one goes away and comes back, then Redis is told what is not too old to be brought back
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
         assert bench.store.buried == ["late"]
-        assert bench.ends.says() == {"returns": 0, "told": ["b:1"]}
+        assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
 
 
 async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None:
     async with running() as bench:
         bench.say(b={"degraded": True})
         await until(lambda: bench.pokes)
-        bench.ends.heard("x")
+        bench.ends.add("x")
         assert bench.store.buried == ["x"]
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes > 1)
@@ -99,7 +101,7 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None
 
 async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_same() -> None:
     async with running() as bench:
-        bench.ends.heard("x")
+        bench.ends.add("x")
         bench.store.restored = {"x"}
         # Given one that is back already, and has brought back what this one had heard the end of
         bench.say(b={"returns": 1})
@@ -111,45 +113,45 @@ async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_
 async def test_places_that_the_purse_may_have_earned_are_given_back_when_all_that_runs_is_told() -> None:
     async with running() as bench:
         bench.free = False
-        bench.ends.heard("x")
+        bench.ends.add("x")
         bench.store.restored = {"x"}
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
         assert bench.store.settled == []
-        bench.ends.free()
+        bench.ends.settle_restored()
         assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
 async def test_one_that_is_away_itself_answers_nobody_until_it_is_back() -> None:
     async with running() as bench:
         bench.shared = False
-        bench.ends.heard("x")
+        bench.ends.add("x")
         bench.say(b={"degraded": True, "returns": 1})
         for _ in range(10):
             await asyncio.sleep(0)
-        assert (bench.store.buried, bench.ends.says()["told"]) == ([], [])
+        assert (bench.store.buried, bench.ends.heartbeat_fields()["told"]) == ([], [])
         bench.shared = True
         bench.say(b={"degraded": True, "returns": 1})
-        await until(lambda: bench.ends.says()["told"] == ["b:1"])
+        await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
         assert bench.store.buried == ["x"]
 
 
 async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -> None:
     async with running() as bench:
-        bench.ends.heard("x")
+        bench.ends.add("x")
         bench.store.away = True
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.store.buried)
-        assert bench.ends.says()["told"] == []
+        assert bench.ends.heartbeat_fields()["told"] == []
         bench.store.away = False
         bench.say(b={"degraded": True, "returns": 1})
-        await until(lambda: bench.ends.says()["told"] == ["b:1"])
+        await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
 
 
 async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
     async with running() as bench:
-        bench.ends.heard("x")
-        bench.ends.anew("x")
+        bench.ends.add("x")
+        bench.ends.discard("x")
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
         assert bench.store.buried == []
@@ -158,8 +160,8 @@ async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
 async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None:
     bench = Bench()
     bench.say()
-    bench.ends.begin_return()
-    waiting = asyncio.create_task(bench.ends.others_told(("a", "b", "c")))
+    bench.ends.begin_resync()
+    waiting = asyncio.create_task(bench.ends.wait_for_peers(("a", "b", "c")))
     for told in ({"b": {"told": ["a:1"]}}, {"b": {"told": ["a:1"]}, "c": {"told": ["a:0", "b:1"]}}):
         bench.say(**told)
         await asyncio.sleep(0)
@@ -168,12 +170,9 @@ async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None
     await waiting
 
 
-async def test_a_return_does_not_wait_for_ever_nor_for_a_version_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Bench()
-    bench.ends.begin_return()
-    bench.ends.peers({"a": CALM, "b": {"degraded": False}})
-    await bench.ends.others_told(("a", "b"))
-    monkeypatch.setattr(tombstones, "_LONGEST_WAIT_S", 0.01)
-    await bench.ends.others_told(("a", "b", "gone"))
+async def test_a_return_does_not_wait_for_ever_nor_for_a_version_that_does_not_answer() -> None:
+    bench = Bench(wait_s=0.01)
+    bench.ends.begin_resync()
+    bench.ends.update_peers({"a": PeerState.read(CALM), "b": PeerState()})
+    await bench.ends.wait_for_peers(("a", "b"))
+    await bench.ends.wait_for_peers(("a", "b", "gone"))

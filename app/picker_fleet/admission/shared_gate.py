@@ -96,9 +96,8 @@ class SharedGate(PlacedRequests):
         """As `Gate.admit`; `wait` is told that the request is queued."""
         task = asyncio.current_task()
         assert task is not None
-        arrived = self._loop.time() - age_s
-        wait = wait or Wait(arrived)
-        waiter = Waiter(request, next(self._attempts), arrived, self._loop.create_future(), task)
+        wait = wait or Wait(self._loop.time() - age_s)
+        waiter = Waiter(request, next(self._attempts), wait.arrived_s, self._loop.create_future(), task)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.news.done():
             # Envoy has re-driven the request over a new stream; the old one has no client any more.

@@ -14,7 +14,7 @@ import grpc
 import orjson
 
 from picker_fleet.extproc.transport import Handler, Stream
-from picker_fleet.failover.peers import ASK_S
+from picker_fleet.failover.peers import TRANSFER_WAIT_S
 from picker_fleet.signing import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
@@ -64,7 +64,7 @@ def handlers(
 
 
 class GrpcPeers:
-    """`failover.peers.Peers` over gRPC; one channel an address, kept until `close`."""
+    """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`."""
 
     def __init__(self, pool: str, keys: Keyring) -> None:
         self._pool = pool
@@ -87,7 +87,7 @@ class GrpcPeers:
             }
         )
         try:
-            answer = await channel.unary_unary(_ASK)(request, timeout=ASK_S + _MARGIN_S)
+            answer = await channel.unary_unary(_ASK)(request, timeout=TRANSFER_WAIT_S + _MARGIN_S)
             given = float(orjson.loads(answer)["given"])
         except (grpc.aio.AioRpcError, ValueError, TypeError, KeyError):
             return None

@@ -1,197 +1,527 @@
-"""The gate that goes on without the shared state (G8; docs/without-redis.md).
-
-Which side it is on, and when it changes, is decided in `failover.outage`.
+"""The gate that requests come to: admits through Redis, or within this replica's part of the bound while
+Redis is away (G8; docs/without-redis.md).
 """
 
-from typing import Any
+import asyncio
+import enum
+import logging
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from picker_fleet.admission import accounting_token
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.admission.waiting import Wait
-from picker_fleet.errors import ClientGone, StateUnavailable
-from picker_fleet.failover.journal import Placed
-from picker_fleet.failover.outage import Crossing, Mode
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
+from picker_fleet.failover.local_gate import LocalGate, LocalPicker
+from picker_fleet.failover.local_queue import rules_of
+from picker_fleet.failover.outage import Outage, OutageStatus, Resync
+from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, PeerClient, Peers, PeerState
+from picker_fleet.failover.tombstones import Tombstones
+from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.state.silence import Silence
+from picker_fleet.state.store import Pulse, Store
+from picker_fleet.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_JITTER_S = 0.1  # replicas whose Redis answers again do not all resync at the same moment
+_TICK_S = 0.2
 
 
-class FailoverGate(Crossing):
-    """`admission.gate.Gate`: the shared one while it can be had, else this replica's own. One event loop.
-
-    `effective` gives the configuration in force, `load` the fleet's requests by endpoint as last heard of,
-    `heartbeat_now` sends a heartbeat, which is the probe of Redis; with `full=False` only its reply is read.
+@dataclass(frozen=True, slots=True)
+class FailoverTimes:
+    """Bounds in seconds. `newcomer_s`: the others may not know a replica younger than this, which therefore
+    begins an outage without budget. `peers_wait_s`: how long a resync waits for the others to publish the
+    ends they received. `max_resync_s`: how long it waits for them to resync.
     """
 
-    def status(self) -> dict[str, Any] | None:
-        """What it is like without the shared state; None while there is one.
+    newcomer_s: float = 3.0
+    peers_wait_s: float = 2.0
+    max_resync_s: float = 3.5
 
-        `in_flight` counts requests let go here whose end was not heard here; others may have heard it.
-        """
-        if self._mode is Mode.SHARED:
-            return None
-        return {
-            "mode": self._mode.value,
-            "since_s": round(self._loop.time() - self._left_s, 3),
-            "bound": self._bound,
-            "share": self._share,
-            "free": self._local.free,
-            "let_go": self._let_go,
-            "in_flight": len(self._outbox),
-            "queued": self._local.waiting,
-            "queue_length": self._local.lengths(),
-        }
+
+class FailoverState(enum.Enum):
+    """Which side decides. The values are those of the API and the metrics.
+
+    | state     | event         | next      | what is done                                                   |
+    |-----------|---------------|-----------|----------------------------------------------------------------|
+    | SHARED    | REDIS_LOST    | LOCAL     | an `Outage` begins; waiting requests move to its queue         |
+    | LOCAL     | REDIS_ANSWERS | RESYNCING | Redis is told of the ends; once the other replicas have told   |
+    |           |               |           | theirs, it is told of the requests that run                    |
+    | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's part                   |
+    | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
+
+    LOCAL admits what the budget allows. RESYNCING needs both the budget and Redis for each request. Ends are
+    told to Redis while RESYNCING and again at its end, because another replica may have restored a request
+    whose end it had not received. Any other event changes nothing.
+    """
+
+    SHARED = "shared"
+    LOCAL = "local"
+    RESYNCING = "returning"
+
+
+class FailoverEvent(enum.Enum):
+    """REDIS_LOST: Redis refuses, its silence is proven (state/silence.py), or a decision failed.
+    REDIS_ANSWERS: enough heartbeats in a row were answered. ALL_RESYNCED: every replica that was live has
+    resynced, or 3.5 s have passed.
+    """
+
+    REDIS_LOST = enum.auto()
+    REDIS_ANSWERS = enum.auto()
+    ALL_RESYNCED = enum.auto()
+
+
+_SHARED, _LOCAL, _RESYNCING = FailoverState.SHARED, FailoverState.LOCAL, FailoverState.RESYNCING
+_TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
+    (_SHARED, FailoverEvent.REDIS_LOST): _LOCAL,
+    (_LOCAL, FailoverEvent.REDIS_ANSWERS): _RESYNCING,
+    (_RESYNCING, FailoverEvent.REDIS_LOST): _LOCAL,
+    (_RESYNCING, FailoverEvent.ALL_RESYNCED): _SHARED,
+}
+
+
+class Fleet(Protocol):
+    """What the last heartbeat told of the fleet."""
+
+    @property
+    def config(self) -> EffectiveConfig: ...
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Requests by endpoint."""
+        ...
+
+
+@dataclass(slots=True)
+class _Stock:
+    """The stock as of the last heartbeat while Redis was in use, and what was `placed` through it since."""
+
+    pulse: Pulse
+    seen_s: float
+    placed: float = 0.0
+
+
+class FailoverGate:
+    """`admission.gate.Gate`: delegates to `SharedGate`, or to the present `Outage`. One event loop.
+
+    `report_s` is how often the access log gives a sign of life; `heartbeat_now` sends a heartbeat, which is
+    the probe of Redis: with `full=False` only its own reply is read. A replica younger than `newcomer_s`
+    starts an outage without budget.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shared: SharedGate,
+        *,
+        replica: str,
+        metrics: Metrics,
+        endpoints: SnapshotCell,
+        chooser: EndpointChooser,
+        silence: Silence,
+        report_s: float,
+        fleet: Fleet,
+        heartbeat_now: Callable[..., None],
+        peer_client: PeerClient,
+        times: FailoverTimes = FailoverTimes(),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._store, self._shared, self._metrics = store, shared, metrics
+        self._endpoints, self._chooser = endpoints, chooser
+        self._silence, self._report_s, self._fleet = silence, report_s, fleet
+        self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
+        self._times = times
+        self._clock = clock or asyncio.get_running_loop().time
+        self._peers = Peers(replica)
+        self._tombstones = Tombstones(
+            store,
+            replica,
+            report_s=report_s,
+            may_publish=self._redis_in_use,
+            may_settle=self._redis_has_all,
+            heartbeat_now=heartbeat_now,
+            peers_wait_s=times.peers_wait_s,
+            clock=self._clock,
+        )
+        self._state = _SHARED
+        self._outage: Outage | None = None  # exactly while the state is not SHARED
+        self._tasks: set[asyncio.Task[None]] = set()  # of the outage
+        self._stock: _Stock | None = None  # None until this replica has joined the pool
+        self._joined_s = 0.0
+        self._busy = False  # requests were placed or ended since the last tick
+        self._answered_heartbeats = 0  # in a row
+        self._prepaid = 0.0  # budget of requests that wait in the shared queue while RESYNCING, or since then
+        self._unconfirmed_ends: dict[str, tuple[Completion, str]] = {}  # with accounting tokens
+        metrics.failover(self._state.value)
+
+    @property
+    def state(self) -> FailoverState:
+        return self._state
+
+    @property
+    def degraded(self) -> bool:
+        """Whether this replica has state that is not in Redis."""
+        return self._outage is not None and not self._outage.resynced
+
+    def status(self) -> OutageStatus | None:
+        """The present outage; None while Redis decides."""
+        return self._outage.status(self._state.value) if self._outage is not None else None
 
     def fill(self) -> float:
-        """The queue's part that is taken, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
-        without the shared state."""
-        if self._mode is not Mode.SHARED:
-            return self._local.fill
-        if self._pulse is None or not self._pulse.queued:
+        """The occupied part of the queue, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
+        during an outage."""
+        if self._outage is not None:
+            return self._outage.gate.fill
+        if self._stock is None or not self._stock.pulse.queued:
             return 0.0
-        return min(self._pulse.queued / self._effective().settings.fair_request_queue.total_capacity, 1.0)
+        capacity = self._fleet.config.settings.fair_request_queue.total_capacity
+        return min(self._stock.pulse.queued / capacity, 1.0)
+
+    # Requests
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        # One that came before has had a place that was lost: since then it waits.
-        wait = Wait(self._loop.time() - age_s, queued=age_s > 0)
+        # A request that comes with an age had a place that was lost; it has waited since.
+        wait = Wait(self._clock() - age_s, queued=age_s > 0)
         try:
-            placement = await self._admit(request, wait, stream_owned)
+            placement = None
+            while placement is None:
+                if self._outage is not None:
+                    placement = await self._admit_in_outage(self._outage, request, wait, stream_owned)
+                    continue
+                try:
+                    placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
+                except StateUnavailable:
+                    # After a pause of this process old calls are given up; the next one waits first.
+                    if not self._shared.awake.just_woke and not self.redis_lost(
+                        "failed", "a decision failed"
+                    ):
+                        raise
+                else:
+                    if self._stock is not None:
+                        self._stock.placed += self._cost(request)
+                    self._busy = True
+                    self._tombstones.discard(request.id)
         except ClientGone:
-            raise  # a newer stream of the request goes on with its wait
+            raise  # a newer stream of the request continues its wait
         except BaseException:
             if wait.queued:
-                self._metrics.waited(request.model, self._waited_s(wait), False, request.target_model)
+                waited_s = self._clock() - wait.arrived_s
+                self._metrics.waited(request.model, waited_s, False, request.target_model)
             raise
-        return placement._replace(waited_s=self._waited_s(wait)) if wait.queued else placement
+        return placement._replace(waited_s=self._clock() - wait.arrived_s) if wait.queued else placement
 
-    def _waited_s(self, wait: Wait) -> float:
-        return self._loop.time() - wait.arrived_s
-
-    async def _admit(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
-        while True:
-            if self._mode is Mode.SHARED:
-                try:
-                    age_s = self._waited_s(wait)
-                    placement = await self._shared.admit(
-                        request, stream_owned=stream_owned, age_s=age_s, wait=wait
-                    )
-                except StateUnavailable:
-                    if self._shared.awake.just_woke:
-                        continue  # what was asked before was given up; the next one pauses first
-                    self.away("failed", "a decision could not be had")
-                    if self._mode is Mode.SHARED:
-                        raise  # nothing is known that could be gone by
-                    continue
-                self._gained += self._cost(request)
-                self._busy = True
-                self._tombstones.anew(request.id)
-                return placement
-            placed = await self._admit_alone(request, wait, stream_owned)
-            if placed is not None:
-                return placed
-
-    async def _admit_alone(
-        self, request: InferenceRequest, wait: Wait, stream_owned: bool
+    async def _admit_in_outage(
+        self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
-        cost = self._local.cost_of(self._cost(request))
-        if not await self._local.admit(request, cost, wait, alone=self._mode is Mode.LOCAL):
+        """None: the state has changed meanwhile, and the request is to be admitted anew."""
+        cost = outage.gate.charge(self._cost(request))
+        if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
             return None
         try:
-            if self._mode is not Mode.LOCAL:
-                self._prepaid += cost
-                try:
-                    age_s = self._waited_s(wait)
-                    placement = await self._shared.admit(
-                        request, stream_owned=stream_owned, age_s=age_s, wait=wait
-                    )
-                finally:
-                    self._prepaid -= cost
-                self._gained += cost
-            else:
-                fallbacks = self._effective().settings.scheduling.fallbacks
-                picked = self._picker.pick(request, most=1 + fallbacks)
+            if self._state is _LOCAL:
+                fallbacks = self._fleet.config.settings.scheduling.fallbacks
+                picked = outage.picker.pick(request, most=1 + fallbacks)
                 placement = self._shared.placed_elsewhere(request, picked, stream_owned=stream_owned)
+            else:
+                placement = await self._admit_prepaid(request, cost, wait, stream_owned)
         except StateUnavailable:
-            self._local.earn(cost)
-            self.away("failed", "a decision could not be had")
+            self._release(cost)
+            self.redis_lost("failed", "a decision failed")
             return None
         except BaseException:
-            self._local.earn(cost)
+            self._release(cost)
             raise
-        self._tombstones.anew(request.id)
-        if self._mode is not Mode.SHARED:  # it may have come back just now
-            endpoint = placement.endpoints[0]
-            now_s = self._loop.time()
-            self._outbox.placed(
-                request.id, Placed(placement.attempt, placement.accounting_token, endpoint, cost, now_s)
-            )
-            self._picker.began(endpoint)
-            self._let_go += 1
+        self._tombstones.discard(request.id)
+        if self._outage is not None:  # it may have ended meanwhile
+            self._outage.record_placement(request.id, placement, cost)
         return placement
+
+    async def _admit_prepaid(
+        self, request: InferenceRequest, cost: float, wait: Wait, stream_owned: bool
+    ) -> Placement:
+        """Admit through Redis a request whose cost is acquired here."""
+        self._prepaid += cost
+        try:
+            placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
+        finally:
+            self._prepaid -= cost
+        if self._stock is not None:
+            self._stock.placed += cost
+        return placement
+
+    def _release(self, cost: float) -> None:
+        """Release budget that a request had acquired, in this outage or an earlier one."""
+        if self._outage is not None:
+            self._outage.gate.release(cost)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         return await self._shared.route(subset)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        mode, lease_s = self._mode, self._effective().settings.leases.inflight
-        # Without the shared state: nobody else has it while its lease cannot have run out, nor where this
-        # replica's own purse has paid for it.
-        own = age_s < lease_s or bool(self._outbox.endpoint_of(request_id))
-        if mode is Mode.LOCAL:
+        # No other replica can have the request before its lease has run out, nor where this replica's own
+        # budget covers it.
+        outage = self._outage
+        own = age_s < self._fleet.config.settings.leases.inflight or (
+            outage is not None and bool(outage.journal.endpoint_of(request_id))
+        )
+        if self._state is _LOCAL:
             return own
         try:
-            if mode is Mode.SHARED or not own:
+            if outage is None or not own:
                 return await self._shared.confirm(request_id, placement, age_s)
             await self._store.renew(request_id, placement.attempt, "", placement.accounting_token)
         except StateUnavailable:
-            self.away("failed", "a place could not be confirmed")
-            if self._mode is Mode.SHARED:
+            if not self.redis_lost("failed", "a placement could not be confirmed"):
                 raise
         return own
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        if self._mode is not Mode.SHARED:
-            self._picker.ended(self._outbox.endpoint_of(request_id))
-            self._local.earn(self._outbox.withdrawn(request_id))
+        if self._outage is not None:
+            self._outage.withdraw(request_id)
         self._shared.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
-        note = completion.accounting_token or self._shared.accounting_token_of(completion.id)
-        if note or self._outbox.knows(completion.id):
-            self._tombstones.heard(completion.id)
-        if self._mode is Mode.SHARED:
+        token = completion.accounting_token or self._shared.accounting_token_of(completion.id)
+        outage = self._outage
+        if outage is None:
+            if token:
+                self._tombstones.add(completion.id)
             self._busy = True
-            self._unanswered[completion.id] = completion, note
-            self._shared.settle(completion, lambda: self._unanswered.pop(completion.id, None))
+            self._unconfirmed_ends[completion.id] = completion, token
+            self._shared.settle(completion, lambda: self._unconfirmed_ends.pop(completion.id, None))
             return
-        if self._mode is Mode.RETURNING:
+        ran = bool(token) or outage.journal.knows(completion.id)
+        if ran:
+            self._tombstones.add(completion.id)
+        if self._state is _RESYNCING:
             self._shared.settle(completion)
-        if not (note or self._outbox.knows(completion.id)):
-            return  # the end of one that was never placed: Envoy tells of refused ones, too
-        self._picker.ended(self._outbox.endpoint_of(completion.id) or accounting_token.endpoint_of(note))
-        if completion.failed:
-            self._picker.failed(completion.failed)
-        freed = self._outbox.ended(completion, note)
-        if self._mode is Mode.LOCAL:
+        if not ran:
+            return  # Envoy logs refused requests, too
+        first = outage.end(completion, token)
+        if self._state is _LOCAL:
             self._shared.ended(completion)
-            if freed is not None:
-                self._metrics.completed(completion, accounting_token.model_of(note))
-        if freed is not None:
-            freed = self._local.cost_of(freed)
-            self._regained += freed
-            self._local.earn(freed)
+            if first:
+                self._metrics.completed(completion, accounting_token.model_of(token))
 
     def suspect(self, request_id: str) -> None:
-        if self._mode is not Mode.LOCAL:
+        if self._state is not _LOCAL:
             self._shared.suspect(request_id)
 
     def renew(self, alive: Alive) -> None:
-        if self._tombstones.knows(alive.id):
-            alive = alive._replace(accounting_token="")  # late, or told again: it brings nothing back
-        # What was written while this process slept may be long over.
-        if self._mode is not Mode.SHARED and not self._shared.awake.just_woke:
-            self._outbox.alive(alive)
-        if self._mode is not Mode.LOCAL:
+        if alive.id in self._tombstones:
+            alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
+        # What was written while this process was paused may have ended long ago.
+        if self._outage is not None and not self._shared.awake.just_woke:
+            self._outage.journal.alive(alive)
+        if self._state is not _LOCAL:
             self._shared.renew(alive)
 
     def _cost(self, request: InferenceRequest) -> float:
-        if not self._effective().settings.request_queue_controller.enabled:
+        if not self._fleet.config.settings.request_queue_controller.enabled:
             return 0.0  # nothing takes of the stock
         return request.cost + self._shared.answer_tokens if request.learn else request.cost
+
+    async def transfer_budget(self, minimum: float, maximum: float) -> float:
+        """Give a peer up to `maximum` of this replica's budget; 0 if it does not have `minimum` to spare."""
+        if self._outage is None:
+            return 0.0
+        return await self._outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
+
+    # Redis and the other replicas
+
+    def heartbeat_fields(self) -> dict[str, object]:
+        """What the heartbeat tells the other replicas."""
+        return {"degraded": self.degraded, **self._tombstones.heartbeat_fields()}
+
+    def heartbeat_answered(self, pulse: Pulse) -> None:
+        if self._state is not _LOCAL and pulse.born != "0":
+            now_s = self._clock()
+            self._joined_s = self._joined_s or now_s
+            self._stock = _Stock(pulse, now_s)
+        self._answered_heartbeats += 1
+        if self._state is _LOCAL and self._answered_heartbeats >= self._silence.beats:
+            self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
+
+    def heartbeat_missed(self) -> None:
+        self._answered_heartbeats = 0
+
+    def redis_lost(self, cause: str, reason: str) -> bool:
+        """Go on without Redis; False if this replica has not joined yet and cannot. `cause` is the metric's
+        label, `reason` goes to the log."""
+        self._answered_heartbeats = 0
+        if self._stock is None:
+            return False
+        if self._state is not _LOCAL:
+            _log.warning("the shared state is away (%s): admitting within this replica's share", reason)
+        self._transition(FailoverEvent.REDIS_LOST, cause)
+        return True
+
+    def update_peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
+        """What each live replica says of itself, by id: the JSON objects of its heartbeats."""
+        replicas = {name: PeerState.read(said) for name, said in about.items()}
+        self._peers.update(replicas, shared=self._outage is None)
+        self._tombstones.update_peers(replicas)
+
+    def _redis_in_use(self) -> bool:
+        return self._state is not _LOCAL
+
+    def _redis_has_all(self) -> bool:
+        return not self.degraded
+
+    # Failing over and back
+
+    async def run(self) -> None:
+        """Watch, and fail over and back, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(), name="failover-watch")
+            tasks.create_task(self._tombstones.run(), name="tombstones")
+
+    async def _watch(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._tick()
+        finally:
+            self._cancel_tasks()
+
+    def _tick(self) -> None:
+        self._shared.drop_expired()
+        if self._outage is not None:
+            self._heartbeat_now()
+            if self._state is _RESYNCING and self._all_resynced(self._outage):
+                self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
+        elif self._busy:
+            # The known stock is never much older than what this replica has changed in it.
+            self._busy = False
+            self._heartbeat_now(full=False)
+
+    def _transition(self, event: FailoverEvent, cause: str) -> None:
+        before, after = self._state, _TRANSITIONS.get((self._state, event))
+        if after is None:
+            return
+        if before is _SHARED:
+            outage = self._begin_outage()
+            self._start(outage.transfer.run(), "budget-transfer")
+        elif after is _LOCAL:
+            self._abort_resync()
+        elif after is _RESYNCING:
+            self._start(self._resync(*self._begin_resync()), "resync")
+        else:
+            self._end_outage()
+        self._metrics.failover(after.value, cause)
+
+    def _begin_outage(self) -> Outage:
+        now_s, stock = self._clock(), self._stock
+        assert stock is not None
+        pulse, config = stock.pulse, self._fleet.config
+        live = self._peers.count(pulse)
+        newcomer = now_s - self._joined_s < self._times.newcomer_s
+        # Requests that wait in the shared queue since an earlier outage have acquired their cost then; it is
+        # released when they come back.
+        free = (0.0 if newcomer else self._own_part(stock)) - self._prepaid
+        gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
+        picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
+        transfer = BudgetTransfer(gate, self._peer_client, self._peers.addresses)
+        outage = Outage(gate, picker, transfer, pulse.upper, pulse.upper / live, self._clock)
+        for request_id in self._store.unsent_ends():
+            if request_id in self._unconfirmed_ends:
+                cost = outage.journal.ended(*self._unconfirmed_ends[request_id])
+                gate.release(gate.charge(cost or 0.0))
+        self._outage = outage
+        self._go_local()
+        return outage
+
+    def _own_part(self, stock: _Stock) -> float:
+        counts_requests = self._fleet.config.settings.request_queue_controller.unit == "requests"
+        part = self._peers.own_part(stock.pulse, counts_requests=counts_requests)
+        return max(part - stock.placed, 0.0)
+
+    def _abort_resync(self) -> None:
+        """Redis is lost again: budget that other replicas may have been given is not this one's any more."""
+        outage, stock = self._outage, self._stock
+        assert outage is not None
+        assert outage.resync is not None
+        assert stock is not None
+        resync, outage.resync = outage.resync, None
+        if stock.seen_s > resync.began_s:
+            # The others may be back already. The stock counts what this replica's ends have released since.
+            outage.gate.limit_budget(self._own_part(stock) - self._prepaid)
+        else:
+            outage.gate.limit_budget(outage.gate.free - resync.released)
+        self._go_local()
+
+    def _go_local(self) -> None:
+        self._state = _LOCAL
+        self._silence.left(self._clock())
+        self._metrics.degraded(True)
+        self._shared.give_up()
+
+    def _begin_resync(self) -> tuple[Outage, Resync]:
+        outage = self._outage
+        assert outage is not None
+        self._state, outage.resync = _RESYNCING, Resync(self._clock())
+        self._tombstones.begin_resync()
+        return outage, outage.resync
+
+    async def _resync(self, outage: Outage, resync: Resync) -> None:
+        """Tell Redis, which answers again, what has happened without it."""
+        try:
+            await asyncio.sleep(random.random() * _JITTER_S)
+            await self._tombstones.publish()
+            self._heartbeat_now()  # which asks the others to publish theirs
+            await self._tombstones.wait_for_peers(self._peers.live)
+            running = await outage.restore_running(self._store, self._report_s)
+        except (StateUnavailable, WritesRefused):
+            if outage.resync is resync:
+                self.redis_lost("failed", "it was lost again")
+            return
+        if outage.resync is resync:  # else Redis was lost meanwhile, and may even answer again
+            self._finish_resync(outage, resync)
+            _log.info("the shared state is back; told it of %d requests in flight", running)
+
+    def _finish_resync(self, outage: Outage, resync: Resync) -> None:
+        """Redis has all that runs; so what has ended can be settled."""
+        self._shared.renew_owned_streams()
+        for completion in outage.journal.ends():
+            self._shared.tell_end(completion)
+        resync.done = True
+        self._tombstones.settle_restored()
+        self._heartbeat_now()
+
+    def _all_resynced(self, outage: Outage) -> bool:
+        """Whether Redis can lack nothing that runs any more."""
+        now_s, resync = self._clock(), outage.resync
+        if resync is None or not resync.done:
+            return False
+        if now_s - resync.began_s >= self._times.max_resync_s:
+            return True
+        if now_s - outage.began_s < self._report_s:
+            return False  # a request from before may not have given a sign of life yet
+        return self._peers.all_resynced()
+
+    def _end_outage(self) -> None:
+        outage, self._outage = self._outage, None
+        assert outage is not None
+        self._state = _SHARED
+        self._silence.returned(self._clock())
+        for completion in outage.journal.ends():
+            self._shared.tell_end(completion)
+        outage.gate.hand_over_waiting()
+        self._cancel_tasks()
+        self._metrics.degraded(False)
+        _log.info("shared operation again, after %.1f s", self._clock() - outage.began_s)
+        self._heartbeat_now()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()

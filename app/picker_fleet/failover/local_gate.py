@@ -1,54 +1,103 @@
-"""Admission by one replica alone, within its part of the bound (G8). One event loop."""
+"""Admission and endpoint choice by one replica alone, while Redis is away (G8). One event loop.
+
+`Outage` makes one `LocalGate` and one `LocalPicker` and drops both when it ends. The gate admits within this
+replica's part of the bound, its `LocalBudget`: starting a request acquires its cost, and its end releases it
+at whichever replica receives the end. So nothing has to be exchanged: over all replicas, in flight + free
+never grows (docs/without-redis.md has the proof).
+"""
 
 import asyncio
-from collections import deque
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from picker_fleet.admission.waiting import Wait, time_up
-from picker_fleet.errors import ClientGone, Preempted, RequestError
-from picker_fleet.failover.budget import Purse
+from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError
 from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting
 from picker_fleet.request import InferenceRequest
+from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.scheduling.explain import live_load_addresses
 from picker_fleet.telemetry.metrics import Metrics
+
+_RESIDUE = 1e-9  # of sums of fractions
+_FAILED_S = 10.0  # an endpoint that could not be connected to gets no request for so long
+
+
+class LocalBudget:
+    """`free` is what may still be acquired, in the stock's unit. Below 0 it is a debt, which ends pay
+    first."""
+
+    def __init__(self, free: float) -> None:
+        self.free = free
+
+    def acquire(self, amount: float) -> bool:
+        """Take `amount` if it is free; an amount of 0 is granted in debt, too."""
+        if amount > 0 and self.free + _RESIDUE < amount:
+            return False
+        self.free -= amount
+        return True
+
+    def release(self, amount: float) -> None:
+        self.free += amount
+
+
+def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
+    """The part of `free` of one of `live` replicas, of which `rank` have lesser ids.
+
+    A stock that `counts_requests` is divided into whole requests, the remainder going to the least ids, one
+    each; a stock of tokens into equal parts.
+    """
+    if free <= 0:
+        return 0.0
+    if not counts_requests:
+        return free / max(live, 1)
+    each, remainder = divmod(math.floor(free + _RESIDUE), max(live, 1))
+    return float(each + (rank < remainder))
 
 
 @dataclass(slots=True)
 class _Queued:
     waiting: Waiting
-    turn: asyncio.Future[bool]  # True: paid for; False: ask the shared state
-    queue: LocalQueue  # of its outage; another may have begun before it leaves
+    turn: asyncio.Future[bool]  # True: its cost is acquired; False: ask the shared gate
 
 
 @dataclass(slots=True)
-class _Ask:
-    """Another replica's question for `least`."""
+class _TransferRequest:
+    """Another replica waits for `minimum`."""
 
-    least: float
-    given: asyncio.Future[float]
+    minimum: float
+    granted: asyncio.Future[float]
 
 
 class LocalGate:
-    """A purse and a queue; `open` before use. `needy` is set while requests wait.
+    """One replica's budget and queue. `has_waiting` is set while requests wait.
 
-    What becomes free goes round: to the own queue, then to each replica that has asked, by turns.
+    Begins with `free` to acquire. No request costs more than `bound`, and no more than that is ever kept.
+    While `paused`, no request is admitted. Released budget goes by turns to the own queue and to each replica
+    that waits for a transfer.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(
+        self, metrics: Metrics, free: float, bound: float, rules: Rules, *, paused: bool = False
+    ) -> None:
         self._metrics = metrics
-        self.needy = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._purse = Purse(0.0)
-        self._bound = self._claim = 0.0  # the latter is the most that one request takes
-        self._paused = False
-        self._queue: LocalQueue | None = None
+        self.has_waiting = asyncio.Event()
+        self._budget = LocalBudget(min(free, bound))
+        self._bound, self._largest_claim = bound, rules.claim_share * bound
+        self._paused = paused
+        self._queue = LocalQueue(rules)
         self._queued: dict[str, _Queued] = {}
-        self._by_place: dict[Waiting, _Queued] = {}
-        self._line: deque[_Ask | None] = deque([None])  # whose turn it is; None: the own queue's
+        self._by_waiting: dict[Waiting, _Queued] = {}
+        self._turns: deque[_TransferRequest | None] = deque([None])  # None: the own queue's turn
 
     @property
     def free(self) -> float:
-        """What may still be spent, in the stock's unit."""
-        return self._purse.free
+        """What may still be acquired, in the stock's unit."""
+        return self._budget.free
 
     @property
     def waiting(self) -> int:
@@ -56,161 +105,152 @@ class LocalGate:
 
     @property
     def fill(self) -> float:
-        """The queue's part that is taken, 0 to 1."""
-        return min(len(self._queue) / self._queue.capacity, 1.0) if self._queue is not None else 0.0
+        """The occupied part of the queue, 0 to 1."""
+        return min(len(self._queue) / self._queue.capacity, 1.0)
 
     def lengths(self) -> dict[str, int]:
         """Queued requests by band."""
-        return self._queue.lengths() if self._queue is not None else {}
+        return self._queue.lengths()
 
-    def open(self, free: float, bound: float, rules: Rules, *, paused: bool = False) -> None:
-        """Begin with `free` to spend; no request costs more than `bound`, and no more is ever kept.
+    def limit_budget(self, maximum: float) -> None:
+        """Keep no more than `maximum`, which may be a debt; the rest belongs to other replicas."""
+        self._budget.release(min(maximum - self._budget.free, 0.0))
 
-        While `paused` nothing is let go.
-        """
-        self._paused = paused
-        self._purse, self._bound, self._claim = Purse(min(free, bound)), bound, rules.claim_share * bound
-        self._queue = LocalQueue(rules)
-
-    def keep(self, most: float) -> None:
-        """Keep no more than `most`, which may be a debt; the rest is not this replica's any more."""
-        self._purse.earn(min(most - self._purse.free, 0.0))
-
-    def cost_of(self, cost: float) -> float:
-        """What a request of `cost` is charged, as the scripts do."""
-        return min(cost, self._claim)
+    def charge(self, cost: float) -> float:
+        """What a request of `cost` acquires, as in the scripts."""
+        return min(cost, self._largest_claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
-        """True once `cost` is paid for; False if there is a shared state again, to be asked instead. Unless
-        this gate decides `alone`, the shared one is asked as well, and counts who goes past the queue.
-        `wait` is told that the request is queued.
+        """True once `cost` is acquired; False if Redis is back and the shared gate decides.
+
+        Unless this gate decides `alone`, the shared gate is asked as well, and counts the bypass.
+        `wait.queued` is set if the request is queued.
 
         Raises:
             Dropped: refused, preempted or expired.
-            DeadlineExceeded: its client's own deadline passed.
-            ClientGone: its stream has been taken over by a newer one.
+            DeadlineExceeded: the client's own deadline passed.
+            ClientGone: a newer stream has taken the request over.
         """
-        assert self._queue is not None
         former = self._queued.get(request.id)
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
-        if not self._paused and not len(self._queue) and self._purse.spend(cost):
+        if not self._paused and not len(self._queue) and self._budget.acquire(cost):
             if alone and not wait.queued:
                 self._metrics.bypassed(request.model, request.target_model)
             return True
         if wait.arrived_s + request.ttl_s <= self._loop.time():
-            raise self._late(request)
+            raise self._time_up(request)
         queued = self._enter(request, cost, wait.arrived_s)
         wait.queued = True
         return await self._wait(queued)
 
     def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> _Queued:
-        assert self._queue is not None
         try:
-            place, victim = self._queue.offer(request, cost, arrived_s)
+            waiting, preempted = self._queue.offer(request, cost, arrived_s)
         except RequestError as error:
             self._metrics.push_error(request.model, error.code, request.target_model)
             raise
-        if victim is not None:
+        if preempted is not None:
             why = Preempted("had to make room for a higher band", retry_after_s=1)
-            self._tell(self._by_place[victim], why)
-            self._metrics.preempted(victim.request.band)
-        queued = _Queued(place, self._loop.create_future(), self._queue)
+            self._end_wait(self._by_waiting[preempted], why)
+            self._metrics.preempted(preempted.request.band)
+        queued = _Queued(waiting, self._loop.create_future())
         self._queued[request.id] = queued
-        self._by_place[place] = queued
-        self.needy.set()
+        self._by_waiting[waiting] = queued
+        self.has_waiting.set()
         self._dispatch()
         return queued
 
     async def _wait(self, queued: _Queued) -> bool:
-        place, request = queued.waiting, queued.waiting.request
+        waiting, request = queued.waiting, queued.waiting.request
         labels = request.model, request.target_model
         self._metrics.waiting(*labels, 1)
-        timer = self._loop.call_at(place.deadline_s, self._tell, queued, None)
+        timer = self._loop.call_at(waiting.deadline_s, self._end_wait, queued, None)
         try:
             return await queued.turn
         except asyncio.CancelledError:
-            if _is_paid(queued.turn):
-                self.earn(place.cost)
+            if _acquired(queued.turn):
+                self.release(waiting.cost)
             raise
         finally:
             timer.cancel()
             self._metrics.waiting(*labels, -1)
             self._leave(queued)
 
-    def earn(self, amount: float) -> None:
-        """A place has become free. What is kept never passes the bound."""
-        self._purse.earn(min(amount, max(self._bound - self._purse.free, 0.0)))
+    def release(self, amount: float) -> None:
+        """Free `amount` for the next requests. What is kept never exceeds the bound."""
+        self._budget.release(min(amount, max(self._bound - self._budget.free, 0.0)))
         self._dispatch()
 
-    def wanted(self) -> tuple[float, float]:
-        """What the next request lacks, and what all who wait do; 0 if nobody waits."""
-        turn = self._queue.turn(self._loop.time()) if self._queue is not None else None
+    def shortage(self) -> tuple[float, float]:
+        """What the next request lacks, and the cost of all that wait; 0 if none waits."""
+        turn = self._queue.turn(self._loop.time())
         if turn is None:
             return 0.0, 0.0
-        every = sum(queued.waiting.cost for queued in self._queued.values())
-        return max(turn[0].cost - max(self._purse.free, 0.0), 0.0), every
+        total = sum(queued.waiting.cost for queued in self._queued.values())
+        return max(turn[0].cost - max(self._budget.free, 0.0), 0.0), total
 
-    async def lend(self, least: float, most: float, wait_s: float) -> float:
-        """Part with `least`, or as much of `most` as nobody needs, within `wait_s`; else with nothing."""
-        self._line = deque(each for each in self._line if each is None or not each.given.done())
-        if not self._queued and len(self._line) == 1 and self._purse.free >= least:
-            given = min(most, self._purse.free)
-            self._purse.spend(given)
-            return given
-        ask = _Ask(least, self._loop.create_future())
-        self._line.append(ask)
+    async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
+        """Give up to `maximum` of the free budget to a peer at once if no request here needs it; else
+        `minimum` when it is the peer's turn within `wait_s`; else 0."""
+        self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
+        if not self._queued and len(self._turns) == 1 and self._budget.free >= minimum:
+            granted = min(maximum, self._budget.free)
+            self._budget.acquire(granted)
+            return granted
+        transfer = _TransferRequest(minimum, self._loop.create_future())
+        self._turns.append(transfer)
         try:
-            await asyncio.wait((ask.given,), timeout=wait_s)
+            await asyncio.wait((transfer.granted,), timeout=wait_s)
         except asyncio.CancelledError:
-            if ask.given.done():
-                self.earn(ask.least)
+            if transfer.granted.done():
+                self.release(transfer.minimum)
             raise
         finally:
-            ask.given.cancel()  # the line passes it over, unless it has been given
+            transfer.granted.cancel()  # its turn is skipped, unless it was granted already
             self._dispatch()
-        return ask.given.result() if not ask.given.cancelled() else 0.0
+        return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
 
-    def release_all(self) -> None:
-        """Everyone who waits asks the shared state."""
-        for queued in [self._by_place[place] for place in self._queue.all()] if self._queue else ():
+    def hand_over_waiting(self) -> None:
+        """Send every request that waits to the shared gate, oldest first."""
+        for queued in [self._by_waiting[waiting] for waiting in self._queue.all()]:
             if not queued.turn.done():
                 queued.turn.set_result(False)
 
     def _dispatch(self) -> None:
-        """Spend what there is, by turns."""
+        """Use the free budget, by turns."""
         if self._paused:
             return
-        passed = 0  # in a row that had no use for it
-        while passed < len(self._line):
-            ask = self._line[0]
-            if ask is None:
+        unused = 0  # turns in a row that needed nothing
+        while unused < len(self._turns):
+            transfer = self._turns[0]
+            if transfer is None:
                 served = self._serve_one()
                 if served is None:
-                    return  # it is the own queue's turn, and there is not enough yet
-                self._line.rotate(-1)
-                passed = 0 if served else passed + 1
-            elif ask.given.done():
-                self._line.popleft()
-            elif not self._purse.spend(ask.least):
+                    return  # the own queue's next request needs more than is free
+                self._turns.rotate(-1)
+                unused = 0 if served else unused + 1
+            elif transfer.granted.done():
+                self._turns.popleft()
+            elif not self._budget.acquire(transfer.minimum):
                 return
             else:
-                self._line.popleft()
-                ask.given.set_result(ask.least)
-                passed = 0
+                self._turns.popleft()
+                transfer.granted.set_result(transfer.minimum)
+                unused = 0
 
     def _serve_one(self) -> bool | None:
-        """Whether one of the own queue was served; None if the next one cannot be paid for yet."""
+        """Whether a request of the own queue was served; None if the next one needs more than is free."""
         queue, now_s = self._queue, self._loop.time()
-        while queue is not None and (turn := queue.turn(now_s)) is not None:
-            place, by_guard = turn
-            queued = self._by_place[place]
+        while (turn := queue.turn(now_s)) is not None:
+            waiting, by_guard = turn
+            queued = self._by_waiting[waiting]
             if queued.turn.done():
-                queue.remove(place)
-            elif place.deadline_s <= now_s:
-                self._tell(queued, None)
-            elif self._purse.spend(place.cost):
-                queue.serve(place, by_guard)
+                queue.remove(waiting)
+            elif waiting.deadline_s <= now_s:
+                self._end_wait(queued, None)
+            elif self._budget.acquire(waiting.cost):
+                queue.serve(waiting, by_guard)
                 queued.turn.set_result(True)
                 self._metrics.dequeued(1, 1)
                 return True
@@ -218,25 +258,117 @@ class LocalGate:
                 return None
         return False
 
-    def _tell(self, queued: _Queued, error: RequestError | None) -> None:
-        """End its wait; None: its time is up."""
-        queued.queue.remove(queued.waiting)
+    def _end_wait(self, queued: _Queued, error: RequestError | None) -> None:
+        """End its wait with `error`; None: its time is up."""
+        self._queue.remove(queued.waiting)
         if not queued.turn.done():
-            queued.turn.set_exception(error or self._late(queued.waiting.request))
+            queued.turn.set_exception(error or self._time_up(queued.waiting.request))
 
-    def _late(self, request: InferenceRequest) -> RequestError:
+    def _time_up(self, request: InferenceRequest) -> RequestError:
         if not request.by_client:
             self._metrics.expired(request.model, request.target_model)
         return time_up(request, retry_after_s=1)
 
     def _leave(self, queued: _Queued) -> None:
-        queued.queue.remove(queued.waiting)
-        self._by_place.pop(queued.waiting, None)
+        self._queue.remove(queued.waiting)
+        self._by_waiting.pop(queued.waiting, None)
         if self._queued.get(queued.waiting.request.id) is queued:
             del self._queued[queued.waiting.request.id]
         if not self._queued:
-            self.needy.clear()
+            self.has_waiting.clear()
 
 
-def _is_paid(turn: asyncio.Future[bool]) -> bool:
+def _acquired(turn: asyncio.Future[bool]) -> bool:
     return turn.done() and not turn.cancelled() and turn.exception() is None and turn.result()
+
+
+class LocalPicker:
+    """Picks endpoints from the last snapshot and this replica's own counts, since no script can be asked.
+
+    `load` is the fleet's requests in flight by endpoint as last known; changes at other replicas are unknown.
+    """
+
+    def __init__(
+        self,
+        chooser: EndpointChooser,
+        endpoints: SnapshotCell,
+        load: Mapping[str, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
+        self._load = Counter(load)
+        self._failed: dict[str, float] = {}  # endpoint -> until when it gets no request
+
+    def pick(self, request: InferenceRequest, *, most: int) -> tuple[str, ...]:
+        """At most `most` endpoints for `request`, best first.
+
+        Raises:
+            NoEndpoints: no ready endpoint may serve it.
+        """
+        now_s = self._clock()
+        self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
+        endpoints = [each for each in self._endpoints.current.endpoints if each.ready]
+        ready = {each.address for each in endpoints}
+        load = self._load
+        full = {each.address for each in endpoints if load[each.address] >= (each.max_inflight or math.inf)}
+        choice = self._chooser.choose(request)
+        picked: tuple[str, ...] = ()
+        for able in (ready - self._failed.keys() - full, ready - self._failed.keys(), ready):
+            picked = picked or pick(
+                choice.candidates,
+                able,
+                load,
+                live_weight=self._chooser.live_weight,
+                most=most,
+                chance=random.random,
+            )
+        if not picked:
+            self._chooser.refused(request, choice)
+            raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
+        live = ",".join(
+            str(self._load.get(address, 0)) for address in live_load_addresses(choice.basis, picked)
+        )
+        self._chooser.placed(request, choice, picked, live)
+        return picked
+
+    def began(self, endpoint: str) -> None:
+        self._load[endpoint] += 1
+
+    def ended(self, endpoint: str) -> None:
+        if self._load[endpoint] > 0:
+            self._load[endpoint] -= 1
+
+    def failed(self, endpoint: str) -> None:
+        """`endpoint` could not be connected to."""
+        self._failed[endpoint] = self._clock() + _FAILED_S
+
+
+def pick(
+    candidates: str,
+    ready: Collection[str],
+    load: Mapping[str, int],
+    *,
+    live_weight: float,
+    most: int,
+    chance: Callable[[], float],
+) -> tuple[str, ...]:
+    """Up to `most` of `ready`, best first, ties in random order; empty if none may be picked. Pure.
+
+    `candidates` are as `lua/lib/endpoints.lua` takes them: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
+    (scores, to which the load's part of `live_weight` is added). `load`: known requests in flight.
+    """
+    scores: dict[str, float | None]
+    if candidates == "*":
+        scores = dict.fromkeys(ready)
+    else:
+        listed = (entry.partition("=") for entry in candidates.split(",") if entry)
+        scores = {
+            address: float(score) if score else None for address, _, score in listed if address in ready
+        }
+    top = max((load.get(address, 0) for address in scores), default=0) or 1
+
+    def penalty(address: str) -> float:
+        score, count = scores[address], load.get(address, 0)
+        return float(count) if score is None else live_weight * count / top - score
+
+    return tuple(sorted(scores, key=lambda address: (penalty(address), chance()))[:most])

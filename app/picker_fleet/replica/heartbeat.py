@@ -8,6 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from picker_fleet import live_config
@@ -15,6 +16,7 @@ from picker_fleet.admission.shared_gate import NotificationPoller, SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.failover.outage import OutageStatus
 from picker_fleet.live_config import EffectiveConfig, LiveConfig, shared_settings
 from picker_fleet.sections import Leases
 from picker_fleet.state.store import Pulse, Store
@@ -25,20 +27,30 @@ _LONGEST_RETRY_S = 60
 _RENEWALS = 3  # of a lease, by who holds the request's stream
 
 
-class Watch(Protocol):
-    """Who goes by the heartbeat: the gate that can do without the shared state (failover/gate.py)."""
+class Failover(Protocol):
+    """What follows the heartbeat: the gate that can do without Redis (failover/gate.py)."""
 
-    def says(self) -> Mapping[str, object]:
-        """What the other replicas are told of this one: `degraded`, and what goes with it."""
+    def heartbeat_fields(self) -> Mapping[str, object]:
+        """What the heartbeat tells the other replicas: `degraded`, and what goes with it."""
         ...
 
-    def beat(self, pulse: Pulse, took_s: float) -> None: ...
+    def heartbeat_answered(self, pulse: Pulse) -> None: ...
 
-    def missed(self) -> None: ...
+    def heartbeat_missed(self) -> None: ...
 
-    def peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def update_peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
 
-    def status(self) -> dict[str, Any] | None: ...
+    def status(self) -> OutageStatus | None: ...
+
+
+class KnownFleet:
+    """What this replica knows of the fleet, as of the last heartbeat; before the first, its configuration
+    only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.config = EffectiveConfig(settings, {})  # with the live changes
+        self.live: Sequence[str] = ()  # ids of the live replicas
+        self.in_flight: Mapping[str, int] = {}  # requests by endpoint
 
 
 class Membership:
@@ -61,7 +73,8 @@ class Membership:
         endpoints: SnapshotCell,
         metrics: Metrics,
         replica_info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
-        watch: Watch | None = None,
+        fleet: KnownFleet | None = None,
+        failover: Failover | None = None,
         on_effective: Callable[[EffectiveConfig], object] = lambda _: None,
         on_suspects: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
@@ -71,7 +84,8 @@ class Membership:
         self._cell = endpoints
         self._metrics = metrics
         self._replica_info = replica_info if callable(replica_info) else lambda: replica_info
-        self._watch = watch
+        self._failover = failover
+        self._fleet = fleet or KnownFleet(settings)
         self._on_effective = on_effective
         self._on_suspects = on_suspects
         self._state: dict[str, Any] = {}
@@ -89,11 +103,8 @@ class Membership:
         self._pulse: Pulse | None = None
         self._known = asyncio.Event()
         self._left = False
-        self._live: Sequence[str] = ()
-        self._in_flight: Mapping[str, int] = {}
         self._live_config = LiveConfig()
         self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
-        self._effective = EffectiveConfig(settings, {})
 
     @property
     def pulse(self) -> Pulse | None:
@@ -103,12 +114,12 @@ class Membership:
     @property
     def live(self) -> Sequence[str]:
         """Ids of the live replicas, as of the last heartbeat; empty before it."""
-        return self._live
+        return self._fleet.live
 
     @property
     def in_flight(self) -> Mapping[str, int]:
         """The fleet's requests by endpoint, as of the last heartbeat."""
-        return self._in_flight
+        return self._fleet.in_flight
 
     @property
     def live_config(self) -> LiveConfig:
@@ -118,13 +129,13 @@ class Membership:
     @property
     def effective(self) -> EffectiveConfig:
         """The configuration with the live changes in it, as of the last heartbeat."""
-        return self._effective
+        return self._fleet.config
 
     @property
     def standing(self) -> str:
         """`ok`, or that this replica works without the shared state."""
         alone = self._alone()
-        return "ok" if alone is None else f"{alone['mode']}: without the shared state"
+        return "ok" if alone is None else f"{alone.mode}: without the shared state"
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints; without the shared state as last known. Raises StateUnavailable."""
@@ -147,21 +158,21 @@ class Membership:
             except StateUnavailable:
                 if (alone := self._alone()) is None:  # it has not turned out to be away meanwhile
                     raise
-        return {**self._state, "degraded": True, "local": alone}
+        return {**self._state, "degraded": True, "local": asdict(alone)}
 
-    def _alone(self) -> dict[str, Any] | None:
-        return self._watch.status() if self._watch is not None else None
+    def _alone(self) -> OutageStatus | None:
+        return self._failover.status() if self._failover is not None else None
 
     async def _read(self) -> dict[str, Any]:
         state = await self._store.state(self._settings.leases.replica_silence)
-        settings = self._effective.settings
+        settings = self._fleet.config.settings
         watermark = settings.request_queue_controller.watermark_per_backend
         state["bounds"]["watermark"] = watermark * state["ready_backends"]
         state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
         state["degraded"] = False
         about = state.pop("about", {})
-        if self._watch is not None:
-            self._watch.peers(about)
+        if self._failover is not None:
+            self._failover.update_peers(about)
         self._state, self._read_s = state, self._loop.time()
         return state
 
@@ -204,8 +215,8 @@ class Membership:
             except StateFault as fault:
                 if not isinstance(fault, StateUnavailable):
                     _log.warning("a heartbeat failed: %s", fault)
-                if self._watch is not None:
-                    self._watch.missed()
+                if self._failover is not None:
+                    self._failover.heartbeat_missed()
             with contextlib.suppress(TimeoutError):
                 # From beat to beat: a grant whose wake-up was lost waits no longer than one interval.
                 rest_s = interval_s - (self._loop.time() - began_s)
@@ -243,21 +254,19 @@ class Membership:
         if brief and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
             return
         state = await self._read()
-        self._live, self._in_flight = state["replicas"], state["in_flight"]
+        self._fleet.live, self._fleet.in_flight = state["replicas"], state["in_flight"]
         self._metrics.pool(state)
         self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
 
     async def _heartbeat(self, silence_s: float) -> Pulse:
-        clock = self._loop.time
         about = dict(self._replica_info())
         served = about.pop("served", None)
-        about |= self._watch.says() if self._watch is not None else {"degraded": False}
+        about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
         parts = [about] if served is None else [about, {"served": served}]
-        began_s = clock()
         text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
         pulse = await self._store.heartbeat(text, silence_s)
-        if self._watch is not None:
-            self._watch.beat(pulse, clock() - began_s)
+        if self._failover is not None:
+            self._failover.heartbeat_answered(pulse)
         return pulse
 
     async def _drain_again(self) -> None:
@@ -277,11 +286,11 @@ class Membership:
     def _take(self, born: str, tuned: LiveConfig) -> None:
         self._live_config, self._followed = tuned, (born, tuned.version)
         try:
-            self._effective = live_config.applied(self._settings, tuned.changes)
+            self._fleet.config = live_config.applied(self._settings, tuned.changes)
         except ConfigError as fault:
             _log.warning("live changes do not fit this replica's configuration: %s", fault)
-            self._effective = EffectiveConfig(self._settings, {})
-        self._on_effective(self._effective)
+            self._fleet.config = EffectiveConfig(self._settings, {})
+        self._on_effective(self._fleet.config)
 
     def _differs(self, pulse: Pulse) -> bool:
         endpoints_version = pulse.endpoints_version.partition("+")[0]  # less what has been marked since

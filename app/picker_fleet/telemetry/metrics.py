@@ -277,7 +277,7 @@ class Metrics:
         self._stood.follow(stood_s)
 
     def failover(self, state: str, cause: str = "") -> None:
-        """The side this replica is on (failover/outage.py), and what made it change to it."""
+        """The side this replica is on (failover/gate.py), and what made it change to it."""
         self._sides.replace({(side,): float(side == state) for side in _SIDES})
         if cause:
             self._changes.add((state, cause))

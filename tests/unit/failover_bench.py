@@ -11,8 +11,8 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.live_config import EffectiveConfig
+from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
+from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.awake import AwakeClock
@@ -79,9 +79,12 @@ def gate_over(
     heartbeat_now: Callable[..., None] = lambda **_: None,
     replica: str = "a",
     config: Mapping[str, Any] | None = None,
+    wait_s: float = 2.0,
+    clock: Callable[[], float] | None = None,
 ) -> FailoverGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
-    effective = EffectiveConfig(parse(config or {}), {})
+    fleet = KnownFleet(parse(config or {}))
+    fleet.in_flight = {E1: 3, E2: 1}
     return FailoverGate(
         store,
         shared,
@@ -91,17 +94,20 @@ def gate_over(
         chooser=LeastLoadedChooser(cell),
         silence=silence,
         report_s=0.0,
-        effective=lambda: effective,
-        load=lambda: {E1: 3, E2: 1},
+        fleet=fleet,
         heartbeat_now=heartbeat_now,
-        via=NoPeers(),
+        peer_client=NoPeers(),
+        times=FailoverTimes(newcomer_s=0.0, peers_wait_s=wait_s, max_resync_s=wait_s),
+        clock=clock,
     )
 
 
 class Bench:
-    """A gate that has beaten once, beside one other replica."""
+    """The gate of replica `a` beside `b`, after one heartbeat. A resync waits up to `wait_s` for `b`."""
 
-    def __init__(self, pulse: Pulse | None = PULSE, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, pulse: Pulse | None = PULSE, config: Mapping[str, Any] | None = None, wait_s: float = 2.0
+    ) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
@@ -114,12 +120,18 @@ class Bench:
         )  # fmt: skip
         self.pokes = 0
         self.gate = gate_over(
-            store, self.shared, self.metrics, self.cell, self.silence, self._poked, config=config
+            store,
+            self.shared,
+            self.metrics,
+            self.cell,
+            self.silence,
+            self._poked,
+            config=config,
+            wait_s=wait_s,
         )
-        self.gate.newcomer_s = 0.0
         if pulse is not None:
             self.tell_peers()
-            self.gate.beat(pulse, 0.001)
+            self.gate.heartbeat_answered(pulse)
 
     def stand_still(self) -> None:
         """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
@@ -136,7 +148,7 @@ class Bench:
         about: Mapping[str, Mapping[str, Any]] = {
             name: {"degraded": degraded.get(name, False), **said} for name in ("a", "b")
         }
-        self.gate.peers(about)
+        self.gate.update_peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None) -> None:
         note = placement.accounting_token if placement is not None else ""
@@ -145,10 +157,21 @@ class Bench:
         )
 
     @property
+    def queued(self) -> int:
+        """Requests in the replica's own queue."""
+        status = self.gate.status()
+        return status.queued if status is not None else 0
+
+    def answer_heartbeats(self, pulse: Pulse = PULSE) -> None:
+        """Redis answers heartbeats until the replica resyncs."""
+        while self.gate.state is FailoverState.LOCAL:
+            self.gate.heartbeat_answered(pulse)
+
+    @property
     def free(self) -> float:
         status = self.gate.status()
         assert status is not None
-        return float(status["free"])
+        return status.free
 
 
 @asynccontextmanager

@@ -4,24 +4,18 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from failover_bench import E1, E2, PULSE, Bench, eventually, watched
 from local_requests import ask
 from metrics_page import page_of, samples
 from scripted_store import until
-from sturdy_bench import E1, E2, PULSE, Bench, eventually, watched
 
 from picker_fleet.admission import accounting_token
-from picker_fleet.errors import ExpiredTtl, Preempted, RequestError, StateUnavailable
-from picker_fleet.failover import outage, tombstones
-from picker_fleet.failover.outage import Mode
+from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
+from picker_fleet.failover.gate import FailoverState
 from picker_fleet.request import Alive, Band, Completion, Outcome
 from picker_fleet.state.store import Verdict
 
-
-@pytest.fixture
-def no_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way back that other replicas have not taken yet lasts, however long the machine stands still."""
-    monkeypatch.setattr(outage, "_LONGEST_RETURN_S", 60.0)
-    monkeypatch.setattr(tombstones, "_LONGEST_WAIT_S", 60.0)
+PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
 
 
 async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
@@ -31,7 +25,7 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     # When requests come
     placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
     # Then three are placed, where there is least, with fallbacks and a accounting token
-    assert bench.gate.mode is Mode.LOCAL
+    assert bench.gate.state is FailoverState.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
     assert {each.endpoints[0] for each in placed} <= {E1, E2}
@@ -40,7 +34,7 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     assert bench.store.cancelled == [("0", "cancelled")]
     # When one ends, whoever placed it, then the next one goes
     waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=False))
-    await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    await until(lambda: bench.queued == 1)
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
     assert samples(bench.metrics)[("epp_degraded",)] == 1
@@ -53,9 +47,9 @@ async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> No
     # When far more come, then all are placed, evenly as far as this replica knows
     placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(20)]
     status = bench.gate.status()
-    assert bench.gate.mode is Mode.LOCAL
+    assert bench.gate.state is FailoverState.LOCAL
     assert status is not None
-    assert (status["queued"], status["free"], status["let_go"]) == (0, 3.0, 20)
+    assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
     assert (first.count(E1), first.count(E2)) == (9, 11)  # which had 3 and 1 before
     # And what has ended gives nothing back that was never taken
@@ -71,12 +65,16 @@ async def test_given_refusals_that_envoy_tells_of_when_alone_then_they_are_no_en
     bench.end("refused")
     for _ in range(2):
         bench.end("placed", placement)
-    # Then one end is counted, and told later
+    # Then one end is counted
     counted = {
         key: value for key, value in samples(bench.metrics).items() if key[0] == "epp_completions_total"
     }
     assert sum(counted.values()) == 1
-    assert [end.id for end in bench.gate._outbox.ends()] == ["placed"]
+    # And Redis is told of it alone
+    async with watched(bench):
+        bench.answer_heartbeats()
+        await eventually(lambda: not bench.gate.degraded)
+    assert [name for name, *_ in bench.store.settled] == ["placed"]
 
 
 async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
@@ -107,14 +105,14 @@ async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_place
     bench.store.away = True
     await bench.gate.admit(ask("alone"), stream_owned=False)
     assert bench.free == 0.0
-    assert bench.gate.status()["let_go"] == 1  # type: ignore[index]
+    assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
 
 
 async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() -> None:
     bench = Bench(replace(PULSE, paused=True))
     bench.store.away = True
     task = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
-    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    await until(lambda: bench.queued == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -131,7 +129,7 @@ async def test_given_waiting_requests_when_redis_is_silent_then_they_go_over_wit
         asked = asyncio.create_task(bench.gate.admit(ask("asked"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 2)
         # When that silence is proven
-        bench.gate.away("silence", "no answer in time")
+        bench.gate.redis_lost("silence", "no answer in time")
         # Then both are placed alone, and taken back from the shared queue
         assert (await queued).endpoints
         assert (await asked).endpoints
@@ -146,23 +144,22 @@ async def test_given_an_admission_without_an_answer_when_its_time_is_up_then_it_
         # When a request's time is up, then it has its answer, and is taken back
         with pytest.raises(ExpiredTtl):
             await bench.gate.admit(ask("r", ttl_s=0.1), stream_owned=False)
-        assert bench.gate.mode is Mode.SHARED
+        assert bench.gate.state is FailoverState.SHARED
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_are_wanted() -> None:
-    bench = Bench()
+    bench = Bench(wait_s=PATIENT_S)
     wanted = []
     async with watched(bench):
         for _ in range(6):
-            bench.gate.away("silence", "no answer in time")
+            bench.gate.redis_lost("silence", "no answer in time")
             beats = 0
-            while bench.gate.mode is Mode.LOCAL:
-                bench.gate.beat(PULSE, 0.001)
+            while bench.gate.state is FailoverState.LOCAL:
+                bench.gate.heartbeat_answered(PULSE)
                 beats += 1
             wanted.append(beats)
-            await eventually(lambda: bench.gate.mode is Mode.SHARED)
+            await eventually(lambda: bench.gate.state is FailoverState.SHARED)
     # Then up to a limit
     assert wanted == [2, 4, 8, 16, 16, 16]
     found = samples(bench.metrics)
@@ -171,14 +168,13 @@ async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_ar
     assert found["epp_failover_transitions_total", "cause=silence", "to=local"] == 6
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_a_heartbeat_that_is_missed_when_others_come_back_then_they_count_from_there() -> None:
-    bench = Bench()
-    bench.gate.away("refused", "refused")
-    bench.gate.beat(PULSE, 0.001)
-    bench.gate.missed()
-    bench.gate.beat(PULSE, 0.001)
-    assert bench.gate.mode is Mode.LOCAL
+    bench = Bench(wait_s=PATIENT_S)
+    bench.gate.redis_lost("refused", "refused")
+    bench.gate.heartbeat_answered(PULSE)
+    bench.gate.heartbeat_missed()
+    bench.gate.heartbeat_answered(PULSE)
+    assert bench.gate.state is FailoverState.LOCAL
 
 
 @pytest.mark.parametrize("client_first", [False, True])
@@ -238,15 +234,14 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
     # When Redis goes, and it waits on by itself
     bench.store.away = True
     other = asyncio.create_task(bench.gate.admit(ask("other"), stream_owned=False))
-    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 2)  # type: ignore[index]
+    await until(lambda: bench.queued == 2)
     # Then no client has left, and nothing is counted of a wait that goes on
     assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
     # When Redis is back, and it is handed over and placed
     bench.store.away = False
     bench.store.admitting = [Verdict("placed", E1)]
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
+        bench.answer_heartbeats()
         placement = await task
         await other
     # Then it has not gone past the queue, and whether it succeeds is not known yet
@@ -265,21 +260,26 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
 async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_counts_once_as_failed(
     how: str,
 ) -> None:
-    # Given a replica alone, without a place to give, and one that waits
-    bench = Bench(replace(PULSE, stock=10.0))
+    # Given a replica without budget, with room for one request in its queue
+    config = {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}
+    bench = Bench(replace(PULSE, stock=10.0), config)
     bench.store.away = True
-    task = asyncio.create_task(bench.gate.admit(ask("r", band=Band.SHEDDABLE), stream_owned=False))
-    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    waits_s = 1.0 if how == "expired" else 30.0
+    task = asyncio.create_task(
+        bench.gate.admit(ask("r", band=Band.SHEDDABLE, ttl_s=waits_s), stream_owned=False)
+    )
+    await until(lambda: bench.queued == 1)
     # When its time is up, it has to make room, or its client leaves
     if how == "left":
         task.cancel()
-    else:
-        local = bench.gate._local
-        local._tell(local._queued["r"], Preempted("for a higher band") if how == "preempted" else None)
+    elif how == "preempted":
+        other = asyncio.create_task(bench.gate.admit(ask("o", band=Band.CRITICAL), stream_owned=False))
     # Then its wait is one that failed
     with pytest.raises((RequestError, asyncio.CancelledError)):
         await task
     assert waits(bench) == {"false": 1}
+    if how == "preempted":
+        other.cancel()
 
 
 async def test_given_a_process_that_stood_still_when_its_question_was_given_up_then_it_asks_again() -> None:
@@ -290,10 +290,10 @@ async def test_given_a_process_that_stood_still_when_its_question_was_given_up_t
     asking = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await eventually(lambda: len(bench.store.ages_s) >= 3)
     # Then it does not go by itself: it was away, not Redis
-    assert bench.gate.mode is Mode.SHARED
+    assert bench.gate.state is FailoverState.SHARED
     bench.store.away = False
     assert (await asking).endpoints == (E1,)
-    assert bench.gate.mode is Mode.SHARED
+    assert bench.gate.state is FailoverState.SHARED
 
 
 async def test_given_a_process_that_stood_still_when_a_stream_ends_then_it_is_not_asked_for() -> None:
@@ -313,24 +313,22 @@ async def test_given_a_process_that_stood_still_when_a_stream_ends_then_it_is_no
     assert len(bench.store.ages_s) == 1
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again() -> (
     None
 ):
-    bench = Bench()
+    bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
     await bench.gate.admit(ask("r"), stream_owned=False)
     bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
+        bench.answer_heartbeats()
         # Given that nothing ran in it for a while
         bench.stand_still()
         # When a decision cannot be had, then it goes by itself, and does not wait on its way for ever
         bench.store.away = True
         assert (await bench.gate.admit(ask("s"), stream_owned=False)).endpoints
-        assert bench.gate.mode is Mode.LOCAL
+        assert bench.gate.state is FailoverState.LOCAL
 
 
 async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
@@ -340,21 +338,20 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     bench.end("over", placed[0])
     placed.append(await bench.gate.admit(ask("3"), stream_owned=False))
     waiting = asyncio.create_task(bench.gate.admit(ask("waits"), stream_owned=False))
-    await until(lambda: bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    await until(lambda: bench.queued == 1)
     bench.gate.renew(Alive("old", E1, placed[0].accounting_token))
     bench.tell_peers(b=True)
     async with watched(bench):
         await eventually(lambda: bench.pokes)
         # When it answers probes again
         bench.store.away = False
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
+        bench.answer_heartbeats()
         await eventually(lambda: not bench.gate.degraded)
         # Then all that is over is buried, and all that runs is told
         assert bench.store.buried == ["over"]
         assert sorted(bench.store.renewed) == ["0", "1", "2", "3", "old"]
         # And while another replica has not, a place is needed here and there
-        assert bench.gate.mode is Mode.RETURNING
+        assert bench.gate.state is FailoverState.RESYNCING
         assert not waiting.done()
         bench.end("0", placed[0])
         await waiting
@@ -369,9 +366,8 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     assert bench.store.settled[-1][0] == "1"
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_each_counts_once() -> None:
-    bench = Bench()
+    bench = Bench(wait_s=PATIENT_S)
     # Given one let in by the shared state, and one without it
     await bench.gate.admit(ask("shared"), stream_owned=False)
     bench.store.away = True
@@ -379,12 +375,11 @@ async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_eac
     bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         # When one is let in on the way back, by this replica's purse and the shared state
         await bench.gate.admit(ask("both"), stream_owned=False)
-        assert bench.gate.mode is Mode.RETURNING
+        assert bench.gate.state is FailoverState.RESYNCING
     # Then there are three
     assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
     assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in page_of(bench.metrics)
@@ -397,19 +392,17 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
     free = bench.free
     bench.tell_peers(b=True)
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         # When the next decision fails, then the place it had paid for is spent alone
         assert (await bench.gate.admit(ask("b"), stream_owned=False)).endpoints
-        assert bench.gate.mode is Mode.LOCAL
+        assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == free - 1
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_is_kept() -> None:
     # Given a replica on its way back, that has heard more ends than its part of the bound
-    bench = Bench(replace(PULSE, stock=10.0))
+    bench = Bench(replace(PULSE, stock=10.0), wait_s=PATIENT_S)
     placed = await bench.gate.admit(ask("from before"), stream_owned=False)
     bench.store.away = True
     with pytest.raises(TimeoutError):
@@ -418,64 +411,59 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
         # When the shared state, which has given those places to others, goes again
-        bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
+        bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
         bench.store.away = True
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await bench.gate.admit(ask("once more"), stream_owned=False)
         # Then its part of what was free is all it has
-        assert bench.gate.mode is Mode.LOCAL
+        assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == 0
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 @pytest.mark.parametrize("pulsed", [False, True])
 async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_then_they_pay_nobody(
     pulsed: bool,
 ) -> None:
     # Given a full pool, and a replica that Redis answers again, which has heard ends and told nothing yet
     full = replace(PULSE, stock=10.0)
-    bench = Bench(full)
+    bench = Bench(full, wait_s=PATIENT_S)
     placed = await bench.gate.admit(ask("before"), stream_owned=False)
-    bench.gate.away("silence", "it went")
+    bench.gate.redis_lost("silence", "it went")
     bench.tell_peers(b=True, told=())
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(full, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING)
+        bench.answer_heartbeats(full)
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING)
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.degraded, bench.free) == (True, 4)
         # When the shared state, which has heard them too and given the places to others, goes again
         if pulsed:
-            bench.gate.beat(full, 0.001)
-        bench.gate.away("silence", "it went again")
+            bench.gate.heartbeat_answered(full)
+        bench.gate.redis_lost("silence", "it went again")
         # Then they are not this replica's to give
         assert bench.free == 0
 
 
-@pytest.mark.usefixtures("no_end_by_itself")
 @pytest.mark.parametrize("shared", [False, True])
 async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go(
     shared: bool,
 ) -> None:
     # Given a replica on its way back whose places are all paid to requests that wait in the shared queue
-    bench = Bench()
+    bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
     await bench.gate.admit(ask("alone"), stream_owned=False)
     bench.store.away = False
     bench.tell_peers(b=True)
     async with watched(bench):
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.RETURNING and not bench.gate.degraded)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         bench.store.admitting = [Verdict("queued", "30000")]
         free = int(bench.free)
         waiting = [
@@ -484,11 +472,11 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
         await until(lambda: bench.shared.waiting == free > 0)
         if shared:
             bench.tell_peers()
-            await eventually(lambda: bench.gate.mode is Mode.SHARED)
+            await eventually(lambda: bench.gate.state is FailoverState.SHARED)
         # When the shared state, in which others have filled the stock, goes again
-        bench.gate.beat(replace(PULSE, stock=10.0), 0.001)
-        bench.gate.away("silence", "it went again")
-        await until(lambda: bench.gate.status()["queued"] == free)  # type: ignore[index]
+        bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
+        bench.gate.redis_lost("silence", "it went again")
+        await until(lambda: bench.queued == free)
         # Then what they had paid is not theirs any more
         assert not any(task.done() for task in waiting)
         assert bench.free == 0
@@ -498,9 +486,9 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
 
 async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_the_beginning() -> None:
     bench = Bench(pulse=None)
-    bench.gate.away("refused", "not there yet")
-    bench.gate.beat(PULSE, 0.001)
-    assert bench.gate.mode is Mode.SHARED
+    bench.gate.redis_lost("refused", "not there yet")
+    bench.gate.heartbeat_answered(PULSE)
+    assert bench.gate.state is FailoverState.SHARED
 
 
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
@@ -513,9 +501,8 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
     assert accounting_token.is_alone(alone.accounting_token)
     async with watched(bench):
         bench.store.away = False
-        for _ in range(2):
-            bench.gate.beat(PULSE, 0.001)
-        await eventually(lambda: bench.gate.mode is Mode.SHARED)
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.buried.clear()
         # When the shared state takes their ends, then the second is buried, so that nobody brings it back
         bench.end("shared", shared)
@@ -539,7 +526,7 @@ async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_fre
     await bench.gate.admit(ask("stream"), stream_owned=True)
     bench.store.away = True
     waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=True))
-    await until(lambda: bench.gate.status() is not None and bench.gate.status()["queued"] == 1)  # type: ignore[index]
+    await until(lambda: bench.queued == 1)
     bench.end("stream")
     assert (await waiting).endpoints
 

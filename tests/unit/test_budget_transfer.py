@@ -15,7 +15,7 @@ from picker_fleet.admission.waiting import Wait
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.peers import Borrower
+from picker_fleet.failover.peers import BudgetTransfer
 from picker_fleet.signing import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -119,16 +119,14 @@ async def test_given_nobody_there_when_asked_then_no_answer() -> None:
 async def test_given_a_request_that_waits_when_another_replica_has_places_then_it_goes() -> None:
     # Given one replica without a place, and another with two that nobody needs
     now_s = asyncio.get_running_loop().time()
-    rich, poor = LocalGate(Metrics()), LocalGate(Metrics())
-    rich.open(2.0, 10.0, rules())
-    poor.open(0.0, 10.0, rules())
+    rich, poor = (LocalGate(Metrics(), free, 10.0, rules()) for free in (2.0, 0.0))
 
     async def lend(least: float, most: float) -> float:
-        return await rich.lend(least, most, 0.5)
+        return await rich.transfer_budget(least, most, 0.5)
 
     async with lender(lend) as address:
-        borrower = Borrower(poor, GrpcPeers("p", KEYS), peers=lambda: {"rich": address}, active=lambda: True)
-        running = asyncio.create_task(borrower.run())
+        transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address])
+        running = asyncio.create_task(transfer.run())
         # When three requests come to the first
         tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
         # Then two go, by the other's places
@@ -138,7 +136,7 @@ async def test_given_a_request_that_waits_when_another_replica_has_places_then_i
             await asyncio.gather(*tasks[:2])
         assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
         # And the third as soon as the other hears an end
-        rich.earn(1.0)
+        rich.release(1.0)
         async with asyncio.timeout(30):
             assert await tasks[2]
         running.cancel()
@@ -151,21 +149,18 @@ async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection
         return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
 
     now_s, before = asyncio.get_running_loop().time(), connections()
-    poor = LocalGate(Metrics())
-    poor.open(0.0, 10.0, rules())
+    poor = LocalGate(Metrics(), 0.0, 10.0, rules())
     async with lender(gives) as address:
-        borrower = Borrower(
-            poor, GrpcPeers("p", KEYS), peers=lambda: {"rich": address}, active=lambda: True, idle_s=0.3
-        )
-        running = asyncio.create_task(borrower.run())
+        transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address], idle_s=0.3)
+        running = asyncio.create_task(transfer.run())
         # Given a request that went by another's place, when a while has passed
         assert await poor.admit(ask("one"), 1.0, Wait(now_s))
         assert connections() > before
         async with asyncio.timeout(20):
             while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
                 await asyncio.sleep(0.05)
-        # Then the next outage finds the other all the same
-        poor.open(0.0, 10.0, rules())
+        # Then the next request that waits finds the other all the same
+        poor.limit_budget(0.0)
         assert await poor.admit(ask("other"), 1.0, Wait(asyncio.get_running_loop().time()))
         running.cancel()
         await asyncio.wait((running,))
@@ -173,12 +168,11 @@ async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection
 
 async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> None:
     now_s = asyncio.get_running_loop().time()
-    gate = LocalGate(Metrics())
-    gate.open(0.0, 10.0, rules())
-    running = asyncio.create_task(Borrower(gate, GrpcPeers("p", KEYS), peers=dict, active=lambda: True).run())
+    gate = LocalGate(Metrics(), 0.0, 10.0, rules())
+    running = asyncio.create_task(BudgetTransfer(gate, GrpcPeers("p", KEYS), list).run())
     task = asyncio.create_task(gate.admit(ask(), 1.0, Wait(now_s)))
     await until(lambda: gate.waiting == 1)
-    gate.earn(1.0)
+    gate.release(1.0)
     assert await task
     running.cancel()
     await asyncio.wait((running,))

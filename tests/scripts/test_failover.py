@@ -6,13 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from failover_bench import gate_over
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
-from sturdy_bench import gate_over
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.failover.outage import Mode
+from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Alive, Placement
 from picker_fleet.state.silence import Silence
@@ -34,19 +33,18 @@ class Crosser:
             replica.store, replica.gate, replica.metrics, replica.cell, Silence(1.0, 8.0),
             lambda **how: self.membership.heartbeat_now(**how), replica.name,
         )  # fmt: skip
-        self.gate.newcomer_s = 0.0
         self.membership = Membership(
             replica.store, replica.gate, settings, endpoints=replica.cell, metrics=replica.metrics,
-            replica_info=lambda: {"host": "test"}, watch=self.gate,
+            replica_info=lambda: {"host": "test"}, failover=self.gate,
         )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])
 
     async def shared(self) -> None:
         """Wait until this replica is back."""
-        await until(lambda: self.gate.mode is Mode.SHARED)
+        await until(lambda: self.gate.state is FailoverState.SHARED)
 
     def leave(self) -> None:
-        self.gate.away("silence", "the test says so")
+        self.gate.redis_lost("silence", "the test says so")
 
     async def let_go(self, request_id: str) -> Placement:
         return await self.gate.admit(ask(request_id), stream_owned=False)
@@ -65,7 +63,7 @@ async def crossers(it: Fleet) -> AsyncIterator[list[Crosser]]:
         ]
         try:
             for one in those:
-                await until(lambda one=one: len(one.gate._mates.live) == len(those))
+                await until(lambda one=one: len(one.gate._peers.live) == len(those))
             yield those
         finally:
             for task in background:
