@@ -27,16 +27,16 @@ def least_burdened(id: str, burdens: dict[str, float]) -> str:
 
 @dataclass(slots=True)
 class Reply:
-    """What a call returns: the caller's news, dispatch attempts and successes, and its own answers."""
+    """The caller's notifications, dispatch attempts and successes, and the answers of the call."""
 
-    news: list[str] = field(default_factory=list)
+    notifications: list[str] = field(default_factory=list)
     attempts: int = 0
     served: int = 0
     answers: list[Any] = field(default_factory=list)
 
 
 class PoolModel:
-    """The state. `events` is what the decision log tells of the last call: 'EVENT REQUEST-OR-LANE BY'.
+    """The state. `events` is what the decision log tells of the last call: 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
 
     Which of several endpoints a request gets is asked of `choose` (its id, and what each it may have has
     against it; 'a,b,c' best first), so that the rules do not depend on how ties are broken.
@@ -61,7 +61,7 @@ class PoolModel:
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
         self._caller = ""
-        self._news: list[str] = []
+        self._notifications: list[str] = []
 
     def live(self, silence_ms: int) -> list[str]:
         return [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
@@ -76,11 +76,11 @@ class PoolModel:
     # A call begins, and ends with a dispatch.
 
     def _begin(self, caller: str) -> None:
-        self._caller, self._news, self.events, self._timed = caller, [], [], False
+        self._caller, self._notifications, self.events, self._timed = caller, [], [], False
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)
-        return Reply(self._news, attempts, served, answers)
+        return Reply(self._notifications, attempts, served, answers)
 
     def _batch(self, caller: str, items: Iterable[Item], answer: Callable[[Item], str]) -> Reply:
         self._begin(caller)
@@ -89,11 +89,11 @@ class PoolModel:
     def _log(self, event: str, about: str, by: str = "") -> None:
         self.events.append(f"{event} {about} {by}")
 
-    def _tell(self, r: Request, what: str) -> None:
+    def _notify(self, r: Request, what: str) -> None:
         if what == "granted" or r.owner in self.replicas:
             self.inboxes.setdefault(r.owner, {})[r.id] = what
         if r.owner == self._caller:
-            self._news.append(f"{what} {r.id}")
+            self._notifications.append(f"{what} {r.id}")
 
     def _put_settings(self) -> None:
         old, new = self.moment.settings, self._base | self._overrides
@@ -171,8 +171,8 @@ class PoolModel:
             return None, limited, closed
         weighed = burdens(counts, scores, self.moment.settings["live_weight"])
         r.endpoints, r.state = self._choose(r.id, weighed), "placed"
-        told = r.endpoints.split(",") if named is None else named
-        loads = [str(counts.get(address, "")) for address in told]
+        listed = r.endpoints.split(",") if named is None else named
+        loads = [str(counts.get(address, "")) for address in listed]
         self._reserve(r)
         return f"placed {r.endpoints} {','.join(loads)}", False, closed
 
@@ -226,10 +226,10 @@ class PoolModel:
     def _turn_away(self, r: Request, event: str) -> None:
         """End one that waits and did not ask for it."""
         self._finish(r, event)
-        self._tell(r, event)
+        self._notify(r, event)
 
-    def _hold(self, r: Request, until_ms: int) -> None:
-        """Its replica is silent: keep it, out of the order, for whoever brings its id."""
+    def _orphan(self, r: Request, until_ms: int) -> None:
+        """Its replica is silent: keep it, out of the order, for the replica that brings its id."""
         self.queue.remove(r)
         r.state, r.timer_ms = "held", min(r.deadline_ms, until_ms)
         self._log("held", r.id)
@@ -270,7 +270,7 @@ class PoolModel:
             if r.deadline_ms <= self.moment.now_ms:
                 self._turn_away(r, "expired")
             elif r.owner not in self.live(s["silence_ms"]):
-                self._hold(r, self.moment.now_ms + s["lease_ms"])
+                self._orphan(r, self.moment.now_ms + s["lease_ms"])
             elif self.endpoints.flow_full(r):
                 self.queue.throttle(r)
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
@@ -287,7 +287,7 @@ class PoolModel:
         self.dispatches += 1
         self.guards += by_guard
         self.workloads.dispatched(r.workload, (self.moment.now_us - r.arrived) / 1000)
-        self._tell(r, "granted")
+        self._notify(r, "granted")
         self._log("granted", r.id, "guard" if by_guard else "turn")
 
     # The sweep's parts
@@ -298,7 +298,7 @@ class PoolModel:
             self._finish(self.requests[id], "reclaimed")
         return len(ran_out[:most])
 
-    def _hold_orphans(self, grace_ms: int) -> None:
+    def _orphan_silent(self, grace_ms: int) -> None:
         """Of the replica that has been silent the longest."""
         gone = set(self.replicas) - set(self.live(self.moment.settings["silence_ms"]))
         if not gone:
@@ -306,7 +306,7 @@ class PoolModel:
         silent = min(gone, key=lambda name: (self.replicas[name], name))
         for r in list(self.requests.values()):
             if r.owner == silent and r.state == "queued":
-                self._hold(r, self.moment.now_ms + grace_ms)
+                self._orphan(r, self.moment.now_ms + grace_ms)
         del self.replicas[silent]
         self.inboxes.pop(silent, None)
 

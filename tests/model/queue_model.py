@@ -1,4 +1,4 @@
-"""The rules of the shared queue in plain Python, to be held against the scripts call by call.
+"""The rules of the shared queue in plain Python, to be compared with the scripts call by call.
 
 Each method of `QueueModel` is one call of `lua/`: its arguments, its replies. `moment.now_us` is the clock.
 """
@@ -123,17 +123,17 @@ class QueueModel(PoolModel):
         return self._batch(caller, [id], evict)
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
-        """News: what the inbox holds, then what the call brings. Answers as lua/heartbeat.lua has them."""
+        """Notifications: the inbox, then those of the call. Answers as lua/heartbeat.lua has them."""
         self._begin(caller)
         was_known = self.replicas.get(caller, 0) > self.moment.now_ms - silence_ms
         self.replicas[caller] = self.moment.now_ms
         live = [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
         inbox = self.inboxes.get(caller, {})
-        told = [f"{what} {id}" for id, what in inbox.items()]
+        kept = [f"{what} {id}" for id, what in inbox.items()]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}
         versions = [*self._versions, self.tuned or ""]
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
-        reply.news = told + reply.news
+        reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
         # No keys, since none are offered; nobody of another version; and what time it is.
         reply.answers += [self.moment.settings["paused"], "", 0, self.moment.now_us]
@@ -174,7 +174,7 @@ class QueueModel(PoolModel):
         reclaimed = self._reclaim(CHUNK - ran)
         self._more = ran + reclaimed == CHUNK
         if not self._more:
-            self._hold_orphans(grace_ms)
+            self._orphan_silent(grace_ms)
         self._walk()
         self.queue.unthrottle_all()
         self.queue.forget_finish_tags(at_rest=len(self.queue) == 0 and self.stock == 0)
@@ -296,7 +296,7 @@ class QueueModel(PoolModel):
         return "restored"
 
     def _correct(self, r: Request, actual: float | None) -> None:
-        """Charge r's lane and band what it really cost. A bypass was charged nothing."""
+        """Charge r's flow queue and band what it really cost. A bypass was charged nothing."""
         if r.tag is None or actual is None or actual == r.cost:
             return
         self.queue.charge_band(r, actual - r.cost)

@@ -74,7 +74,7 @@ class ScriptSide:
         _, raw, state, packed, log, registry, sets = pipe.execute()
         if log:
             self._log_at = log[-1][0]
-        events = [f"{e['event']} {e['request'] or lane_of(e)} {e['by']}" for _, e in log]
+        events = [f"{e['event']} {e['request'] or flow_queue_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
         workloads = {name: doubles(text) for name, text in registry.items()}
         orders = {
@@ -84,7 +84,7 @@ class ScriptSide:
         return Seen(reply, events, numbers_of(state) | band_tags(packed), workloads, orders)
 
 
-def lane_of(entry: dict[str, str]) -> str:
+def flow_queue_of(entry: dict[str, str]) -> str:
     return entry["flow"] if entry["event"] in ("parked", "unparked") else ""
 
 
@@ -118,7 +118,7 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
 
 
 def band_tags(packed: str | None) -> dict[str, float]:
-    """Where bands stand that have shares; no reply tells of it."""
+    """The tags of weighted bands, which no reply has."""
     found = counters(packed) if packed else {}
     return {name: found.get(name, 0.0) for name in ("band:0", "band:1", "band:2", "bv")}
 

@@ -38,10 +38,10 @@ class SideBySide:
         where = f"{name} {caller} {rest}"
         self._compare_replies(where, seen, reply, any_order=name == "heartbeat")
         # A sweep comes upon the requests of a silent replica in whatever order the server keeps them.
-        told, expected = seen.events, self.model.events
-        assert told == expected or (name == "sweep" and sorted(told) == sorted(expected)), (
+        found, expected = seen.events, self.model.events
+        assert found == expected or (name == "sweep" and sorted(found) == sorted(expected)), (
             where,
-            told,
+            found,
             expected,
         )
         self._compare_numbers(where, seen.numbers)
@@ -52,8 +52,12 @@ class SideBySide:
 
     @staticmethod
     def _compare_replies(where: str, seen: Seen, reply: Reply, any_order: bool) -> None:
-        told, expected = seen.reply.news, reply.news
-        assert told == expected or (any_order and sorted(told) == sorted(expected)), (where, told, expected)
+        found, expected = seen.reply.notifications, reply.notifications
+        assert found == expected or (any_order and sorted(found) == sorted(expected)), (
+            where,
+            found,
+            expected,
+        )
         assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
         assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
 

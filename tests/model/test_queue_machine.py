@@ -308,10 +308,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(caller=callers, overrides=some_of(POLICY))
     def change_policy(self, caller: str, overrides: dict[str, Any]) -> None:
-        # Nothing is served until the waiting requests are refiled. Which of them the sweep has filed anew at
-        # a moment depends on where the server's hash keeps them; until then a lane mixes two orders, of which
-        # nothing is promised but that nobody is lost or served twice. That is left to bench/chaos, whose
-        # policies change amid dispatch and whose log is audited.
+        # Nothing is served until the waiting requests are reordered. Which of them the sweep has moved at a
+        # moment depends on where the server's hash keeps them. Until then a flow queue mixes two orders, of
+        # which nothing is promised but that no request is lost or served twice. bench/chaos covers that: its
+        # policies change amid dispatch, and its log is audited.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()
         self.call("tune", caller, {"paused": None})

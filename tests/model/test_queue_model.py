@@ -36,8 +36,8 @@ def serve(model: QueueModel, times: int, actual: float | None = None) -> list[st
     order: list[str] = []
     for _ in range(times):
         (running,) = model.in_flight()
-        news = model.settle("a", [(running.id, "completed", actual, None)]).news
-        order += [item.split()[1] for item in news if item.startswith("granted")]
+        notifications = model.settle("a", [(running.id, "completed", actual, None)]).notifications
+        order += [item.split()[1] for item in notifications if item.startswith("granted")]
     return order
 
 
@@ -51,7 +51,7 @@ def head_of(queue: FlowQueue[Request]) -> str:
     return head.id
 
 
-def test_lanes_are_served_by_their_weights() -> None:
+def test_flow_queues_are_served_by_their_weights() -> None:
     # Given three flows of weights 1, 2 and 4, each with more waiting than can be served
     model = model_of()
     for flow, weight in (("p", 1.0), ("q", 2.0), ("r", 4.0)):
@@ -62,7 +62,7 @@ def test_lanes_are_served_by_their_weights() -> None:
     assert model.queue.bands[1].v == 1.75
 
 
-def test_a_lane_that_was_idle_has_no_claim() -> None:
+def test_a_flow_queue_that_was_idle_has_no_claim() -> None:
     # Given a flow that has been served for a while
     model = model_of()
     model.admit("a", [Arrival(f"p{i}", flow="p") for i in range(9)])
@@ -147,14 +147,14 @@ def test_weighted_bands_share_by_their_weights() -> None:
     assert [id[0] for id in serve(model, 8)] == [*"01200120"]
 
 
-def test_preemption_takes_the_newest_of_each_lower_lane_in_turn() -> None:
+def test_preemption_takes_the_newest_of_each_lower_flow_queue_in_turn() -> None:
     # Given a full queue of two sheddable flows, and one of the default band
     model = model_of(total_capacity=5)
     arrivals = [("p1", "p", 2), ("p2", "p", 2), ("q1", "q", 2), ("q2", "q", 2), ("d1", "d", 1)]
     model.admit("a", [Arrival(id, flow=flow, band=band) for id, flow, band in arrivals])
     # When critical ones arrive, then the lowest band gives way, its flows in turn, and then the next band
     reply = model.admit("a", [Arrival(f"c{i}", band=0) for i in range(6)])
-    assert reply.news == [f"preempted {id}" for id in ("p2", "q2", "p1", "q1", "d1")]
+    assert reply.notifications == [f"preempted {id}" for id in ("p2", "q2", "p1", "q1", "d1")]
     # And nobody for one of their own band
     assert reply.answers[:5] == ["queued 10000"] * 5
     assert reply.answers[5] == "refused total-capacity 1"
@@ -168,10 +168,10 @@ def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends() -> None:
     assert [answer.split()[0] for answer in placed.answers] == ["placed", "placed"]
     # When more of it comes, and one of another flow
     model.admit("a", [Arrival("p3", flow="p", limit=1), Arrival("q1", flow="q")])
-    # Then its lane is parked, and the other is served
+    # Then its flow queue is throttled, and the other is served
     assert model.events[-2:] == ["parked p ", "granted q1 turn"]
     # And it comes back when one of it ends
-    assert model.settle("a", [("p1", "completed", None, None)]).news == ["granted p3"]
+    assert model.settle("a", [("p1", "completed", None, None)]).notifications == ["granted p3"]
     assert "unparked p " in model.events
 
 
@@ -184,7 +184,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged() -> None
     model.tune("a", {"paused": None})
     # When the next is granted, and may only go where that runs
     reply = model.place("a", [("p2", "1", "e0")])
-    # Then it waits again, its lane parked with the tag it had
+    # Then it waits again, its flow queue throttled with the tag it had
     assert reply.answers == ["queued 10000"]
     assert model.events == ["requeued p2 ", "parked p "]
     assert model.queue.bands[1].queues["p"].tag == 0.0
@@ -193,7 +193,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged() -> None
     assert model.place("a", [("p2", "1", "e0")]).answers == ["placed e0 1"]  # beside the one that runs
 
 
-def test_real_costs_correct_what_a_lane_was_charged() -> None:
+def test_real_costs_correct_what_a_flow_queue_was_charged() -> None:
     # Given two flows whose estimates are equal, though one's requests really cost four times as much
     model = model_of()
     for flow in ("dear", "cheap"):
@@ -219,17 +219,17 @@ def test_the_cost_of_an_answer_is_learned() -> None:
     assert model.requests["three"].cost == 11.0
 
 
-def test_what_a_silent_replica_left_goes_to_whoever_brings_it() -> None:
+def test_a_request_of_a_silent_replica_is_granted_to_the_one_that_brings_it() -> None:
     # Given a replica that queued a request and fell silent
     model = model_of()
     model.heartbeat("b", 60_000)
     model.admit("b", [Arrival("orphan", ttl_ms=900_000)])
     model.moment.now_us += 60_000_000
     model.heartbeat("a", 60_000)
-    # When its turn comes, then it is held
+    # When its turn comes, then it is orphaned
     model.settle("a", [("runs", "completed", None, None)])
     assert model.events[-1] == "held orphan "
     # And granted to the one that brings it
     reply = model.admit("a", [Arrival("orphan", attempt="2")])
     assert reply.answers == ["queued 840000 adopted"]
-    assert reply.news == ["granted orphan"]
+    assert reply.notifications == ["granted orphan"]

@@ -13,7 +13,7 @@ ENDS = (
 )  # fmt: skip
 
 
-# What changes nothing of where a request is.
+# Events that change the state of no request.
 ASIDE = ("tuned", "parked", "unparked", "corrected", "moved")
 
 
@@ -48,13 +48,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Ledger:
-    """What a log adds up to. Every broken rule is an AssertionError that shows the entry."""
+    """The state that a log adds up to. A broken rule is an AssertionError that shows the entry."""
 
     running: dict[str, float] = field(default_factory=dict)  # request -> cost
     placed: set[str] = field(default_factory=set)  # those of the running that have an endpoint
     queued: dict[str, Entry] = field(default_factory=dict)
-    held: dict[str, Entry] = field(default_factory=dict)
-    lives: Counter[str] = field(default_factory=Counter)
+    orphaned: dict[str, Entry] = field(default_factory=dict)
+    started: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)  # by event
     ordering: str = "fcfs"
 
@@ -82,11 +82,11 @@ class Ledger:
             self._begins(entry)
             self.queued[entry.request] = entry
         elif entry.event == "held":
-            self.held[entry.request] = self.queued.pop(entry.request)
+            self.orphaned[entry.request] = self.queued.pop(entry.request)
         elif entry.event == "adopted":
-            if entry.request in self.held:
-                self.queued[entry.request] = self.held.pop(entry.request)
-            assert self._lives(entry.request), f"nothing to adopt: {entry}"
+            if entry.request in self.orphaned:
+                self.queued[entry.request] = self.orphaned.pop(entry.request)
+            assert self._is_known(entry.request), f"nothing to adopt: {entry}"
         elif entry.event == "placed":
             assert entry.request in self.running, f"placed without a grant: {entry}"
             self.placed.add(entry.request)
@@ -109,33 +109,33 @@ class Ledger:
         mine = self.queued.pop(entry.request)
         if self.ordering != "fcfs":
             return
-        ahead = [
+        earlier = [
             other.request
             for other in self.queued.values()
             if (other.band, other.flow) == (mine.band, mine.flow) and other.arrived < mine.arrived
         ]
-        assert not ahead, f"{ahead} came before: {entry}"
+        assert not earlier, f"{earlier} came before: {entry}"
 
     def _begins(self, entry: Entry) -> None:
-        assert not self._lives(entry.request), f"begins twice: {entry}"
-        self.lives[entry.request] += 1
+        assert not self._is_known(entry.request), f"begins twice: {entry}"
+        self.started[entry.request] += 1
 
     def _ends(self, entry: Entry) -> None:
         assert entry.event in ENDS, f"an unknown event: {entry}"
-        if entry.event == "refused" and not self._lives(entry.request):
+        if entry.event == "refused" and not self._is_known(entry.request):
             return
-        assert self._lives(entry.request), f"ends without having begun, or twice: {entry}"
+        assert self._is_known(entry.request), f"ends without having begun, or twice: {entry}"
         self.ends[entry.event] += 1
-        for place in (self.running, self.queued, self.held):
-            place.pop(entry.request, None)
+        for group in (self.running, self.queued, self.orphaned):
+            group.pop(entry.request, None)
         self.placed.discard(entry.request)
 
-    def _lives(self, request: str) -> bool:
-        return request in self.running or request in self.queued or request in self.held
+    def _is_known(self, request: str) -> bool:
+        return request in self.running or request in self.queued or request in self.orphaned
 
 
 def events_of(entries: Iterable[Entry], request: str) -> list[str]:
-    """What befell `request`, in order."""
+    """The events of `request`, in order."""
     return [entry.event for entry in entries if entry.request == request]
 
 

@@ -87,12 +87,12 @@ def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Replica:
-    """One replica. `news` is what its store has told it, `adopted` how many requests it took over, `lost`
-    why Redis was given up, each time."""
+    """One replica. `notifications` are those of its store, `adopted` counts the requests that it took over,
+    `lost` has the causes for which Redis was given up."""
 
     def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
-        self.news: list[tuple[str, str]] = []
+        self.notifications: list[tuple[str, str]] = []
         self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
         self.adopted = 0
         self.lost: list[str] = []
@@ -106,18 +106,22 @@ class Replica:
             on_adopted=self._count_adopted, on_away=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
-            self.store, metrics=self.metrics, endpoints=self.cell, fallbacks=2, on_unknown_pool=self._poke
+            self.store,
+            metrics=self.metrics,
+            endpoints=self.cell,
+            fallbacks=2,
+            on_unknown_pool=self._heartbeat_now,
         )
 
     def on_notification(self, what: str, request_id: str) -> None:
-        self.news.append((what, request_id))
+        self.notifications.append((what, request_id))
         if request_id not in self._by_hand:
             self.gate.on_notification(what, request_id)
 
     def _count_adopted(self) -> None:
         self.adopted += 1
 
-    def _poke(self) -> None:
+    def _heartbeat_now(self) -> None:
         if self.membership is not None:
             self.membership.heartbeat_now()
 
@@ -254,7 +258,7 @@ async def running(
 
     `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
     nothing happens by itself: the first replica has published SETTINGS with `settings` in their place, and
-    each has beaten once. `listening` replicas hear wake-ups. `through` gives the named ones another URL;
+    each has beaten once. `listening` replicas receive wake-ups. `through` gives the named ones another URL;
     `silence_s` is theirs alone, so that the others stay patient on a busy machine.
     """
     through = through or {}
@@ -278,8 +282,8 @@ async def running(
                     channel = fleet.keys.wake(replica.name)
                     # A connection that a busy machine keeps silent must not be given up: some tests have no
                     # heartbeat that would make up for wake-ups missed.
-                    heard = listen(url, channel, replica.on_notification, check_s=DEADLINE_S)
-                    background.append(tasks.create_task(heard))
+                    wakeups = listen(url, channel, replica.on_notification, check_s=DEADLINE_S)
+                    background.append(tasks.create_task(wakeups))
             if joined is not None:
                 await until(lambda: all(replica.membership for replica in replicas))
                 for replica in replicas:
@@ -287,7 +291,7 @@ async def running(
                         assert replica.membership is not None
                         await replica.membership.known()
             if listening:
-                await until(lambda: _heard(fleet))
+                await until(lambda: _listen(fleet))
             yield fleet
         finally:
             for task in background:
@@ -303,6 +307,6 @@ async def _join(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> 
     await replica.membership.run()
 
 
-async def _heard(fleet: Fleet) -> bool:
+async def _listen(fleet: Fleet) -> bool:
     channels = [fleet.keys.wake(replica.name) for replica in fleet.replicas]
     return all(count for _, count in await fleet.redis.pubsub_numsub(*channels))

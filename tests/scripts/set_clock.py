@@ -1,4 +1,4 @@
-"""In place of the clock of lua/lib/pool.lua: one that is set by a key of Redis, and steps as it is told."""
+"""Replaces the clock of lua/lib/pool.lua by one that a key of Redis sets."""
 
 _CLOCK = """
 -- %s

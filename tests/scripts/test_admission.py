@@ -59,7 +59,7 @@ async def test_the_queue_is_served_only_below_the_lower_bound(fleet: OpenFleet) 
         assert await it.counts() == (2, 1, [2])
         # When one more ends, then it is below, and the waiting one is granted
         await a.settle("r3")
-        assert a.news == [("granted", "waits")]
+        assert a.notifications == [("granted", "waits")]
         assert await it.counts() == (2, 0, [1])
 
 
@@ -90,7 +90,7 @@ async def test_a_request_that_costs_more_than_there_is_waits_for_room(fleet: Ope
         assert (await a.admit("large", cost=2)).what == "queued"
         # When one ends, then it fits exactly
         await a.settle("r1")
-        assert a.news == [("granted", "large")]
+        assert a.notifications == [("granted", "large")]
         assert (await it.counts())[0] == 4
         await it.ledger()
 
@@ -119,7 +119,7 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
         # When one leaves, then there is a place again
         await a.store.cancel("x0", 1, "cancelled")
         assert (await a.admit("z1", flow="z")).what == "queued"
-        assert (await it.ledger()).lives.keys() == {"runs", "x0", "x1", "y0", "z1"}
+        assert (await it.ledger()).started.keys() == {"runs", "x0", "x1", "y0", "z1"}
 
 
 async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
@@ -176,10 +176,10 @@ async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet
         await a.admit("waits")
         await a.publish()
         await a.settle("runs")
-        assert a.news == []
+        assert a.notifications == []
         # When an endpoint is published, then that very call dispatches
         await a.publish("10.0.0.9:8000")
-        assert a.news == [("granted", "waits")]
+        assert a.notifications == [("granted", "waits")]
         assert await a.place("waits") == Verdict("placed", "10.0.0.9:8000")
 
 
@@ -212,8 +212,8 @@ async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFlee
         # And what a accounting token brings back takes no more either
         await it.redis.flushall()
         await a.publish("10.0.0.1:8000", upper_per=1000, lower_per=1000, claim_share=0.25)
-        note = accounting_token.write(ask("lost", cost=1e6), "10.0.0.1:8000")
-        assert await a.store.renew("lost", None, "", note) == "restored"
+        token = accounting_token.write(ask("lost", cost=1e6), "10.0.0.1:8000")
+        assert await a.store.renew("lost", None, "", token) == "restored"
         assert (await it.state())["stock"] == 250
 
 
@@ -279,6 +279,6 @@ async def test_without_a_queue_limits_hold_and_who_finds_none_below_its_own_is_r
         # While it is paused, requests are held all the same: that is an operator's wish
         await a.settle("r0", "r1")
         await a.store.tune({"paused": 1}, {})
-        assert (await a.admit("held")).what == "queued"
+        assert (await a.admit("kept")).what == "queued"
         await a.store.tune({"paused": None}, {})
-        assert (await a.place("held")).what == "placed"
+        assert (await a.place("kept")).what == "placed"

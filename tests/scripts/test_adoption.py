@@ -1,4 +1,4 @@
-"""A request outlives the replica it came by: whoever brings its id next takes it over (G7)."""
+"""A request outlives the replica it came by: the replica that brings its id next takes it over (G7)."""
 
 import asyncio
 
@@ -25,10 +25,10 @@ async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> No
         for ends in ("runs", "q0", "q1"):
             await b.settle(ends)
         assert order_of(await it.log()) == ["q0", "q1", "q2"]
-        assert b.news == [("granted", "q0"), ("granted", "q1")]
+        assert b.notifications == [("granted", "q0"), ("granted", "q1")]
         await a.beat()
-        assert a.news == [("granted", "q2")]
-        assert (await it.ledger()).lives == dict.fromkeys(("runs", "q0", "q1", "q2"), 1)
+        assert a.notifications == [("granted", "q2")]
+        assert (await it.ledger()).started == dict.fromkeys(("runs", "q0", "q1", "q2"), 1)
 
 
 async def test_an_adopted_granted_request_is_placed_at_once(fleet: OpenFleet) -> None:
@@ -146,7 +146,7 @@ async def test_a_held_request_nobody_brings_is_abandoned(fleet: OpenFleet) -> No
         assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
 
 
-async def test_news_for_a_replica_that_is_gone_is_not_kept(fleet: OpenFleet) -> None:
+async def test_notifications_for_a_replica_that_is_gone_are_not_kept(fleet: OpenFleet) -> None:
     # Given a replica that was swept away, and a late admission of it
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
@@ -192,7 +192,7 @@ async def test_more_waiting_requests_than_one_sweep_walks_are_all_held(fleet: Op
             calls += 1
         assert calls >= 3
         ledger = await it.ledger()
-        assert set(ledger.held) == {f"q{i}" for i in range(250)}
+        assert set(ledger.orphaned) == {f"q{i}" for i in range(250)}
         assert set(ledger.queued) == {f"b{i}" for i in range(10)}
 
 
@@ -228,7 +228,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
         assert (await second).endpoints == ("10.0.0.1:8000",)
         a.gate.settle(ended("q"))
         await until(it.at_rest)
-        assert (await it.ledger()).lives["q"] == 1
+        assert (await it.ledger()).started["q"] == 1
 
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:

@@ -1,4 +1,4 @@
-"""Plain commands beside scripts: replies in order, faults that name themselves, the connection made anew."""
+"""Plain commands beside scripts: replies in order, clear faults, and a new connection after a fault."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""`picker audit` on what real replicas did: under every policy, with all that may befall a request."""
+"""`picker audit` on what real replicas did: under every policy, with every event that a request may have."""
 
 import asyncio
 import random
@@ -137,7 +137,7 @@ async def audited(fleet: Fleet) -> Report:
     return audit([fields for _, fields in await fleet.redis.xrange(fleet.keys.log)])
 
 
-def told(report: Report) -> list[str]:
+def violations_of(report: Report) -> list[str]:
     return [violation.what for finding in report.findings for violation in finding.violations]
 
 
@@ -165,12 +165,12 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
         await storm.calm()
         # When the log is audited
         report = await audited(it)
-        # Then all that can befall a request did, and no promise was broken
+        # Then every event happened, and no promise was broken
         seen = Counter(entry.event for entry in await it.log())
         assert rare <= seen.keys()
         assert ("rebased" in seen) is (unit > 1)  # where tags came far
         assert any(entry.by == "guard" for entry in await it.log())
-        assert told(report) == []
+        assert violations_of(report) == []
         assert report.open_at_end == 0
         assert all(finding.checked > 50 for finding in report.findings)
 
@@ -197,7 +197,7 @@ async def test_what_a_dead_replica_leaves_is_adopted(valkey_fleet: OpenFleet) ->
         # Then the log adds up
         report = await audited(it)
         assert {"held", "adopted"} <= {entry.event for entry in await it.log()}
-        assert told(report) == []
+        assert violations_of(report) == []
 
 
 async def test_a_capped_log_is_joined_on_the_way(valkey_fleet: OpenFleet, valkey_url: str) -> None:

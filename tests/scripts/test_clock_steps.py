@@ -21,13 +21,13 @@ def client(valkey_url: str) -> Iterator[redis.Redis]:
 
 @given(steps=st.lists(st.tuples(st.integers(0, 40), STEPS), max_size=6))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_given_steps_of_an_hour_when_requests_run_and_wait_then_nothing_ends_early_and_what_ends_is_not_late(
+def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
     server = Server(client, "steps")
     try:
         # Given one that runs and shows signs of life, one that runs and shows none, one that waits
-        for name in ("lives", "silent"):
+        for name in ("alive", "silent"):
             assert server.admit(name).startswith(b"placed")
         assert server.admit("waits", TTL_MS) == b"queued %d" % TTL_MS
         ended_ms: dict[str, int] = {}
@@ -41,7 +41,7 @@ def test_given_steps_of_an_hour_when_requests_run_and_wait_then_nothing_ends_ear
             server.passes(250)
             if at % 4 == 0:
                 assert server.beat()[4] == 1  # it is known to live
-                server.renew("lives")
+                server.renew("alive")
             if server.sweep():
                 swept_ms = server.real_ms
             assert server.real_ms - swept_ms < SECOND_MS
@@ -51,14 +51,14 @@ def test_given_steps_of_an_hour_when_requests_run_and_wait_then_nothing_ends_ear
         # Then the one that waits expired in its second, and the silent one ended with its lease
         assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
         assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
-        assert server.call("settle", "a", "lives", "completed", "", "")[4] == b"settled m"
+        assert server.call("settle", "a", "alive", "completed", "", "")[4] == b"settled m"
         assert server.call("settle", "a", "silent", "completed", "", "")[4] == b"unknown"
         assert float(server.call("state", SILENCE_MS)[2]) == 0
     finally:
         server.clear()
 
 
-def test_given_a_pause_in_which_nobody_calls_then_a_heartbeat_tells_how_long_it_was(
+def test_a_heartbeat_adds_the_time_in_which_nobody_called(
     client: redis.Redis,
 ) -> None:
     # Given a request that waits behind others, and ten seconds in which nobody calls
@@ -75,7 +75,7 @@ def test_given_a_pause_in_which_nobody_calls_then_a_heartbeat_tells_how_long_it_
     server.clear()
 
 
-def test_given_moments_from_the_future_then_a_replica_and_a_lease_end_in_their_time(
+def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_end(
     client: redis.Redis,
 ) -> None:
     # Given a replica and a request in flight that a clock an hour ahead has written

@@ -40,7 +40,7 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
         await until(it.at_rest)
         # Then each has lived once, every rule of the ledger has held, and each endpoint had its part
         ledger = await it.ledger()
-        assert ledger.lives == {f"r{number}": 1 for number in range(300)}
+        assert ledger.started == {f"r{number}": 1 for number in range(300)}
         assert ledger.ends == {"completed": 300}
         assert max(entry.stock for entry in await it.log()) == 8
         assert len(served) == 4

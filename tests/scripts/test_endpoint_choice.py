@@ -271,8 +271,8 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r1", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
         assert (await it.state())["ready_backends"] == 1
-        told = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
-        assert told == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
+        marks = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
+        assert marks == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
         # When it leaves and comes back, then it is a new one
         await a.publish(E2, upper_per=5)
         await a.publish(E1, E2, upper_per=5)

@@ -16,15 +16,15 @@ def limited(address: str, most: int) -> Endpoint:
 
 
 async def blocked(it: Fleet) -> list[str]:
-    """What is kept of lanes that wait for an endpoint."""
+    """The state of flow queues that wait for an endpoint."""
     return sorted(await it.redis.keys(it.keys.prefix + "block*"))
 
 
 async def take(it: Replica, request_id: str, **fields: object) -> str:
     """Admit; a grant is placed at once. What came of it in the end."""
     verdict = await it.admit(request_id, **fields)
-    if ("granted", request_id) in it.news:
-        it.news.remove(("granted", request_id))
+    if ("granted", request_id) in it.notifications:
+        it.notifications.remove(("granted", request_id))
         return (await it.place(request_id, **fields)).what
     return verdict.what
 
@@ -63,7 +63,7 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
             release.set()
         assert most == 5
         await until(it.at_rest)
-        assert (await it.ledger()).lives == {f"r{number}": 1 for number in range(100)}
+        assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
 
 
 async def test_a_hot_prefix_does_not_pile_up_on_one_endpoint(fleet: OpenFleet) -> None:
@@ -92,7 +92,7 @@ async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet:
             assert await take(a, name, flow="z") == "placed"
         # When the first ends, then the same call grants who has waited longest, and no other
         await a.settle("first")
-        assert [what for what in a.news if what[0] == "granted"] == [("granted", "x2")]
+        assert [what for what in a.notifications if what[0] == "granted"] == [("granted", "x2")]
         assert (await a.place("x2", subset=(A,))).what == "placed"
         assert (await it.counts())[1] == 1
         # When that ends, then the last; and nothing is kept of their waiting
@@ -129,7 +129,7 @@ async def test_a_grant_that_is_not_placed_yet_has_its_place(fleet: OpenFleet) ->
         await a.store.tune({"paused": 1}, {})
         await a.admit("granted")
         await a.store.tune({"paused": None}, {})
-        assert ("granted", "granted") in a.news
+        assert ("granted", "granted") in a.notifications
         # When a third comes, then it does not take the last place, though the queue is empty
         assert (await a.admit("late")).what == "queued"
         assert (await a.place("granted")).what == "placed"
@@ -149,7 +149,7 @@ async def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on
         assert (await it.counts())[1] == 1
         # When it is lifted, then the one that waits is let go at once
         await a.publish(Endpoint(A), upper_per=ROOM)
-        assert ("granted", "waits") in a.news
+        assert ("granted", "waits") in a.notifications
         assert [each.max_inflight for each in await a.store.endpoints()] == [None]
 
 
@@ -169,7 +169,7 @@ async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet:
             )
 
         await until(known)
-        # Then two are placed, whoever asks, and the third waits for one of them
+        # Then two are placed, at any replica, and the third waits for one of them
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
         third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), stream_owned=True))

@@ -24,7 +24,7 @@ from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.state.silence import Silence
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
-ASK_ANEW = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
+SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
 SILENCE_S = 5.0  # nothing here is to look like silence
 Provoked = Callable[[Redis], contextlib.AbstractAsyncContextManager[Any]]
 
@@ -68,7 +68,7 @@ class Watched:
     async def ends(self) -> None:
         """Who waited has its turn in the place it had, and nothing is left."""
         events = [entry.event for entry in await self.fleet.log() if entry.request == "waits"]
-        # Once; a connection that was made anew may have asked for it twice, and adopted it in its place.
+        # Once; on a new connection it may have been sent twice, and adopted in its place.
         assert events[0] == "queued"
         assert set(events[1:]) <= {"adopted"}
         self.gate.settle(ended("runs"))
@@ -95,7 +95,7 @@ async def watched(
             await asyncio.wait((it.waiting,))
 
 
-@pytest.mark.parametrize("error", ASK_ANEW)
+@pytest.mark.parametrize("error", SENT_AGAIN)
 async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
     valkey_url: str, pool: str, error: str
 ) -> None:
@@ -111,7 +111,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
         await it.ends()
 
 
-@pytest.mark.parametrize("error", ASK_ANEW)
+@pytest.mark.parametrize("error", SENT_AGAIN)
 async def test_what_everyone_is_answered_for_good_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
@@ -281,4 +281,4 @@ async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
                     await asyncio.wait((task,))
             # And the link is well as soon as the server is
             await until(lambda: replica.store.fault is None)
-            assert (await replica.admit("later", candidates=addresses(1)[0])).what in ("placed", "queued")
+            assert (await replica.admit("next", candidates=addresses(1)[0])).what in ("placed", "queued")

@@ -22,10 +22,10 @@ async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFlee
         await a.settle("runs")
         log = await it.log()
         assert (events_of(log, "short"), order_of(log)) == (["queued", "expired"], ["long"])
-        # And its owner is told, once
+        # And its owner is raised, once
         await b.beat()
         await b.beat()
-        assert b.news == [("expired", "short")]
+        assert b.notifications == [("expired", "short")]
         await it.ledger()
 
 
@@ -44,7 +44,7 @@ async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
         assert (swept.expired, swept.more) == (18, False)
         # And the owner hears of each with its next beat
         await b.beat()
-        assert sorted(b.news) == sorted(("expired", f"q{i}") for i in range(50))
+        assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
         await it.ledger()
 
@@ -58,10 +58,10 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # And one whose time is its client's own deadline is told that
-        with pytest.raises(DeadlineExceeded) as told:
+        # And one whose time is its client's own deadline is raised that
+        with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
-        assert told.value.status == 504
+        assert raised.value.status == 504
         assert events_of(await it.log(), "q") == ["queued", "expired"]
         await a.settle("runs")
         assert await it.at_rest()
@@ -101,7 +101,7 @@ async def test_an_expiry_does_not_take_back_a_grant_given_in_time(fleet: OpenFle
         await a.admit("runs")
         await a.admit("q")
         await a.settle("runs")
-        # When its timer ends, then it is told of the grant
+        # When its timer ends, then it is raised of the grant
         assert await a.store.cancel("q", 1, "expired") == "granted"
         await a.place("q")
         assert await a.store.cancel("q", 1, "expired") == "granted"
@@ -123,7 +123,7 @@ async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) 
 
 
 async def test_an_adopted_request_past_its_time_has_expired(fleet: OpenFleet) -> None:
-    # Given one waiting whose time is up, when another replica brings it, then it is told so
+    # Given one waiting whose time is up, when another replica brings it, then it is raised so
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         await a.admit("runs")

@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "publish": ("a", "c2", "e2", settings(fairness="none"), "e1:1", OPEN, "e4:1", OPEN),
     "tune": ("a", '{"upper_per": 3, "lower_per": 3}', '{"x": 1}'),
     "sweep": ("a", 0, 3000, 60_000, 2000),
-    "later sweep": ("a", 0, 3000, 60_000, 2000),
+    "next sweep": ("a", 0, 3000, 60_000, 2000),
 }
 
 
@@ -75,13 +75,13 @@ def prepare(library: FailingLibrary, ordering: str) -> None:
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 @pytest.mark.parametrize("name", CALLS)
-def test_given_a_call_that_fails_anywhere_when_it_is_repeated_then_all_is_as_if_it_had_not_failed(
+def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one_that_succeeds(
     server: redis.Redis, pool: str, name: str, ordering: str
 ) -> None:
     # Given what an undisturbed call makes of a pool
     library = FailingLibrary(server, f"epp:{{{pool}}}:pool")
     prepare(library, ordering)
-    if name == "later sweep":
+    if name == "next sweep":
         library.set_clock(START_MS + 90_000)
     script, args = name.split()[-1], CALLS[name]
     saved, at_first = library.save(), library.everything()
@@ -109,9 +109,7 @@ def test_given_a_call_that_fails_anywhere_when_it_is_repeated_then_all_is_as_if_
 SILENCE_MS = 60_000
 
 
-def test_given_a_call_that_fails_halfway_when_another_comes_then_it_sees_what_redis_holds(
-    valkey_url: str, pool: str
-) -> None:
+def test_the_call_after_one_that_failed_halfway_sees_what_redis_has(valkey_url: str, pool: str) -> None:
     # Given two requests in flight
     settings = json.dumps({**SETTINGS, "upper_per": 2, "lower_per": 2})
     library, keys = load_library(), Keys.of(pool)

@@ -46,7 +46,7 @@ class Crosser:
     def leave(self) -> None:
         self.gate.redis_lost("silence", "the test says so")
 
-    async def let_go(self, request_id: str) -> Placement:
+    async def start_locally(self, request_id: str) -> Placement:
         return await self.gate.admit(ask(request_id), stream_owned=False)
 
     def end(self, request_id: str, placement: Placement) -> None:
@@ -78,9 +78,9 @@ async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_bac
         for number in range(2):
             # Given two that were placed by Redis, and one that a replica lets go when it is away
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
-            placements = {kept: await here.let_go(kept), gone: await away.let_go(gone)}
+            placements = {kept: await here.start_locally(kept), gone: await away.start_locally(gone)}
             away.leave()
-            placements[alone] = await away.let_go(alone)
+            placements[alone] = await away.start_locally(alone)
             for name, placement in placements.items():
                 away.gate.renew(Alive(name, E1, placement.accounting_token))
             # When the others, which still have Redis, see it alive, too, and hear that two have ended
@@ -106,8 +106,8 @@ async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_
         # Given two that are both away, of which one hears the end of what the other lets go
         other.leave()
         one.leave()
-        placement = await one.let_go("x")
-        running = await other.let_go("runs")
+        placement = await one.start_locally("x")
+        running = await other.start_locally("runs")
         other.end("x", placement)
         if empty:
             await it.redis.flushall()
@@ -124,11 +124,11 @@ async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_
 async def test_what_runs_comes_back_also_where_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b") as it, crossers(it) as (away, here):
         # Given a request whose end was heard, and another of its id, let go later by one that is away
-        here.end("x", await here.let_go("x"))
+        here.end("x", await here.start_locally("x"))
         await until(it.at_rest)
         await it.after(2_100)
         away.leave()
-        placement = await away.let_go("x")
+        placement = await away.start_locally("x")
         # When it comes back, then that one counts
         await away.shared()
         await until(lambda: _in_flight(it, {"x"}))

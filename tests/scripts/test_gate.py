@@ -52,7 +52,7 @@ async def test_a_lost_wake_up_is_made_good_by_the_heartbeat(fleet: OpenFleet) ->
         waiter = asked(b, "q")
         await queued(it, "q")
         await a.settle("runs")
-        assert b.news == []
+        assert b.notifications == []
         # When it beats, then its waiter is placed, and nothing is left in its inbox
         await b.beat()
         assert (await waiter).endpoints == (E1,)
@@ -183,7 +183,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         # When it hears of its grant, then it is admitted anew
         a.on_notification("granted", "q")
         assert (await waiter).endpoints == (E1,)
-        assert (await it.ledger()).lives["q"] == 2
+        assert (await it.ledger()).started["q"] == 2
 
 
 async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> None:
@@ -234,7 +234,7 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
         await it.ledger()
 
 
-async def test_late_news_of_a_grant_harms_nobody_who_runs(fleet: OpenFleet) -> None:
+async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_request(fleet: OpenFleet) -> None:
     # Given a request that was granted and placed, and is not waited for any more
     async with fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas

@@ -1,4 +1,4 @@
-"""Placed requests whose end nobody heard: given up when their endpoint no longer has them."""
+"""Placed requests whose end was not reported: given up when their endpoint no longer has them."""
 
 from collections.abc import Iterable
 
@@ -74,13 +74,13 @@ async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_th
 async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as it:
         (a,) = it.replicas
-        await a.admit("lives")
-        await seen(it, "lives", ago_s=10)  # the access log is late, and the page has it
+        await a.admit("alive")
+        await seen(it, "alive", ago_s=10)  # the access log is late, and the page has it
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.ghosts, swept.suspects) == (0, (E1,))
-        assert await has(it, ["lives", "new"]) == {"lives", "new"}
+        assert await has(it, ["alive", "new"]) == {"alive", "new"}
 
 
 async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fleet: OpenFleet) -> None:

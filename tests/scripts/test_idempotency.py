@@ -62,7 +62,7 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
         for i in range(3):
             await a.admit(f"full{i}", flow="full")
         await a.settle("ends")
-        assert a.news == [("granted", "granted")]
+        assert a.notifications == [("granted", "granted")]
         yield it
 
 
@@ -111,7 +111,7 @@ def _workload(dump: dict[str, Any]) -> list[float]:
 
 
 def _counts(dump: dict[str, Any]) -> dict[str, Any]:
-    """What is to be exact: everything but ids of lives, versions, and records and tags that hold times."""
+    """What is to be exact: everything but epochs, versions, and records and tags that hold times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
     counted: dict[str, Any] = {name: dump["pool"]["counters"][name] for name in exact}
     counted["load"] = sum(dump["load"].values())  # which endpoint is a matter of turns
@@ -129,11 +129,11 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         await a.admit("waits")
         between.lose_reply()
         assert await a.settle("runs") == ["unknown"]
-        assert a.news == []
+        assert a.notifications == []
         # When it beats, then the grant is in its inbox still, and is placed once
         await a.beat()
-        assert a.news == [("granted", "waits")]
+        assert a.notifications == [("granted", "waits")]
         assert [await a.place("waits"), await a.place("waits")] == [Verdict("placed", "10.0.0.1:8000")] * 2
         assert await it.counts() == (1, 0, [1])
         await a.beat()
-        assert a.news == [("granted", "waits")]
+        assert a.notifications == [("granted", "waits")]

@@ -1,4 +1,4 @@
-"""A body whose end is told long after its last byte, in a full pool: its request's place, and its order."""
+"""A body whose end is reported long after its last byte, in a full pool: its request keeps its place."""
 
 import asyncio
 import itertools
@@ -80,25 +80,25 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         clock = Clock()
         exchange = uploading(a, clock)
         await whole_but_open(exchange)
-        later = await wait_for(it, a, "later")
-        # When the end is told much later
+        second = await wait_for(it, a, "second")
+        # When the end is answers much second
         clock.now_s = 20.0
         answers = await converse(exchange, body())
-        # Then Envoy is told the place it had, which it had all the time; nothing was counted twice
+        # Then Envoy is answers the place it had, which it had all the time; nothing was counted twice
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
-        assert not later.done()
+        assert not second.done()
         assert events_of(await it.log(), "upload-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
         # And its turn over, the other has its own
         a.gate.settle(ended("upload-1"))
-        await later
-        a.gate.settle(ended("later"))
+        await second
+        a.gate.settle(ended("second"))
         await until(it.at_rest)
         await it.ledger()
 
 
 async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFleet) -> None:
-    # Given a body whose place was reaped before its end was told, so that the first who waited has it
+    # Given a body whose place was reaped before its end was answers, so that the first who waited has it
     async with fleet("a", upper_per=1, lease_ms=1) as it:
         (a,) = it.replicas
         clock = Clock()
@@ -111,13 +111,13 @@ async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFl
         await a.publish("10.0.0.1:8000", upper_per=1)  # from here on leases last
         await first
         await a.store.renew("first", None, "", "")
-        # When its end is told
+        # When its end is answers
         clock.now_s = 20.0
-        told: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
+        answers: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
         await until(lambda: _queued(it, "upload-1"))
-        # Then it waits, as old as it is, before those who came later
+        # Then it waits, as old as it is, before those who came second
         a.gate.settle(ended("first"))
-        assert parts(await told) == ["request_headers"] + ["request_body"] * 9
+        assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         a.gate.settle(ended("upload-1"))
         await second

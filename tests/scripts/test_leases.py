@@ -27,7 +27,7 @@ async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
         # When the sweep finds them, then all they held is given back, and what waits is served
         swept = await a.sweep()
         assert (swept.ran, swept.reclaimed, swept.more) == (True, 3, False)
-        assert a.news == [("granted", "waits")]
+        assert a.notifications == [("granted", "waits")]
         assert await it.counts() == (1, 0, [0])
         # And what reports their end later changes nothing
         assert await a.settle("r0", "r1") == ["unknown", "unknown"]
@@ -94,7 +94,7 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
     # Given one held stream, one that the access log reports, and one that nobody does; short leases
     async with fleet("a", upper_per=3, lease_ms=100) as it:
         (a,) = it.replicas
-        held = await a.gate.admit(ask("held"), stream_owned=True)
+        stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
@@ -104,8 +104,8 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
         await it.after(110)
         await a.sweep()
         # Then only the one nobody reports is gone; what is withdrawn is renewed no more
-        assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["held", "logged"]
-        a.gate.withdraw("held", held)
+        assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
+        a.gate.withdraw("streamed", stream)
         a.gate.renew_owned_streams()
         await until(lambda: _one_runs(it))
 
@@ -152,13 +152,13 @@ async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_w
         a, b = it.replicas
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, 1, "*")
-        note = accounting_token.write(request, placed.detail.split(",")[0])
+        token = accounting_token.write(request, placed.detail.split(",")[0])
         await it.redis.flushall()
-        assert await a.store.renew("r", 1, "", note) == "unknown"
+        assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
         # When two replicas report it, then it is counted once, with its cost and workload
-        assert await a.store.renew("r", None, E2, note) == "restored"
-        assert await b.store.renew("r", None, E2, note) == "renewed"
+        assert await a.store.renew("r", None, E2, token) == "restored"
+        assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()
         assert (state["stock"], state["leases"], state["in_flight"]) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
@@ -175,25 +175,25 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
     # Given two that were let go without the shared state, of which one has ended
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        notes = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
+        tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.bury("ended") == "buried"
         # When the replica that let them go brings both, then only the one that runs is counted
-        told = [await b.store.renew(name, 1, "", note) for name, note in notes.items()]
-        assert told == ["unknown", "restored"]
+        answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
+        assert answers == ["unknown", "restored"]
         assert await it.counts() == (1, 0, [1])
         # And a new request of that id is as any other
         assert (await b.admit("ended")).what == "placed"
         assert await a.store.bury("ended") == "buried"
-        assert await b.store.renew("ended", None, "", notes["ended"]) == "renewed"
+        assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
-        # And a lease and 10 s later what is buried is forgotten
-        buried = it.keys.prefix + "buried"
+        # And a lease and 10 s later the tombstone is forgotten
+        tombstones = it.keys.prefix + "buried"
         await a.sweep()
-        assert await it.redis.zcard(buried) == 1
-        await it.redis.zincrby(buried, -SETTINGS["lease_ms"] - 10_000, "ended")
+        assert await it.redis.zcard(tombstones) == 1
+        await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 10_000, "ended")
         await it.after(1)
         await a.sweep()
-        assert await it.redis.exists(buried) == 0
+        assert await it.redis.exists(tombstones) == 0
         assert await it.at_rest()
 
 
@@ -201,7 +201,7 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
     ("ended_s", "seen_s", "answer"),
     [
         (5.0, 5.1, "unknown"),  # seen alive before its end
-        (5.0, 4.0, "unknown"),  # a sign of life may come by a stream that is later
+        (5.0, 4.0, "unknown"),  # a renewal may come by a newer stream
         (5.0, 1.0, "restored"),  # another request of the same id, let go since
         (5.0, 0.0, "restored"),
         (0.0, 0.0, "unknown"),
@@ -212,15 +212,15 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
 ) -> None:
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        note = accounting_token.write(ask("r"), E1)
-        # Given an end that was heard some time ago, and is told now
+        token = accounting_token.write(ask("r"), E1)
+        # Given an end that was heard some time ago, and is answers now
         assert await a.store.bury("r", ended_s) == "buried"
         # When somebody brings back what it let go, and saw alive before or since
         assert (
-            await b.store.renew("r", None, "", note, seen_s) == "unknown"
+            await b.store.renew("r", None, "", token, seen_s) == "unknown"
         )  # only heard of: an old accounting token, it may be
-        assert await b.store.renew("r", 1, "", note, seen_s) == answer
-        # Then an end that is told again says whether it has come back
+        assert await b.store.renew("r", 1, "", token, seen_s) == answer
+        # Then an end that is answers again says whether it has come back
         again = await a.store.bury("r", ended_s)
         assert again == ("back" if answer == "restored" else "buried")
         await a.settle("r")
@@ -230,31 +230,31 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
 async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet: OpenFleet) -> None:
     async with fleet("a") as it:
         (a,) = it.replicas
-        buried = it.keys.prefix + "buried"
+        tombstones = it.keys.prefix + "buried"
         now_ms = await it.now_ms()
         # Given more than are kept
         for first in range(0, MOST_TOMBSTONES + 600, 10_000):
             count = min(10_000, MOST_TOMBSTONES + 600 - first)
-            await it.redis.zadd(buried, {f"r{first + n}": now_ms + first + n for n in range(count)})
+            await it.redis.zadd(tombstones, {f"r{first + n}": now_ms + first + n for n in range(count)})
         # When it is swept, then the oldest go
         assert (await a.sweep()).more
-        assert await it.redis.zcard(buried) == MOST_TOMBSTONES + 100
+        assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
         assert not (await a.sweep()).more
-        assert await it.redis.zcard(buried) == MOST_TOMBSTONES
-        assert await it.redis.zrange(buried, 0, 0) == ["r600"]
+        assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES
+        assert await it.redis.zrange(tombstones, 0, 0) == ["r600"]
 
 
 async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_heard_end(
     fleet: OpenFleet,
 ) -> None:
-    # Given a request that one replica let go without the shared state, and whose end another is told of
+    # Given a request that one replica let go without the shared state, and whose end another is answers of
     async with fleet("a", "b") as it:
         a, b = it.replicas
-        note = accounting_token.write(ask("r"), E1)
-        b.gate.settle(ended("r")._replace(accounting_token=note))
+        token = accounting_token.write(ask("r"), E1)
+        b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
         # When the one that let it go is back, then it brings nothing
-        assert await a.store.renew("r", 1, "", note) == "unknown"
+        assert await a.store.renew("r", 1, "", token) == "unknown"
         # And what was refused leaves no trace
         b.gate.settle(ended("refused"))
         await b.beat()
@@ -263,7 +263,7 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
 
 
 @pytest.mark.parametrize(
-    "note",
+    "token",
     [
         "",
         "f",
@@ -272,11 +272,11 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
         "f\t1\t1.0\t1.0\tw\0\t3\tm\t10.0.0.1:8000\t0",
     ],
 )
-async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, note: str) -> None:
+async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, token: str) -> None:
     # Given no record, when a renewal brings a accounting token that cannot be read, then nothing is counted
     async with fleet("a") as it:
         (a,) = it.replicas
-        assert await a.store.renew("r", None, E1, note) == "unknown"
+        assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await it.at_rest()
 
 
@@ -309,7 +309,7 @@ async def test_a_accounting_token_counts_only_where_the_pool_has_an_endpoint(fle
         # Given accounting tokens for an endpoint that nobody knows, then they restore nothing
         assert await a.store.renew("r", None, "", accounting_token.write(ask("r"), nowhere)) == "unknown"
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), nowhere)) == "unknown"
-        # And one that is told to be served there counts where it was placed
+        # And one that is answers to be served there counts where it was placed
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state())["in_flight"] == {E1: 1}
         await a.settle("r")
@@ -320,14 +320,14 @@ async def test_an_old_accounting_token_of_an_ended_request_does_not_bring_it_bac
     async with fleet("a", "b") as it:
         a, b = it.replicas
         # Given a request that was let go without the shared state, and has ended
-        note = accounting_token.write(ask("r"), E1)
-        b.gate.settle(ended("r")._replace(accounting_token=note))
-        buried = it.keys.prefix + "buried"
-        await until(lambda: it.redis.zscore(buried, "r"))
-        # When its accounting token is told again, however much later while its end is remembered
-        await it.redis.zincrby(buried, -SETTINGS["lease_ms"] - 9_000, "r")
-        assert await a.store.renew("r", None, E1, note) == "unknown"
-        # And an end that is told again takes nothing from anybody
+        token = accounting_token.write(ask("r"), E1)
+        b.gate.settle(ended("r")._replace(accounting_token=token))
+        tombstones = it.keys.prefix + "buried"
+        await until(lambda: it.redis.zscore(tombstones, "r"))
+        # When its accounting token is answers again, however much later while its end is remembered
+        await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")
+        assert await a.store.renew("r", None, E1, token) == "unknown"
+        # And an end that is answers again takes nothing from anybody
         assert await a.store.settle("r", Outcome.COMPLETED) == "unknown"
         assert await it.at_rest()
 

@@ -86,7 +86,7 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         assert (renewed, settled, admitted.what) == ("renewed", "settled llama", "queued")
         assert (placed.what, cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
-        assert ("granted", "queued") in a.news
+        assert ("granted", "queued") in a.notifications
         await it.ledger()
 
 
@@ -104,9 +104,9 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
         await it.redis.function_load(without)
         # When a renewal or an admission and the same request's end are sent together
         if forgotten == "renew":
-            note = accounting_token.write(ask("r"), E1)
+            token = accounting_token.write(ask("r"), E1)
             await asyncio.gather(
-                _next(lambda: a.store.renew("r", None, "", note)),
+                _next(lambda: a.store.renew("r", None, "", token)),
                 _next(lambda: a.store.settle("r", Outcome.COMPLETED)),
             )
         else:
@@ -183,7 +183,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
         between.unmute()
         assert await settled == "settled llama"
         await b.beat()
-        assert b.news == [("granted", "r3")]
+        assert b.notifications == [("granted", "r3")]
         await b.settle("r3")
         assert await it.at_rest()
         await it.ledger()
@@ -192,7 +192,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
 async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
     fleet: OpenFleet, redis_url: str
 ) -> None:
-    # Given calls on the way to a server that does not answer, lasting ones too
+    # Given calls on the way to a server that does not answer, durable ones too
     async with wire(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]

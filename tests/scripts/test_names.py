@@ -17,12 +17,12 @@ _POOLS = itertools.count(1)
 
 
 async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
-    """End `first`, then whoever is granted, until nobody is; in the order of their grants."""
+    """End `first`, then each request that is granted, until none is; in the order of their grants."""
     ends, served = [first], []
     while ends:
-        replica.news.clear()
+        replica.notifications.clear()
         await replica.settle(*ends)
-        ends = [request_id for what, request_id in replica.news if what == "granted"]
+        ends = [request_id for what, request_id in replica.notifications if what == "granted"]
         for request_id in ends:
             assert (await replica.place(request_id)).what == "placed"
         served += ends
@@ -30,19 +30,19 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
 
 
 async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_them(fleet: OpenFleet) -> None:
-    # Given an attacker's flow and workload and a victim's, which joined by ':' read the same
+    # Given an attacker's flow and workload and another's, which joined by ':' read the same
     async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as it:
         (replica,) = it.replicas
         attacker = {"flow": "llama3:8b", "workload": "chat"}
-        victim = {"flow": "llama3", "workload": "8b:chat"}
+        other = {"flow": "llama3", "workload": "8b:chat"}
         await replica.admit("runs", flow="other")
-        for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", victim)):
+        for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", other)):
             assert (await replica.admit(request_id, **who)).what == "queued"
         # When all are served, then each once and by its own turn
         assert await _serve_all(it, replica, "runs") == ["v0", "x0", "x1"]
-        # and when the victim comes again, it is taken and served
+        # and when the other comes again, it is taken and served
         await replica.admit("runs again", flow="other")
-        assert (await replica.admit("v1", **victim)).what == "queued"
+        assert (await replica.admit("v1", **other)).what == "queued"
         assert await _serve_all(it, replica, "runs again") == ["v1"]
         assert await it.at_rest()
         assert (await audited(it)).violations == 0
@@ -102,16 +102,16 @@ async def _use_all_scripts(
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
             assert verdict.what == "queued"
         await store.tune({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
-        # When all that can be read is read, then every name is told as it was given
-        lanes = (await store.reads.lanes(100)).lanes
-        assert sorted(lane.name for lane in lanes) == (sorted(flows) if fairness != "none" else [""])
+        # When all that can be read is read, then every name is names as it was given
+        queues = (await store.reads.lanes(100)).lanes
+        assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
         surveyed = (await store.survey.lanes(100)).lanes.lanes
-        assert [lane.name for lane in surveyed] == [lane.name for lane in lanes]
-        for lane in lanes:
-            assert [each.queued for each in await store.reads.lane(lane.name)] == [lane.queued]
-        found = await store.reads.queued([Stretch(lane.band, lane.name, 0, 9) for lane in lanes])
-        told = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
-        assert told == dict(zip(ids, pairs, strict=True))
+        assert [queue.name for queue in surveyed] == [queue.name for queue in queues]
+        for queue in queues:
+            assert [each.queued for each in await store.reads.lane(queue.name)] == [queue.queued]
+        found = await store.reads.queued([Stretch(queue.band, queue.name, 0, 9) for queue in queues])
+        names = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
+        assert names == dict(zip(ids, pairs, strict=True))
         for request_id in ids:
             place = await store.reads.request(request_id)
             assert place is not None

@@ -26,7 +26,7 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
         assert (await a.admit("d2", flow="d", band=Band.DEFAULT)).what == "queued"
         # Then the sheddable flows take turns, each losing its newest, and their owner is told
         await b.beat()
-        assert sorted(b.news) == sorted(("preempted", name) for name in ("x3", "y3", "x2", "y2"))
+        assert sorted(b.notifications) == sorted(("preempted", name) for name in ("x3", "y3", "x2", "y2"))
         log = await it.log()
         assert [entry.request for entry in log if entry.event == "preempted"] == ["x3", "y3", "x2", "y2"]
         await it.ledger()
@@ -48,7 +48,7 @@ async def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_bac
             await a.admit(name, flow="c", band=Band.CRITICAL)
         log = await it.log()
         assert [entry.request for entry in log if entry.event == "preempted"] == ["x", "y", "z", "x again"]
-        # And when the pressure has ended, what was known of it is forgotten, and no lane is left
+        # And when the pressure has ended, what was known of it is forgotten, and no flow queue is left
         for name in ("c2", "c3", "c4"):
             await a.store.cancel(name, 1, "cancelled")
         await a.settle("runs")
@@ -58,21 +58,21 @@ async def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_bac
 
 
 async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
-    # Given an order of victims with a lane that has drained, and without two that wait
+    # Given an order of candidates with a flow queue that has drained, and without two that wait
     async with fleet("a", upper_per=1, total_capacity=3) as it:
         (a,) = it.replicas
         await a.admit("runs")
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
-        victims = it.keys.prefix + "victims:2"
-        await it.redis.delete(victims)
-        await it.redis.zadd(victims, {"gone": 0})
+        candidates = it.keys.prefix + "victims:2"
+        await it.redis.delete(candidates)
+        await it.redis.zadd(candidates, {"gone": 0})
         # When a critical request finds the queue full, then one of those that wait gives way
         assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).what == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
         # And after a sweep the order is whole
         await a.sweep()
-        assert set(await it.redis.zrange(victims, 0, -1)) == {"x", "y", "z"} - {first}
+        assert set(await it.redis.zrange(candidates, 0, -1)) == {"x", "y", "z"} - {first}
 
 
 async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) -> None:
@@ -145,11 +145,11 @@ async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> 
         assert sorted(verdict.what for verdict in verdicts) == ["placed", "placed", "queued", "queued"]
         # When others come, then they pass
         assert (await b.admit("y", flow="y")).what == "queued"
-        assert ("granted", "y") in b.news
+        assert ("granted", "y") in b.notifications
         assert (await b.place("y")).what == "placed"
         # When one of the flow's ends, then its next has the place that came free
         await a.settle("x0")
-        assert [id for what, id in a.news if what == "granted"] == ["x2"]
+        assert [id for what, id in a.notifications if what == "granted"] == ["x2"]
         assert (await a.place("x2")).what == "placed"
         for name in ("x1", "x2", "x3", "y"):
             await a.settle(name)
@@ -187,7 +187,7 @@ async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> Non
         answer = await b.store.evict(when)
         assert answer == {"queued": "evicted"}.get(when, when)
         await a.beat()
-        assert a.news == ([("evicted", "queued")] if when == "queued" else [])
+        assert a.notifications == ([("evicted", "queued")] if when == "queued" else [])
         assert order_of(await it.log()) == []
 
 

@@ -29,14 +29,14 @@ BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server for
 async def filled(
     it: Fleet, streams: int, waiters: int
 ) -> "tuple[list[Placement], list[asyncio.Task[Placement]]]":
-    """`streams` held streams and then `waiters` waiting, round the replicas."""
+    """`streams` streams that run and then `waiters` waiting, round the replicas."""
     gates = [replica.gate for replica in it.replicas]
-    held = [await gates[i % len(gates)].admit(ask(f"s{i}"), stream_owned=True) for i in range(streams)]
+    running = [await gates[i % len(gates)].admit(ask(f"s{i}"), stream_owned=True) for i in range(streams)]
     waiting = []
     for i in range(waiters):
         waiting.append(asyncio.create_task(gates[i % len(gates)].admit(ask(f"q{i}"), stream_owned=False)))
         await until(lambda so_far=i + 1: _queue_is(it, so_far))
-    return held, waiting
+    return running, waiting
 
 
 async def _queue_is(it: Fleet, length: int) -> bool:
@@ -331,13 +331,13 @@ def test_when_a_replica_comes_back_what_it_has_seen_alive_is_believed(server: Se
 def test_what_was_let_go_without_the_shared_state_is_believed_for_a_lease_by_anybody(server: Server) -> None:
     assert settled(server)
     # Given requests let go by a replica that alone is without the shared state
-    note = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
+    token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
     # When the access log tells another one of the first in time, then it counts
     server.calm(5 * SECOND_MS)
-    assert server.report("r", note) == "restored"
-    # When it has ended, and been buried, then not again; nor another one later
+    assert server.report("r", token) == "restored"
+    # When it has ended, and a tombstone is stored, then not again; nor another one
     assert server.end("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
-    assert server.report("r", note) == "unknown"
+    assert server.report("r", token) == "unknown"
     server.calm(WINDOW_MS)
-    assert server.report("other", note) == "unknown"
+    assert server.report("other", token) == "unknown"

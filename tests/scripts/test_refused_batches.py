@@ -19,13 +19,13 @@ async def in_one_message(*calls: Any) -> Sequence[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def told(call: Callable[..., "asyncio.Future[str]"], *args: Any) -> str:
+async def answer_of(call: Callable[..., "asyncio.Future[str]"], *args: Any) -> str:
     """Make `call` when the loop comes to it, which puts it into one message with its neighbours."""
     return await call(*args)
 
 
 async def broken(it: Fleet, name: str) -> bytes | None:
-    """Make a key one of another type; what it held."""
+    """Make a key one of another type; its former value."""
     kept = await it.redis.dump(it.keys.prefix + name)
     await it.redis.set(it.keys.prefix + name, "text")
     return kept
@@ -85,7 +85,7 @@ async def test_an_end_stands_though_its_admission_was_asked_for_again(valkey_fle
             a.beat(),
             a.admit("g", flow="good"),
             a.admit("b", flow="bad"),
-            told(a.store.cancel, "g", 1, "cancelled"),
+            answer_of(a.store.cancel, "g", 1, "cancelled"),
         )
         # Then it has left
         await mended(it, BAD, kept)
@@ -107,9 +107,9 @@ async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_
         kept = await broken(it, BAD)
         # When one of each leaves, in one message
         if how == "cancel":
-            leaving = [told(a.store.cancel, name, 1, "cancelled") for name in ("g1", "b")]
+            leaving = [answer_of(a.store.cancel, name, 1, "cancelled") for name in ("g1", "b")]
         else:
-            leaving = [told(a.store.settle, name, Outcome.CLIENT_GONE) for name in ("g1", "b")]
+            leaving = [answer_of(a.store.settle, name, Outcome.CLIENT_GONE) for name in ("g1", "b")]
         _, left, refused = await in_one_message(a.beat(), *leaving)
         # Then only that of the broken flow fails
         assert left == ("ended" if how == "cancel" else "left llama")

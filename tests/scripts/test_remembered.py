@@ -61,7 +61,7 @@ def server(valkey_url: str, pool: str) -> Iterator[Server]:
         yield Server(client, pool)
 
 
-def test_given_an_endpoint_that_another_version_replaces_then_nothing_goes_there_any_more(
+def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(
     server: Server,
 ) -> None:
     # Given a version that has placed requests, and so knows all endpoints and their loads
@@ -77,7 +77,7 @@ def test_given_an_endpoint_that_another_version_replaces_then_nothing_goes_there
     assert server.loads() == {b"a:1": 3, b"c:1": 3}
 
 
-def test_given_a_list_with_one_more_under_the_same_version_then_it_is_picked(server: Server) -> None:
+def test_an_endpoint_added_under_the_same_version_is_picked(server: Server) -> None:
     # Given a version that knows all endpoints
     server.publish(server.one, "1", "a:1")
     assert server.admit(server.one, "x")[1] == "a:1"
@@ -87,7 +87,7 @@ def test_given_a_list_with_one_more_under_the_same_version_then_it_is_picked(ser
     assert server.admit(server.one, "y")[1] == "b:1,a:1"
 
 
-def test_given_requests_of_one_workload_by_two_versions_then_each_is_counted_once(server: Server) -> None:
+def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: Server) -> None:
     server.publish(server.one, "1", "a:1", "b:1")
     # When both let in and end requests, in turns and twice in a row
     for number in range(10):
@@ -102,7 +102,7 @@ def test_given_requests_of_one_workload_by_two_versions_then_each_is_counted_onc
     assert sum(server.loads().values()) == 5
 
 
-def test_given_a_request_that_another_version_queues_then_either_ends_it_when_its_time_is_up(
+def test_either_version_expires_a_request_that_the_other_queued(
     server: Server,
 ) -> None:
     # Given a version that has found nothing that time will bring, and one in flight that leaves no room
@@ -116,7 +116,7 @@ def test_given_a_request_that_another_version_queues_then_either_ends_it_when_it
     assert server.requests() == {b"runs"}
 
 
-def test_given_a_timer_before_the_one_that_is_remembered_then_it_is_not_missed(server: Server) -> None:
+def test_a_timer_before_the_remembered_one_is_not_missed(server: Server) -> None:
     # Given a request that waits, whose timer is the earliest that is known of
     server.publish(server.one, "1", "a:1", upper=1)
     server.admit(server.one, "runs")
@@ -129,7 +129,7 @@ def test_given_a_timer_before_the_one_that_is_remembered_then_it_is_not_missed(s
     assert server.requests() == {b"runs", b"patient"}
 
 
-def test_given_more_names_than_are_kept_then_loads_and_counts_stay_exact(server: Server) -> None:
+def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Server) -> None:
     server.publish(server.one, "1", "a:1", "b:1")
     # When requests may go to endpoints that nobody has heard of, each to others
     for number in range(30):
@@ -145,7 +145,7 @@ def test_given_more_names_than_are_kept_then_loads_and_counts_stay_exact(server:
     assert server.loads() == {b"a:1": 0, b"b:1": 0}
 
 
-def test_given_a_setting_that_another_version_changes_then_the_next_call_goes_by_it(server: Server) -> None:
+def test_the_next_call_follows_a_setting_that_another_version_changed(server: Server) -> None:
     # Given a version that knows the settings, with nothing that counts about to change
     server.publish(server.one, "1", "a:1", "b:1")
     for name in ("x", "y"):

@@ -125,7 +125,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.mark("10.0.0.1:8000", "down", True)
         await look()
         await a.store.mark("10.0.0.1:8000", "down", False)
-        # And one begins to read all lanes, for all
+        # And one begins to read all flow queues for the fleet
         await a.store._link.call("claim_queue_snapshot", 600_000)
         await look()
         # And an answer's tokens are known, and a flow at its limit has the next turn

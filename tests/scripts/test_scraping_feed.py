@@ -1,4 +1,4 @@
-"""Readings through Redis: told to who listens, kept for who comes later, aged without comparing clocks."""
+"""Readings through Redis: published to followers, stored for new ones, aged without comparing clocks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,52 +24,52 @@ class Clock:
         return self.now_ms
 
 
-class Heard:
-    """What a follower was told; `until` waits for a condition."""
+class Follower:
+    """What a follower received; `until` waits for a condition."""
 
     def __init__(self) -> None:
         self.readings: dict[str, EndpointMetrics] = {}
-        self.told: list[tuple[str | None, Mapping[str, EndpointMetrics]]] = []
+        self.batches: list[tuple[str | None, Mapping[str, EndpointMetrics]]] = []
         self.suspects: list[str] = []
         self.links = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def take(
         self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
     ) -> None:
         self.suspects += suspects
-        self.told.append((sender, readings))
+        self.batches.append((sender, readings))
         self.readings.update(readings)
-        self._news.set()
+        self._changed.set()
 
     def link(self) -> None:
         self.links += 1
-        self._news.set()
+        self._changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not holds():
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
 
 @asynccontextmanager
 async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterator[MetricsChannel]:
-    feed = MetricsChannel(url, pool, replica, now_ms=clock, deadline_s=5)
+    channel = MetricsChannel(url, pool, replica, now_ms=clock, deadline_s=5)
     try:
-        yield feed
+        yield channel
     finally:
-        await feed.close()
+        await channel.close()
 
 
 @asynccontextmanager
-async def following(feed: MetricsChannel) -> AsyncIterator[Heard]:
+async def following(channel: MetricsChannel) -> AsyncIterator[Follower]:
     """A follower that has caught up."""
-    heard = Heard()
-    task = asyncio.create_task(feed.follow(heard.take, on_link=heard.link, check_s=10))
+    follower = Follower()
+    task = asyncio.create_task(channel.follow(follower.take, on_link=follower.link, check_s=10))
     try:
-        await heard.until(lambda: heard.links == 1)
-        yield heard
+        await follower.until(lambda: follower.links == 1)
+        yield follower
     finally:
         task.cancel()
         await asyncio.wait((task,), timeout=10)
@@ -102,51 +102,51 @@ async def test_a_follower_hears_what_is_published_on_its_own_clock(
 ) -> None:
     # Given a follower whose clock is at 50 s
     one, two = pair
-    async with following(two) as heard:
+    async with following(two) as follower:
         # When a reading is published that is 300 ms old, by a clock at 1000 s
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
-        await heard.until(lambda: "a:1" in heard.readings)
+        await follower.until(lambda: "a:1" in follower.readings)
     # Then it is 300 ms old by the follower's clock as well
-    assert heard.readings["a:1"] == reading(49_700)
-    assert heard.told[-1][0] == "one"
-    assert heard.suspects == ["b:1"]
-    assert heard.suspects == ["b:1"]
+    assert follower.readings["a:1"] == reading(49_700)
+    assert follower.batches[-1][0] == "one"
+    assert follower.suspects == ["b:1"]
+    assert follower.suspects == ["b:1"]
 
 
 async def test_who_comes_later_catches_up_with_ages_of_redis_clock(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
-    # Given two batches that nobody heard
+    # Given two batches that nobody follower
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await one.publish({"b:1": replace(reading(999_400), waiting=None, fault="no page", failures=3)})
     # When a follower comes
-    async with following(two) as heard:
+    async with following(two) as follower:
         pass
     # Then it knows the newest of each, at least as old as it is
-    assert heard.told[0][0] is None
-    assert heard.readings.keys() == {"a:1", "b:1"}
-    assert heard.readings["a:1"].scraped_ms <= 49_000
-    assert heard.readings["b:1"].scraped_ms <= 49_400
-    assert (heard.readings["b:1"].fault, heard.readings["b:1"].failures) == ("no page", 3)
-    assert replace(heard.readings["a:1"], scraped_ms=0, before=None) == replace(reading(0), before=None)
+    assert follower.batches[0][0] is None
+    assert follower.readings.keys() == {"a:1", "b:1"}
+    assert follower.readings["a:1"].scraped_ms <= 49_000
+    assert follower.readings["b:1"].scraped_ms <= 49_400
+    assert (follower.readings["b:1"].fault, follower.readings["b:1"].failures) == ("no page", 3)
+    assert replace(follower.readings["a:1"], scraped_ms=0, before=None) == replace(reading(0), before=None)
 
 
 async def test_of_its_own_messages_it_hears_that_they_came(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
     one, _ = pair
-    async with following(one) as heard:
+    async with following(one) as follower:
         await one.publish({"a:1": reading(999_000)})
-        await heard.until(lambda: ("one", {}) in heard.told)
-    assert not heard.readings
+        await follower.until(lambda: ("one", {}) in follower.batches)
+    assert not follower.readings
 
 
 async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
     one, two = pair
-    async with following(two) as heard:
+    async with following(two) as follower:
         await one.publish({})
-        await heard.until(lambda: ("one", {}) in heard.told)
+        await follower.until(lambda: ("one", {}) in follower.batches)
 
 
 async def test_what_left_is_removed(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
@@ -163,11 +163,11 @@ async def test_pools_do_not_hear_each_other(
     redis_url: str, pair: tuple[MetricsChannel, MetricsChannel]
 ) -> None:
     one, two = pair
-    async with opened(redis_url, "another", "three", Clock(0)) as three, following(two) as heard:
+    async with opened(redis_url, "another", "three", Clock(0)) as three, following(two) as follower:
         await three.publish({"z:1": reading(0)})
         await one.publish({"a:1": reading(999_000)})
-        await heard.until(lambda: "a:1" in heard.readings)
-    assert heard.readings.keys() == {"a:1"}
+        await follower.until(lambda: "a:1" in follower.readings)
+    assert follower.readings.keys() == {"a:1"}
 
 
 async def test_what_cannot_be_read_is_left_out(
@@ -179,14 +179,14 @@ async def test_what_cannot_be_read_is_left_out(
     async with Redis.from_url(redis_url) as redis:
         await redis.hset(name, mapping={"bad:1": "{", b"\xff": '{"at":1}', "wrong:1": '{"at":"x"}'})
         await one.publish({"a:1": reading(999_000)})
-        async with following(two) as heard:
+        async with following(two) as follower:
             await redis.publish(name, b"\xff")
             await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
             await one.publish({"b:1": reading(999_000)})
             # When it is followed / Then what can be read is there, and nothing else
-            await heard.until(lambda: "b:1" in heard.readings)
-    assert heard.readings.keys() == {"a:1", "b:1"}
-    assert heard.links == 1
+            await follower.until(lambda: "b:1" in follower.readings)
+    assert follower.readings.keys() == {"a:1", "b:1"}
+    assert follower.links == 1
 
 
 async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, pool: str) -> None:
@@ -195,58 +195,58 @@ async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, po
         opened(valkey_url, pool, "one", Clock(1_000_000)) as one,
         opened(valkey_url, pool, "two", Clock(50_000)) as two,
         Redis.from_url(valkey_url) as redis,
-        following(two) as heard,
+        following(two) as follower,
     ):
         # When its connection is cut and something is published meanwhile
         await redis.client_kill_filter(_type="pubsub")
         await one.publish({"a:1": reading(999_000)})
         # Then it comes back and knows
-        await heard.until(lambda: heard.links == 2)
-        assert heard.readings.keys() == {"a:1"}
+        await follower.until(lambda: follower.links == 2)
+        assert follower.readings.keys() == {"a:1"}
 
 
 async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     valkey_url: str, pool: str
 ) -> None:
     # Given a Redis that stops answering
-    feed = MetricsChannel(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
+    channel = MetricsChannel(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
-        await told(feed)  # a busy machine may need a second try
+        await publish_until_done(channel)  # a busy machine may need a second try
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         # When it is told something / Then that fails within the deadline
         for _ in range(2):
             with pytest.raises(StateUnavailable, match="no answer in time"):
-                await feed.publish({"b:1": reading(999_000)})
+                await channel.publish({"b:1": reading(999_000)})
         # When it answers again / Then it is told, and replies are not mixed up
         await redis.execute_command("CLIENT", "UNPAUSE")
-        await told(feed)
-        assert replace((await stored(feed))["c:1"], scraped_ms=0, before=None) == replace(
+        await publish_until_done(channel)
+        assert replace((await stored(channel))["c:1"], scraped_ms=0, before=None) == replace(
             reading(0), before=None
         )
-    await feed.close()
+    await channel.close()
 
 
-async def told(feed: MetricsChannel) -> None:
+async def publish_until_done(channel: MetricsChannel) -> None:
     async with asyncio.timeout(20):
         while True:
             try:
-                return await feed.publish({"c:1": reading(999_000)})
+                return await channel.publish({"c:1": reading(999_000)})
             except StateUnavailable:
                 continue
 
 
-async def stored(feed: MetricsChannel) -> dict[str, EndpointMetrics]:
+async def stored(channel: MetricsChannel) -> dict[str, EndpointMetrics]:
     async with asyncio.timeout(20):
         while True:
             try:
-                return await feed.stored()
+                return await channel.stored()
             except StateUnavailable:
                 continue
 
 
 async def test_no_redis_at_all_is_unavailable(pool: str) -> None:
-    feed = MetricsChannel("redis://127.0.0.1:1/0", pool, "one", now_ms=Clock(0))
-    for call in (feed.publish({}), feed.remove(["a:1"]), feed.stored()):
+    channel = MetricsChannel("redis://127.0.0.1:1/0", pool, "one", now_ms=Clock(0))
+    for call in (channel.publish({}), channel.remove(["a:1"]), channel.stored()):
         with pytest.raises(StateUnavailable, match="Redis took no metrics"):
             await call
-    await feed.close()
+    await channel.close()

@@ -1,4 +1,4 @@
-"""All lanes are read once for the fleet: by one replica at a time, and only while somebody asks."""
+"""All flow queues are read once for the fleet: by one replica at a time, and only while somebody asks."""
 
 import asyncio
 import contextlib
@@ -36,12 +36,12 @@ async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
     assert {verdict.what for verdict in verdicts} == {"queued"}
 
 
-async def lanes_of(replica: Replica) -> list[Lane]:
+async def queues_of(replica: Replica) -> list[Lane]:
     return (await replica.store.survey.lanes(MOST)).lanes.lanes
 
 
-def names(lanes: list[Lane]) -> set[str]:
-    return {lane.name for lane in lanes}
+def names(queues: list[Lane]) -> set[str]:
+    return {queue.name for queue in queues}
 
 
 async def left(it: Fleet) -> str:
@@ -64,13 +64,13 @@ async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet
     async with valkey_fleet("a", "b", "c", upper_per=1) as it:
         a, *others = it.replicas
         await wait_in_line(it)
-        # Given lanes that one has read, and a queue that has changed since
-        read = await lanes_of(a)
+        # Given flow queues that one has read, and a queue that has changed since
+        read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
         # Then the others have the same, to the last digit of their ages: they have not read for themselves
         for other in others:
-            assert await lanes_of(other) == read
+            assert await queues_of(other) == read
         assert "late" in names((await others[0].store.reads.lanes(MOST)).lanes)
         # And they go by what is left of its time
         assert 0 < await it.redis.pttl(it.keys.lanes) <= FOREVER_MS
@@ -79,7 +79,7 @@ async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet
 async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
     async with valkey_fleet(*"abcde", upper_per=1) as it:
         await wait_in_line(it)
-        first, *others = await asyncio.gather(*(lanes_of(each) for each in it.replicas))
+        first, *others = await asyncio.gather(*(queues_of(each) for each in it.replicas))
         assert len(first) == FLOWS
         assert all(each == first for each in others)
 
@@ -91,35 +91,35 @@ async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valke
         # Given one that was told to read, and of which nothing more is heard
         assert await a.store._link.call("claim_queue_snapshot", survey.CLAIM_MS) == ["", 0]
         assert await it.redis.pttl(it.keys.lanes) <= survey.CLAIM_MS
-        # Then the others have the lanes all the same
-        for lanes in await asyncio.gather(lanes_of(b), lanes_of(c)):
-            assert len(lanes) == FLOWS
+        # Then the others have the flow queues all the same
+        for queues in await asyncio.gather(queues_of(b), queues_of(c)):
+            assert len(queues) == FLOWS
 
 
-async def test_lanes_are_read_anew_once_they_are_old(valkey_fleet: OpenFleet) -> None:
+async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         await wait_in_line(it)
-        await lanes_of(a)
+        await queues_of(a)
         await a.admit("late", flow="late")
 
         async def seen() -> bool:
-            return "late" in names(await lanes_of(b))
+            return "late" in names(await queues_of(b))
 
         await until(seen)
 
 
-async def test_a_few_lanes_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
+async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as it:
         a, b = it.replicas
         # Given an empty queue, at which both have looked
-        assert await lanes_of(a) == []
+        assert await queues_of(a) == []
         assert await it.redis.exists(it.keys.lanes) == 0
-        assert await lanes_of(b) == []
+        assert await queues_of(b) == []
         # When something waits, then either sees it at once, and nothing is left for others
         await wait_in_line(it, 3)
         for each in (a, b):
-            assert len(await lanes_of(each)) == 3
+            assert len(await queues_of(each)) == 3
         assert await it.redis.exists(it.keys.lanes) == 0
 
 
@@ -129,7 +129,7 @@ async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFl
         await wait_in_line(it)
         for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
             await it.redis.set(it.keys.lanes, other, px=FOREVER_MS)
-            assert len(await lanes_of(a)) == FLOWS
+            assert len(await queues_of(a)) == FLOWS
             assert await left(it) == other
 
 
@@ -172,13 +172,13 @@ class Meanwhile:
         return found
 
 
-async def test_a_lane_that_moves_while_it_is_read_stands_once(valkey_fleet: OpenFleet) -> None:
+async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.lanes(MOST)).lanes
 
-        # Given lanes of which the first is served, and comes again at the end, while they are read
+        # Given flow queues of which the first is served, and comes again at the end, while they are read
         async def move() -> None:
             await a.settle("runs")
             assert (await a.place("q0")).what == "placed"

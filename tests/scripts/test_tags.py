@@ -23,7 +23,7 @@ async def order(it: Fleet, waiting: int) -> list[str]:
     await a.settle("running")
     for _ in range(waiting):
         await a.sweep()
-        name = a.news[-1][1]
+        name = a.notifications[-1][1]
         served.append(name)
         await a.place(name)
         await a.settle(name)
@@ -35,14 +35,14 @@ async def serve(it: Fleet, turns: int) -> list[str]:
     (a,) = it.replicas
     served = []
     for _ in range(turns):
-        served.append(a.news[-1][1])
+        served.append(a.notifications[-1][1])
         await a.place(served[-1])
         await a.settle(served[-1])
     return served
 
 
 @pytest.mark.parametrize("weight", [1e-308, 1e-12, HUGE])
-async def test_given_a_weight_out_of_bounds_when_others_wait_then_tags_stay_finite_and_turns_are_taken(
+async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
     # Given a flow whose weight an older version or nobody has checked, and one beside it
@@ -61,7 +61,7 @@ async def test_given_a_weight_out_of_bounds_when_others_wait_then_tags_stay_fini
         assert all(math.isfinite(tag) for _, tag in tags)
 
 
-async def test_given_tags_that_are_infinite_already_when_the_sweep_comes_then_flows_take_turns_again(
+async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1) as it:
@@ -85,7 +85,7 @@ async def test_given_tags_that_are_infinite_already_when_the_sweep_comes_then_fl
         assert all(math.isfinite(number) for number in doubles(packed))
 
 
-async def test_given_virtual_time_that_has_come_far_when_it_is_swept_then_heavy_flows_have_their_shares_again(
+async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1) as it:
@@ -144,7 +144,7 @@ async def life(it: Fleet, name: str) -> None:
 
     async def expired() -> bool:
         await a.sweep()
-        return ("expired", f"{name} expires") in a.news
+        return ("expired", f"{name} expires") in a.notifications
 
     await until(expired)
     for _ in range(MANY):  # a call drops so many at most, and then goes on without
@@ -153,7 +153,7 @@ async def life(it: Fleet, name: str) -> None:
 
     async def granted() -> bool:
         await a.sweep()
-        return ("granted", f"{name} waits") in a.news
+        return ("granted", f"{name} waits") in a.notifications
 
     await until(granted)
     assert (await a.place(f"{name} waits")).what == "placed"
@@ -165,12 +165,12 @@ async def life(it: Fleet, name: str) -> None:
     "static:1:flow", "line:1:flow\x1fw", "victims:1", "preempted:1", "finish:1", "replicas", "buried", "load",
 ])  # fmt: skip
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
-async def test_given_strays_in_a_sorted_set_then_requests_are_served_expire_and_end(
+async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set(
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as it:
         (a,) = it.replicas
-        # Given ids, lanes, replicas and endpoints that nothing stands behind
+        # Given ids, flow queues, replicas and endpoints that nothing stands behind
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
@@ -192,14 +192,14 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS[:3], FIRST))
         await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # nothing is remembered
         await a.sweep()
-        await a.admit("urgent", band=0)  # it looks for a victim
+        await a.admit("urgent", band=0)  # it looks for a candidate
         await a.settle("first")
         await a.place("urgent")
         await a.settle("urgent")
         await a.sweep()
-        told = re.search(r"^epp_strays_total (\S+)$", page_of(a.metrics).decode(), re.MULTILINE)
-        assert told is not None
-        assert float(told[1]) >= 3
+        strays = re.search(r"^epp_strays_total (\S+)$", page_of(a.metrics).decode(), re.MULTILINE)
+        assert strays is not None
+        assert float(strays[1]) >= 3
 
 
 @pytest.mark.parametrize(("kind", "value"), [
@@ -207,7 +207,7 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
     ("answers", "short"), ("requests", "\x02short"), ("requests", "\x63"), ("about", "{"), ("orphans", "7"),
     ("metrics", "{"),
 ])  # fmt: skip
-async def test_given_damaged_entries_of_a_hash_then_requests_are_served_expire_and_end(
+async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as it:
@@ -223,7 +223,7 @@ async def test_given_damaged_entries_of_a_hash_then_requests_are_served_expire_a
             await a.admit(name, workload="w", limit=1, learn=True)
             await a.store.settle(name, Outcome.COMPLETED, 3, 2)
         assert (await a.beat()).live == 1
-        # Then what a replica is told of again and again has gone, and all counts are 0
+        # Then what a replica is strays of again and again has gone, and all counts are 0
         if kind == "inbox:a":
             assert await it.redis.hlen(it.keys.prefix + kind) == 0
         state = await it.state()

@@ -63,9 +63,9 @@ async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFle
         assert (await a.admit("brief", ttl_s=0.02)).what == "queued"
         await it.after(30)
         await a.sweep()
-        assert a.news == [("expired", "brief")]
+        assert a.notifications == [("expired", "brief")]
         await a.store.tune({"paused": None}, {"paused": None})
-        assert ("granted", "waits") in a.news
+        assert ("granted", "waits") in a.notifications
 
 
 async def test_a_flows_weight_counts_for_what_already_waits(fleet: OpenFleet) -> None:

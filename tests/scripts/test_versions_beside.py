@@ -48,7 +48,7 @@ FIRST = [
 
 
 @pytest.mark.parametrize("missing", [1, ADDED])
-def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_on_with_them(
+def test_a_newer_version_continues_with_the_counters_of_an_older_one(
     valkey_url: str, pool: str, missing: int
 ) -> None:
     # Given a pool in use, whose counters an older version has written last
@@ -64,7 +64,7 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
 
         settings = json.dumps(shared_settings(Settings(), {}))
         endpoint = ("10.0.0.1:8000", json.dumps({"labels": {}, "draining": False}))
-        born = call("publish", "r-1", "c-1", "e-1", settings, *endpoint)[0]
+        epoch = call("publish", "r-1", "c-1", "e-1", settings, *endpoint)[0]
         counters = server.hget(key, "counters")
         assert isinstance(counters, bytes)
         server.hset(key, "counters", counters[: -missing * DOUBLE])
@@ -72,7 +72,7 @@ def test_given_counters_of_an_older_version_when_a_newer_one_comes_then_it_goes_
         beat = call("heartbeat", "r-2", "{}", "5000")
         call("publish", "r-2", "c-2", "e-1", settings, *endpoint)
         # Then the pool lives on as it was, with all of its counters
-        assert beat[0] == born
+        assert beat[0] == epoch
         assert len(server.hget(key, "counters") or b"") == len(counters)
 
 
@@ -177,7 +177,7 @@ STEPS = st.one_of(
 
 @given(steps=st.lists(STEPS, min_size=5, max_size=60))
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-def test_given_a_former_version_beside_the_present_one_when_both_work_then_every_count_ends_at_0(
+def test_every_count_ends_at_0_when_the_previous_version_runs_beside_this_one(
     valkey_url: str, steps: list[tuple[str, int]]
 ) -> None:
     with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
@@ -203,7 +203,7 @@ def test_given_a_former_version_beside_the_present_one_when_both_work_then_every
 
 
 @pytest.mark.parametrize(("owner", "word"), [(0, b"evicted"), (1, b"preempted")])
-def test_given_a_request_that_makes_room_then_its_owner_is_told_in_a_word_that_it_knows(
+def test_an_owner_of_the_previous_version_is_notified_of_a_preemption_by_a_word_it_knows(
     valkey_url: str, owner: int, word: bytes
 ) -> None:
     with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
@@ -225,7 +225,7 @@ def test_given_a_request_that_makes_room_then_its_owner_is_told_in_a_word_that_i
             mixed.clear()
 
 
-def test_given_the_present_version_alone_then_accounting_tokens_must_be_signed(valkey_url: str) -> None:
+def test_accounting_tokens_must_be_signed_when_this_version_runs_alone(valkey_url: str) -> None:
     with redis.Redis.from_url(valkey_url, socket_timeout=10) as server:
         mixed = Mixed(server, "alone")
         # Given a former version that has gone an hour ago

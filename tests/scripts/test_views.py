@@ -25,7 +25,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
         assert (await a.admit(request_id, flow=flow, band=band)).what == "queued"
 
 
-async def test_lanes_come_band_by_band_by_start_tag_then_the_parked_ones(fleet: OpenFleet) -> None:
+async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
     # Given three bands with waiting flows, one flow that has been served, and one at its limit
     async with fleet("a", upper_per=1) as it:
         (a,) = it.replicas
@@ -41,15 +41,15 @@ async def test_lanes_come_band_by_band_by_start_tag_then_the_parked_ones(fleet: 
         await a.publish(E1, upper_per=3)
         await a.beat()
         found = await a.store.reads.lanes(10)
-        told = [(each.group, each.name, each.queued, each.in_flight) for each in found.lanes]
+        rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.lanes]
         # Then what waits for its turn comes first, and the one at its limit last, though its band is higher
-        assert told == [(2, "low", 1, None), (3, "limited", 1, 1)]
+        assert rows == [(2, "low", 1, None), (3, "limited", 1, 1)]
         assert found.totals == (0, 0, 1, 1, 0, 0)
         of_band = await a.store.reads.lanes(10, band=0)
         assert [each.name for each in of_band.lanes] == ["limited"]
 
 
-async def test_a_lane_tells_its_tag_length_age_weight_and_share(fleet: OpenFleet) -> None:
+async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, weights={"gold": 4.0}) as it:
         (a,) = it.replicas
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
@@ -57,13 +57,13 @@ async def test_a_lane_tells_its_tag_length_age_weight_and_share(fleet: OpenFleet
         await it.after(20)
         # When one of each band has been served
         await a.settle("c")
-        lanes = (await a.store.reads.lanes(10)).lanes
+        queues = (await a.store.reads.lanes(10)).lanes
         # Then the flow that was served stands behind by its share, which its weight made small
-        assert [(each.band, each.name, each.start, each.queued) for each in lanes] == [
+        assert [(each.band, each.name, each.start, each.queued) for each in queues] == [
             (1, "iron", 0.0, 1),
             (1, "gold", 0.25, 1),
         ]
-        iron, gold = lanes
+        iron, gold = queues
         assert (gold.weight, gold.share, iron.weight, iron.share) == (4.0, 0.25, 1.0, 1.0)
         assert min(iron.oldest_s, gold.oldest_s) >= 0.02
         assert gold.in_flight is None
@@ -73,7 +73,7 @@ async def test_a_lane_tells_its_tag_length_age_weight_and_share(fleet: OpenFleet
 
 
 @pytest.mark.parametrize("page", [1, 7, 150])
-async def test_pages_of_lanes_bring_each_once_though_all_have_the_same_tag(
+async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     fleet: OpenFleet, page: int
 ) -> None:
     # Given 230 flows in two bands, whose tags are all 0
@@ -99,8 +99,8 @@ async def test_pages_of_lanes_bring_each_once_though_all_have_the_same_tag(
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
-async def test_stretches_of_lanes_bring_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
-    # Given two lanes, one of them longer than a call may read
+async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
+    # Given two flow queues, one of them longer than a call may read
     async with fleet("a", upper_per=1, ordering=ordering) as it:
         (a,) = it.replicas
         await a.admit("runs")
@@ -113,7 +113,7 @@ async def test_stretches_of_lanes_bring_their_requests_in_order(fleet: OpenFleet
         long, short, past = await a.store.reads.queued(
             [Stretch(1, "flow", 10, 219), Stretch(2, "other", 0, 5), Stretch(1, "flow", 300, 310)]
         )
-        # Then all of their requests come, in the lane's order
+        # Then all of their requests come, in the flow queue's order
         assert [each.id for each in long] == [f"q{i:03d}" for i in range(10, 220)]
         assert past == []
         (other,) = short
@@ -123,7 +123,7 @@ async def test_stretches_of_lanes_bring_their_requests_in_order(fleet: OpenFleet
         assert 29 < other.deadline_in_s + other.age_s < 31
         assert 14 < other.overdue_in_s + other.age_s < 16
         assert not other.overdue
-        # And scores are told where they count
+        # And scores are found where they count
         score = long[0].score
         if ordering == "workload-aware":
             assert score is not None
@@ -180,7 +180,7 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as it:
         a, b = it.replicas
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # Queued: with its rank, its lane, and its place among the overdue
+        # Queued: with its rank, its flow queue, and its place among the overdue
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
@@ -230,9 +230,9 @@ async def test_replicas_and_decisions_are_told(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as it:
         a, b = it.replicas
         await b.store.leave()
-        told = {each.id: each for each in await a.store.reads.replicas()}
-        assert told["a"].heartbeat_s_ago < 60 < told["b"].heartbeat_s_ago
-        assert told["a"].about == '{"host":"test"}'
+        found = {each.id: each for each in await a.store.reads.replicas()}
+        assert found["a"].heartbeat_s_ago < 60 < found["b"].heartbeat_s_ago
+        assert found["a"].about == '{"host":"test"}'
         await a.admit("r")
         last = await a.store.reads.decisions(1)
         assert [(each["event"], each["request"]) for each in last] == [("bypassed", "r")]
@@ -322,9 +322,9 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
         ]
         # And one asked for by id has the same position
         for each in (found[0], found[777], found[-1]):
-            told = await lists.request(each["id"])
-            assert told is not None
-            assert (told.position, told.start_tag) == (each["position"], each["start_tag"])
+            found = await lists.request(each["id"])
+            assert found is not None
+            assert (found.position, found.start_tag) == (each["position"], each["start_tag"])
         # And flows come once, and share by their weights
         flows = await pages(lists.flows, "flows", limit, band=Band.DEFAULT)
         assert len(flows) == len({each["flow"] for each in flows}) == 15
@@ -384,9 +384,9 @@ async def test_reasons_name_what_stands_in_the_way(valkey_fleet: OpenFleet) -> N
         lists = lists_of(a)
 
         async def why(request_id: str) -> str:
-            told = await lists.request(request_id)
-            assert told is not None
-            return told.why
+            found = await lists.request(request_id)
+            assert found is not None
+            return found.why
 
         assert await why("q2") == (
             "flow gold has 1 request before it; the stock (1) is at its bounds (1 to 1)"
@@ -424,7 +424,7 @@ async def test_more_flows_than_are_read_are_listed_still(
     async with valkey_fleet("a", joined=CONFIG) as it:
         await waiting(it, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT, 1.0) for i in range(25)))
         lists = lists_of(it.replicas[0])
-        # Then pages bring all of them, and what would need all is not told
+        # Then pages bring all of them, and what would need all is not found
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]
         assert {each["fair_share"] for each in flows} == {None}
@@ -441,12 +441,12 @@ async def test_service_is_told_by_heartbeats_and_added_up(valkey_fleet: OpenFlee
         await a.store._link.call("heartbeat", "c", served % (60, 30), 60_000)
         await a.store._link.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
 
-        async def told() -> Any:
+        async def found() -> Any:
             (gold,) = (await lists.flows(10, None, None)).flows
             return gold if gold.served_cost_per_s else None
 
         # Then a flow's service is the sum, and its share that of the band's
-        gold = await until(told)
+        gold = await until(found)
         assert (gold.served_cost_per_s, gold.share) == (6.0, 0.6)
         replicas = {each.id: each for each in (await lists.replicas()).replicas}
         assert (replicas["b"].started_s_ago or 0) >= 5

@@ -231,7 +231,7 @@ async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet
         await a.sweep()
         # Then the other is served first
         await a.settle("runs")
-        assert a.news[-1] == ("granted", "modest")
+        assert a.notifications[-1] == ("granted", "modest")
 
 
 async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:
@@ -288,7 +288,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
         await a.store.cancel("r3", 1, "cancelled")
         await a.settle("runs")
         for _ in range(5):
-            ((what, request),) = a.news[-1:]
+            ((what, request),) = a.notifications[-1:]
             assert what == "granted"
             await a.place(request)
             await a.settle(request)
@@ -307,7 +307,7 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
 
 
 async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
-    # Given a pool that is never at rest, and more idle lanes with tags above v than are kept
+    # Given a pool that is never at rest, and more idle flow queues with tags above v than are kept
     async with fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await a.admit("runs")
@@ -339,10 +339,10 @@ async def test_a_client_with_a_new_flow_for_each_request_does_not_hold_off_the_o
         for n in range(20, 300):
             await a.admit(f"once-{n}", flow=f"once-{n}")
             await a.settle(running)
-            running = a.news[-1][1]
+            running = a.notifications[-1][1]
             served.append(running)
             await a.place(running)
         # Then, past the first hundred that are taken for newcomers, the flow has its turn in each round
         turns = [at for at, request in enumerate(served) if request.startswith("steady")]
         assert len(turns) == 5
-        assert max(later - earlier for earlier, later in itertools.pairwise(turns[1:])) <= 2 * 21
+        assert max(after - before for before, after in itertools.pairwise(turns[1:])) <= 2 * 21

@@ -26,7 +26,7 @@ class Server:
         client.function_load(self._source, replace=True)
         self._client, self._prefix = client, f"epp:{{{pool}}}:"
         self.real_ms, self._off_ms = 0, 0
-        self._told: tuple[bytes, int, int] | None = None
+        self._last_beat: tuple[bytes, int, int] | None = None
         self.step(0)
         self.publish()
         self.beat()
@@ -51,11 +51,11 @@ class Server:
 
     def beat(self) -> list[Any]:
         known = ()
-        if self._told is not None:
-            born, now_us, heard_ms = self._told
-            known = (born, now_us + (self.real_ms - heard_ms) * 1000)
+        if self._last_beat is not None:
+            epoch, now_us, at_ms = self._last_beat
+            known = (epoch, now_us + (self.real_ms - at_ms) * 1000)
         reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", *known)
-        self._told = (reply[0], int(reply[18]), self.real_ms)
+        self._last_beat = (reply[0], int(reply[18]), self.real_ms)
         return reply
 
     def sweep(self) -> bool:
@@ -90,7 +90,7 @@ class Server:
         self._client.function_load(self._source, replace=True)
 
     def lose(self, *names: str) -> None:
-        """The records of requests are lost, and what they held, as the last writes before a failover."""
+        """The records of requests are lost, and what they took, as the last writes before a failover."""
         for name in names:
             self._client.hdel(f"{self._prefix}requests", name)
             self._client.zrem(f"{self._prefix}inflight", name)
@@ -101,7 +101,7 @@ class Server:
     def flush(self) -> None:
         """All keys are lost; its TIME goes on."""
         self._client.flushdb()
-        self._told = None
+        self._last_beat = None
         self._set()
 
     def exists(self, name: str) -> bool:

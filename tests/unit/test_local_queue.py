@@ -30,7 +30,7 @@ def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
     return served
 
 
-def test_given_one_flow_when_served_then_by_arrival_whatever_the_order_of_coming() -> None:
+def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
     # Given requests that were queued elsewhere before, some longer than others
     queue = LocalQueue(rules())
     for name, arrived_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
@@ -40,7 +40,7 @@ def test_given_one_flow_when_served_then_by_arrival_whatever_the_order_of_coming
     assert len(queue) == 0
 
 
-def test_given_strict_bands_when_served_then_the_higher_is_empty_first() -> None:
+def test_of_strict_bands_the_higher_is_served_until_it_is_empty() -> None:
     queue = LocalQueue(rules(**NO_GUARD))
     for at, band in enumerate((Band.SHEDDABLE, Band.DEFAULT, Band.CRITICAL)):
         for n in range(2):
@@ -49,7 +49,7 @@ def test_given_strict_bands_when_served_then_the_higher_is_empty_first() -> None
     assert drain(queue) == ["C0", "C1", "D0", "D1", "S0", "S1"]
 
 
-def test_given_weighted_bands_when_served_then_by_their_weights() -> None:
+def test_weighted_bands_are_served_by_their_weights() -> None:
     queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
     for n in range(100):
         for band in Band:
@@ -62,7 +62,7 @@ def test_given_weighted_bands_when_served_then_by_their_weights() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=60),
     st.tuples(*[st.integers(1, 4)] * 3),
 )
-def test_given_backlogged_flows_when_served_then_the_gap_of_g2_holds(
+def test_the_gap_between_backlogged_flows_stays_within_the_bound_of_g2(
     arrivals: list[tuple[str, int]], weights: tuple[int, int, int]
 ) -> None:
     # Given flows of different weights and requests of different costs
@@ -84,14 +84,14 @@ def test_given_backlogged_flows_when_served_then_the_gap_of_g2_holds(
             assert gap <= largest[f] / weight[f] + largest[g] / weight[g] + 1e-9
 
 
-def test_given_deadlines_when_ordered_by_them_then_the_earliest_is_first() -> None:
+def test_edf_serves_the_earliest_deadline_first() -> None:
     queue = LocalQueue(rules(ordering="edf", **NO_GUARD))
     for name, ttl_s in (("late", 30.0), ("soon", 5.0), ("sooner", 2.0)):
         queue.offer(ask(name, ttl_s=ttl_s), 1.0, 0.0)
     assert drain(queue) == ["sooner", "soon", "late"]
 
 
-def test_given_criticalities_when_ordered_by_score_then_wait_and_criticality_count() -> None:
+def test_workload_aware_serves_by_wait_and_criticality() -> None:
     queue = LocalQueue(rules(ordering="workload-aware", **NO_GUARD))
     for name, criticality, arrived_s in (("old", 1, 0.0), ("high", 5, 50.0), ("low", 1, 50.0)):
         workload = Workload(name, criticality, registered=True)
@@ -100,7 +100,7 @@ def test_given_criticalities_when_ordered_by_score_then_wait_and_criticality_cou
     assert drain(queue, 59.0) == ["old", "high", "low"]
 
 
-def test_given_overdue_requests_when_served_then_the_guard_takes_its_share() -> None:
+def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
     # Given a sheddable request that has waited past half its TTL beside many critical ones
     queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
     for n in range(30):
@@ -112,17 +112,17 @@ def test_given_overdue_requests_when_served_then_the_guard_takes_its_share() -> 
     assert sum(name.startswith("s") for name in served) in (10, 11)
 
 
-def test_given_a_full_queue_when_a_higher_band_comes_then_the_newest_of_the_lowest_makes_room() -> None:
+def test_a_higher_band_preempts_the_newest_request_of_the_lowest_band_in_a_full_queue() -> None:
     queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
     queue.offer(ask("old", band=Band.SHEDDABLE), 1.0, 1.0)
     queue.offer(ask("new", band=Band.SHEDDABLE), 1.0, 2.0)
-    _, victim = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 3.0)
-    assert victim is not None
-    assert victim.request.id == "new"
+    _, preempted = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 3.0)
+    assert preempted is not None
+    assert preempted.request.id == "new"
     assert drain(queue) == ["high", "old"]
 
 
-def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> None:
+def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     queue = LocalQueue(rules(total_capacity=2, flow_capacity=1))
     queue.offer(ask("a", flow="a"), 1.0, 0.0)
     with pytest.raises(InsufficientFlowCapacity):
@@ -137,7 +137,7 @@ def test_given_no_room_when_offered_then_refused_as_the_shared_queue_would() -> 
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
 
 
-def test_given_as_many_flows_as_may_wait_when_another_is_offered_then_it_is_refused() -> None:
+def test_a_new_flow_beyond_max_flows_is_refused() -> None:
     queue = LocalQueue(rules(total_capacity=9, flow_capacity=9, max_flows=1))
     first, _ = queue.offer(ask("a", flow="a"), 1.0, 0.0)
     second, _ = queue.offer(ask("a2", flow="a"), 1.0, 0.0)
@@ -149,13 +149,13 @@ def test_given_as_many_flows_as_may_wait_when_another_is_offered_then_it_is_refu
     queue.offer(ask("b", flow="b"), 1.0, 0.0)
 
 
-def test_given_capacities_of_the_fleet_when_divided_then_each_replica_has_its_part() -> None:
+def test_each_replica_has_its_part_of_the_capacities() -> None:
     parts = rules(3, total_capacity=100, flow_capacity=2)
     assert (parts.policy.total_capacity, parts.policy.flow_capacity) == (33, 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "serve", "leave"]), st.integers(0, 5)), max_size=120))
-def test_given_any_coming_and_going_when_counted_then_nobody_is_lost_or_served_twice(
+def test_no_request_is_lost_or_served_twice(
     steps: list[tuple[str, int]],
 ) -> None:
     queue = LocalQueue(rules(total_capacity=20, flow_capacity=8))
@@ -165,14 +165,14 @@ def test_given_any_coming_and_going_when_counted_then_nobody_is_lost_or_served_t
         if what == "offer":
             try:
                 band = Band(pick % 3)
-                waiting, victim = queue.offer(
+                waiting, preempted = queue.offer(
                     ask(str(n), flow=f"f{pick}", band=band, ttl_s=20.0), 1.0, float(n)
                 )
             except (TotalCapacity, InsufficientFlowCapacity):
                 continue
             inside[str(n)] = waiting
-            if victim is not None:
-                del inside[victim.request.id]
+            if preempted is not None:
+                del inside[preempted.request.id]
         elif what == "serve" and (turn := queue.turn(float(n))) is not None:
             queue.serve(*turn)
             assert turn[0].request.id not in served
