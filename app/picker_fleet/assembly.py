@@ -16,9 +16,8 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.replica.heartbeat import KnownFleet, Membership
+from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
 from picker_fleet.replica.info import ReplicaInfo
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
@@ -69,6 +68,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         StartupError: tracing is configured and not installed.
     """
     fleet = KnownFleet(settings)
+    heartbeat_now = HeartbeatTrigger()
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
     signing = Keyring()
@@ -134,7 +134,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         metrics=metrics,
         endpoints=endpoints,
         fallbacks=settings.scheduling.fallbacks,
-        on_unknown_pool=lambda: membership.heartbeat_now(),
+        on_unknown_pool=heartbeat_now,
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
         service=service,
@@ -151,15 +151,12 @@ def assemble(settings: Settings, replica: str) -> Parts:
         silence=silence,
         report_s=settings.leases.access_log_interval,
         fleet=fleet,
-        heartbeat_now=lambda *, full=True: membership.heartbeat_now(full=full),
+        heartbeat_now=heartbeat_now,
         peer_client=budget_transfer.GrpcPeers(settings.pool, signing),
     )
     replica_info = ReplicaInfo(shared, service, clock)
 
-    def take(effective: EffectiveConfig) -> None:
-        chooser.use_scheduler(_scheduler(effective.settings))
-
-    membership: Membership = Membership(
+    membership = Membership(
         store,
         shared,
         settings,
@@ -168,7 +165,8 @@ def assemble(settings: Settings, replica: str) -> Parts:
         replica_info=replica_info,
         fleet=fleet,
         failover=failover,
-        on_effective=take,
+        heartbeat_now=heartbeat_now,
+        on_config=lambda config: chooser.use_scheduler(_scheduler(config.settings)),
         on_suspects=scraping.suspect,
     )
     return Parts(

@@ -11,8 +11,8 @@ from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.failover.gate import FailoverState
+from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.request import Alive, Placement
 from picker_fleet.state.silence import Silence
 
@@ -29,13 +29,15 @@ class Crosser:
 
     def __init__(self, replica: Replica) -> None:
         settings = parse(CONFIG)
-        self.gate: FailoverGate = gate_over(
+        trigger = HeartbeatTrigger()
+        self.gate = gate_over(
             replica.store, replica.gate, replica.metrics, replica.cell, Silence(1.0, 8.0),
-            lambda **how: self.membership.heartbeat_now(**how), replica.name,
+            trigger, replica.name,
         )  # fmt: skip
         self.membership = Membership(
             replica.store, replica.gate, settings, endpoints=replica.cell, metrics=replica.metrics,
             replica_info=lambda: {"host": "test"}, failover=self.gate,
+            heartbeat_now=trigger,
         )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])
 

@@ -13,6 +13,7 @@ from picker_fleet.admission import shared_gate
 from picker_fleet.endpoints import metrics_client, scraper
 from picker_fleet.failover import journal, local_gate
 from picker_fleet.failover.gate import FailoverTimes
+from picker_fleet.replica import heartbeat
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.state import pending, reads, refusals, survey
 from picker_fleet.telemetry import series
@@ -66,7 +67,7 @@ TOLD = [
     ("without-redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
     ("without-redis", f"{spaced(journal.MAX_ENTRIES)} requests and as many ends are remembered"),
     ("without-redis", f"is left alone for {local_gate._FAILED_S:g} s"),
-    ("operations", f"waiting requests poll, {shared_gate._LONGEST_S:g} s later"),
+    ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"{refusals._LINES_A_SECOND} lines a second at most"),
     ("errors", f"is asked once more after {refusals._MOMENT_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),

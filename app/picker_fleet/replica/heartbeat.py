@@ -1,5 +1,9 @@
-"""A replica's part in the fleet: its heartbeat, the sweep, the leases it keeps, what it publishes, and the
-changes made live that it follows."""
+"""A replica's part in the fleet: its heartbeat, and what it does for the fleet beside its requests.
+
+`Membership` is what the rest of the replica knows of it. It runs a `Heartbeat`, which uses a `Publisher` (the
+pool's settings and endpoints), a `LiveConfigFollower` and a `StateReader`; a `Sweeper`; a
+`NotificationPoller`; and the renewal of leases.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from picker_fleet import live_config
-from picker_fleet.admission.shared_gate import NotificationPoller, SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
@@ -23,8 +27,16 @@ from picker_fleet.state.store import Pulse, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_LONGEST_RETRY_S = 60
-_RENEWALS = 3  # of a lease, by who holds the request's stream
+_MAX_RETRY_S = 60
+_RENEWALS = 3  # of a lease, by the replica that owns the request's stream
+_UNKNOWN = "0"  # the epoch of a pool that nobody has published
+
+# A poll is one cheap command. Where wake-ups arrive it finds nothing; where none does, a grant is found
+# within the shorter pause while grants are frequent, and within the longer one at worst. The pause grows
+# slowly, since a few grants a second are frequent, too.
+_MIN_POLL_S = 0.01
+_MAX_POLL_S = 0.1
+_POLL_GROWTH = 1.1
 
 
 class Failover(Protocol):
@@ -53,15 +65,331 @@ class KnownFleet:
         self.in_flight: Mapping[str, int] = {}  # requests by endpoint
 
 
-class Membership:
-    """Keeps this replica known and the pool's shared facts in step; see `run`. One event loop.
+class HeartbeatTrigger:
+    """Called, it asks for a heartbeat before the interval is over; without `full`, for one of which only the
+    reply is read."""
 
-    `replica_info` is what it tells of itself with each heartbeat, JSON to be; a function is asked each time.
-    `on_effective` hears the configuration with the live changes in it, whenever those are another.
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._brief = False
 
-    `on_suspects` is called with endpoints where requests in flight may have ended unheard.
+    def __call__(self, *, full: bool = True) -> None:
+        self._brief = self._brief or not full
+        self._asked.set()
+
+    def take(self) -> bool:
+        """Begin a heartbeat; whether it is to be a full one."""
+        brief, self._brief = self._brief, False
+        self._asked.clear()
+        return not brief
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+class Publisher:
+    """Publishes the settings and endpoints of this replica's configuration.
 
     The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL).
+    """
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store, self._settings = store, settings
+        self._shared = shared_settings(settings, {})
+        self._config_version = _version(self._shared)
+        self._discovered: tuple[Endpoint, ...] | None = None
+        self._discovered_version = ""
+
+    def discovered(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take the endpoints that discovery reports."""
+        self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
+        facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
+        self._discovered_version = _version(facts)
+
+    def is_due(self, pulse: Pulse) -> bool:
+        if self._discovered is None:
+            return False
+        marked = pulse.endpoints_version.partition("+")
+        published = pulse.config_version, marked[0]  # without the marks made since
+        differs = published != (self._config_version, self._discovered_version)
+        return pulse.born == _UNKNOWN or (pulse.leader and differs)
+
+    async def publish(self) -> None:
+        assert self._discovered is not None
+        await self._store.publish(
+            self._shared,
+            self._discovered,
+            config_version=self._config_version,
+            endpoints_version=self._discovered_version,
+        )
+        # A live change may mean other numbers under this configuration than under the last one.
+        current = LiveConfig(*await self._store.tuned())
+        with contextlib.suppress(ConfigError):
+            wanted = live_config.overrides(self._settings, current.changes)
+            if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
+                await self._store.tune(live_config.replacing(current.overrides, wanted), {})
+
+
+class LiveConfigFollower:
+    """Keeps `fleet.config` in step with the live changes; `on_config` is called with each new one."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        fleet: KnownFleet,
+        on_config: Callable[[EffectiveConfig], object],
+    ) -> None:
+        self._store, self._settings, self._fleet, self._on_config = store, settings, fleet, on_config
+        self.current = LiveConfig()
+        self._followed = ("", "")  # epoch of the shared state, version of the changes
+
+    async def follow(self, pulse: Pulse) -> None:
+        """Take over the changes if they are new; bring them back if the shared state has lost them."""
+        if (pulse.born, pulse.tuned_version) == self._followed:
+            return
+        if not pulse.tuned_version and self.current.overrides:
+            await self._store.tune(self.current.overrides, self.current.changes)
+        self.current = LiveConfig(*await self._store.tuned())
+        self._followed = pulse.born, self.current.version
+        try:
+            self._fleet.config = live_config.applied(self._settings, self.current.changes)
+        except ConfigError as fault:
+            _log.warning("live changes do not fit this replica's configuration: %s", fault)
+            self._fleet.config = EffectiveConfig(self._settings, {})
+        self._on_config(self._fleet.config)
+
+
+class StateReader:
+    """Reads the whole shared state, or shows the last one during an outage."""
+
+    def __init__(
+        self, store: Store, settings: Settings, fleet: KnownFleet, failover: Failover | None
+    ) -> None:
+        self._store, self._fleet, self._failover = store, fleet, failover
+        self._silence_s = settings.leases.replica_silence
+        self._last: dict[str, Any] = {}
+        self._clock = asyncio.get_running_loop().time
+        self._read_s = -math.inf
+
+    @property
+    def age_s(self) -> float:
+        return self._clock() - self._read_s
+
+    def outage(self) -> OutageStatus | None:
+        return self._failover.status() if self._failover is not None else None
+
+    async def read(self) -> dict[str, Any]:
+        """As `Store.state`, with what the configuration adds to it. Raises StateUnavailable."""
+        state = await self._store.state(self._silence_s)
+        settings = self._fleet.config.settings
+        watermark = settings.request_queue_controller.watermark_per_backend
+        state["bounds"]["watermark"] = watermark * state["ready_backends"]
+        state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
+        state["degraded"] = False
+        about = state.pop("about", {})
+        if self._failover is not None:
+            self._failover.update_peers(about)
+        self._last, self._read_s = state, self._clock()
+        return state
+
+    async def show(self) -> dict[str, Any]:
+        """As `read`; during an outage the last state, with the OutageStatus under `local`."""
+        if (outage := self.outage()) is None:
+            try:
+                return await self.read()
+            except StateUnavailable:
+                if (outage := self.outage()) is None:  # else the outage has begun meanwhile
+                    raise
+        return {**self._last, "degraded": True, "local": asdict(outage)}
+
+
+class Sweeper:
+    """Reclaims what dead replicas and silent requests have left. `on_suspects` is called with endpoints where
+    requests may have ended without a report."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        on_suspects: Callable[[Sequence[str]], object],
+    ) -> None:
+        self._store, self._settings, self._metrics = store, settings, metrics
+        self._on_suspects = on_suspects
+
+    async def run(self) -> None:
+        """Sweep until cancelled."""
+        interval_s = self._settings.request_queue_controller.expiry_cleanup_interval
+        while True:
+            with contextlib.suppress(StateFault):
+                while await self._sweep(interval_s):
+                    pass
+            await asyncio.sleep(interval_s)
+
+    async def _sweep(self, interval_s: float) -> bool:
+        """Whether there is more to sweep."""
+        swept = await self._store.sweep(
+            interval_s=interval_s,
+            grace_s=self._settings.leases.adoption_grace,
+            idle_s=self._settings.workloads.idle_after,
+            unseen_s=_unseen_s(self._settings.leases),
+        )
+        self._metrics.reclaimed(swept.reclaimed)
+        if swept.ghosts:
+            self._metrics.ghosts(swept.ghosts)
+            _log.warning("gave up %d requests that their endpoints do not have", swept.ghosts)
+        if swept.suspects:
+            self._on_suspects(swept.suspects)
+        return swept.more
+
+
+class NotificationPoller:
+    """Polls this replica's notifications while requests of `gate` wait, in case a wake-up is lost. The
+    heartbeat removes them."""
+
+    def __init__(self, store: Store, gate: SharedGate) -> None:
+        self._store = store
+        self._gate = gate
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        pause_s = _MAX_POLL_S
+        while True:
+            await self._gate.any_waiting()
+            await asyncio.sleep(pause_s)
+            found = await self._poll()
+            pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
+
+    async def _poll(self) -> int:
+        """How many notifications no wake-up had brought."""
+        found = 0
+        with contextlib.suppress(StateFault):
+            for what, request_id in await self._store.news():
+                # A grant stays in the list until its placement is answered.
+                if not self._gate.is_placing(request_id):
+                    found += self._gate.on_notification(what, request_id)
+        return found
+
+
+class Heartbeat:
+    """Sends the heartbeat, and does what its reply calls for."""
+
+    def __init__(
+        self,
+        store: Store,
+        gate: SharedGate,
+        settings: Settings,
+        *,
+        endpoints: SnapshotCell,
+        metrics: Metrics,
+        replica_info: Callable[[], Mapping[str, Any]],
+        fleet: KnownFleet,
+        failover: Failover | None,
+        trigger: HeartbeatTrigger,
+        publisher: Publisher,
+        follower: LiveConfigFollower,
+        reader: StateReader,
+    ) -> None:
+        self._store, self._gate, self._leases = store, gate, settings.leases
+        self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
+        self._fleet, self._failover, self._trigger = fleet, failover, trigger
+        self._publisher, self._follower, self._reader = publisher, follower, reader
+        self._clock = asyncio.get_running_loop().time
+        self.pulse: Pulse | None = None  # the last reply
+        self.joined = asyncio.Event()  # a pool that may admit
+        self._left = False
+        self._epoch = ""
+        self._connection_epoch = 0
+        self._lost = False  # the shared state may lack what this replica holds
+
+    async def run(self) -> None:
+        """Send heartbeats until cancelled or stopped."""
+        interval_s = self._leases.heartbeat
+        while True:
+            began_s = self._clock()
+            full = self._trigger.take()
+            if self._left:
+                return
+            try:
+                await self._beat(full)
+            except StateFault as fault:
+                if not isinstance(fault, StateUnavailable):
+                    _log.warning("a heartbeat failed: %s", fault)
+                if self._failover is not None:
+                    self._failover.heartbeat_missed()
+            with contextlib.suppress(TimeoutError):
+                # From beginning to beginning: a grant whose wake-up was lost waits one interval at most.
+                rest_s = interval_s - (self._clock() - began_s)
+                async with asyncio.timeout(max(rest_s, interval_s / 2)):
+                    await self._trigger.wait()
+
+    def stop(self) -> None:
+        """Send no more heartbeats."""
+        self._left = True
+
+    async def _beat(self, full: bool) -> None:
+        pulse = await self._send()
+        self._lost = self._lost or self._may_be_lost(pulse)
+        if self._publisher.is_due(pulse):
+            with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
+                await self._publisher.publish()
+            pulse = await self._send()
+        self.pulse = pulse
+        if self._lost and pulse.born != self._epoch:
+            await self._drain_again()
+        if pulse.endpoints_version != self._endpoints.current.version:
+            self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
+        if pulse.born == _UNKNOWN:
+            return
+        if self._lost:
+            _log.warning("the shared state may have lost this replica; registering what it holds")
+            self._lost = not await self._gate.register_again()
+        self._epoch = pulse.born
+        self.joined.set()
+        await self._follower.follow(pulse)
+        if full or self._reader.age_s >= self._leases.heartbeat:
+            await self._read_state()
+
+    async def _send(self) -> Pulse:
+        about = dict(self._replica_info())
+        served = about.pop("served", None)
+        about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
+        parts = [about] if served is None else [about, {"served": served}]
+        text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
+        pulse = await self._store.heartbeat(text, self._leases.replica_silence)
+        if self._failover is not None:
+            self._failover.heartbeat_answered(pulse)
+        return pulse
+
+    def _may_be_lost(self, pulse: Pulse) -> bool:
+        """Whether the shared state may lack what this replica holds."""
+        # A new connection may lead to a server that lacks the last of what the former one took.
+        reconnected = self._connection_epoch != self._store.lives
+        self._connection_epoch = self._store.lives
+        if not self._epoch:
+            return False
+        return reconnected or not pulse.was_known or pulse.born != self._epoch
+
+    async def _drain_again(self) -> None:
+        """Mark the endpoints that an operator drained, which the shared state has lost."""
+        for endpoint in self._endpoints.current.endpoints:
+            if endpoint.drained:
+                await self._store.mark(endpoint.address, "drained", True)
+
+    async def _read_state(self) -> None:
+        state = await self._reader.read()
+        self._fleet.live, self._fleet.in_flight = state["replicas"], state["in_flight"]
+        self._metrics.pool(state)
+        self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+
+
+class Membership:
+    """This replica as a member of the fleet. One event loop.
+
+    `replica_info` is what it tells of itself with each heartbeat, JSON to be; a function is called each time.
+    `heartbeat_now` asks for a heartbeat at once. `on_config` is called with the configuration and its live
+    changes whenever they change, `on_suspects` as in `Sweeper`.
     """
 
     def __init__(
@@ -73,58 +401,44 @@ class Membership:
         endpoints: SnapshotCell,
         metrics: Metrics,
         replica_info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        heartbeat_now: HeartbeatTrigger | None = None,
         fleet: KnownFleet | None = None,
         failover: Failover | None = None,
-        on_effective: Callable[[EffectiveConfig], object] = lambda _: None,
-        on_suspects: Callable[[Sequence[str]], None] = lambda addresses: None,
+        on_config: Callable[[EffectiveConfig], object] = lambda _: None,
+        on_suspects: Callable[[Sequence[str]], object] = lambda _: None,
     ) -> None:
-        self._store = store
-        self._gate = gate
-        self._settings = settings
-        self._cell = endpoints
-        self._metrics = metrics
-        self._replica_info = replica_info if callable(replica_info) else lambda: replica_info
-        self._failover = failover
+        self._store, self._gate, self._settings = store, gate, settings
+        self._endpoints = endpoints
         self._fleet = fleet or KnownFleet(settings)
-        self._on_effective = on_effective
-        self._on_suspects = on_suspects
-        self._state: dict[str, Any] = {}
-        self._brief = False
-        self._loop = asyncio.get_running_loop()
-        self._read_s = -math.inf  # when the whole state was last read
-        self._shared = shared_settings(settings, {})
-        self._config_version = _version(self._shared)
-        self._discovered: tuple[Endpoint, ...] | None = None
-        self._discovered_version = ""
-        self._born = ""
-        self._lives = 0  # of the connection to the shared state, as of the last heartbeat
-        self._forgotten = False  # the shared state has yet to be told again what this replica holds
-        self._now = asyncio.Event()
-        self._pulse: Pulse | None = None
-        self._known = asyncio.Event()
-        self._left = False
-        self._live_config = LiveConfig()
-        self._followed = ("", "")  # the life of the shared state and the version of changes in `_tuned`
+        self.heartbeat_now = heartbeat_now or HeartbeatTrigger()
+        self._publisher = Publisher(store, settings)
+        self._follower = LiveConfigFollower(store, settings, self._fleet, on_config)
+        self._reader = StateReader(store, settings, self._fleet, failover)
+        self._sweeper = Sweeper(store, settings, metrics, on_suspects)
+        self._heartbeat = Heartbeat(
+            store,
+            gate,
+            settings,
+            endpoints=endpoints,
+            metrics=metrics,
+            replica_info=replica_info if callable(replica_info) else lambda: replica_info,
+            fleet=self._fleet,
+            failover=failover,
+            trigger=self.heartbeat_now,
+            publisher=self._publisher,
+            follower=self._follower,
+            reader=self._reader,
+        )
 
     @property
     def pulse(self) -> Pulse | None:
-        """What the last heartbeat learned; None before the first."""
-        return self._pulse
-
-    @property
-    def live(self) -> Sequence[str]:
-        """Ids of the live replicas, as of the last heartbeat; empty before it."""
-        return self._fleet.live
-
-    @property
-    def in_flight(self) -> Mapping[str, int]:
-        """The fleet's requests by endpoint, as of the last heartbeat."""
-        return self._fleet.in_flight
+        """The last heartbeat's reply; None before the first."""
+        return self._heartbeat.pulse
 
     @property
     def live_config(self) -> LiveConfig:
         """The live changes, as of the last heartbeat."""
-        return self._live_config
+        return self._follower.current
 
     @property
     def effective(self) -> EffectiveConfig:
@@ -134,223 +448,61 @@ class Membership:
     @property
     def standing(self) -> str:
         """`ok`, or that this replica works without the shared state."""
-        alone = self._alone()
-        return "ok" if alone is None else f"{alone.mode}: without the shared state"
+        outage = self._reader.outage()
+        return "ok" if outage is None else f"{outage.mode}: without the shared state"
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
-        """The pool's endpoints; without the shared state as last known. Raises StateUnavailable."""
-        if self.standing != "ok":
-            return self._cell.current.endpoints
+        """The pool's endpoints; during an outage as last known. Raises StateUnavailable."""
+        if self._reader.outage() is not None:
+            return self._endpoints.current.endpoints
         return await self._store.endpoints()
+
+    async def state(self) -> dict[str, Any]:
+        """The shared state now; during an outage the last one. Raises StateUnavailable."""
+        return await self._reader.show()
 
     async def known(self) -> None:
         """Wait until this replica has joined a pool that may admit."""
-        await self._known.wait()
-
-    async def state(self) -> dict[str, Any]:
-        """The shared state now, with what this replica knows of its meaning. Raises StateUnavailable.
-
-        While this replica works without it: as it was last known, and under `local` what it does by itself.
-        """
-        if (alone := self._alone()) is None:
-            try:
-                return await self._read()
-            except StateUnavailable:
-                if (alone := self._alone()) is None:  # it has not turned out to be away meanwhile
-                    raise
-        return {**self._state, "degraded": True, "local": asdict(alone)}
-
-    def _alone(self) -> OutageStatus | None:
-        return self._failover.status() if self._failover is not None else None
-
-    async def _read(self) -> dict[str, Any]:
-        state = await self._store.state(self._settings.leases.replica_silence)
-        settings = self._fleet.config.settings
-        watermark = settings.request_queue_controller.watermark_per_backend
-        state["bounds"]["watermark"] = watermark * state["ready_backends"]
-        state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
-        state["degraded"] = False
-        about = state.pop("about", {})
-        if self._failover is not None:
-            self._failover.update_peers(about)
-        self._state, self._read_s = state, self._loop.time()
-        return state
+        await self._heartbeat.joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports; published at once if this replica publishes."""
-        self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
-        facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
-        self._discovered_version = _version(facts)
-        self._now.set()
-
-    def heartbeat_now(self, *, full: bool = True) -> None:
-        """Send a heartbeat now rather than at the next interval; unless `full`, read only its own reply."""
-        self._brief = self._brief or not full
-        self._now.set()
+        """Take the endpoints that discovery reports; they are published at once if this replica publishes."""
+        self._publisher.discovered(endpoints)
+        self.heartbeat_now()
 
     async def run(self) -> None:
-        """Beat, sweep and renew until cancelled. Faults of Redis are waited out, never raised."""
-        leases = self._settings.leases
+        """Run everything until cancelled. Faults of Redis are waited out, never raised."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._beat_forever(leases.heartbeat))
-            tasks.create_task(self._sweep_forever())
-            tasks.create_task(self._renew_forever(leases.inflight / _RENEWALS))
+            tasks.create_task(self._heartbeat.run())
+            tasks.create_task(self._sweeper.run())
+            tasks.create_task(self._renew_leases())
             tasks.create_task(NotificationPoller(self._store, self._gate).run())
 
     async def leave(self, deadline_s: float) -> None:
-        """Say goodbye, so that nobody waits out this replica's silence."""
-        self._left = True
+        """Leave the pool, so that the others need not wait for this replica's silence."""
+        self._heartbeat.stop()
         with contextlib.suppress(StateFault, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self._store.leave()
 
-    async def _beat_forever(self, interval_s: float) -> None:
+    async def _renew_leases(self) -> None:
         while True:
-            began_s = self._loop.time()
-            self._now.clear()
-            if self._left:
-                return
-            try:
-                await self._beat()
-            except StateFault as fault:
-                if not isinstance(fault, StateUnavailable):
-                    _log.warning("a heartbeat failed: %s", fault)
-                if self._failover is not None:
-                    self._failover.heartbeat_missed()
-            with contextlib.suppress(TimeoutError):
-                # From beat to beat: a grant whose wake-up was lost waits no longer than one interval.
-                rest_s = interval_s - (self._loop.time() - began_s)
-                async with asyncio.timeout(max(rest_s, interval_s / 2)):
-                    await self._now.wait()
-
-    async def _beat(self) -> None:
-        silence_s = self._settings.leases.replica_silence
-        brief, self._brief = self._brief, False
-        pulse = await self._heartbeat(silence_s)
-        unknown = pulse.born == "0"
-        # A new connection may lead to a server that lacks the last of what the former one took.
-        anew, self._lives = self._lives != self._store.lives, self._store.lives
-        if self._born and (unknown or anew or not pulse.was_known or pulse.born != self._born):
-            self._forgotten = True
-        if self._discovered is not None and (unknown or (pulse.leader and self._differs(pulse))):
-            with contextlib.suppress(
-                WritesRefused
-            ):  # what is published already goes on, and so do heartbeats
-                await self._publish()
-            pulse = await self._heartbeat(silence_s)
-        self._pulse = pulse
-        if self._forgotten and pulse.born != self._born:
-            await self._drain_again()
-        if pulse.endpoints_version != self._cell.current.version:
-            self._cell.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
-        if pulse.born == "0":
-            return
-        if self._forgotten:
-            _log.warning("the shared state may have lost this replica; registering what it holds")
-            self._forgotten = not await self._gate.register_again()
-        self._born = pulse.born
-        self._known.set()
-        await self._follow(pulse)
-        if brief and self._loop.time() - self._read_s < self._settings.leases.heartbeat:
-            return
-        state = await self._read()
-        self._fleet.live, self._fleet.in_flight = state["replicas"], state["in_flight"]
-        self._metrics.pool(state)
-        self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
-
-    async def _heartbeat(self, silence_s: float) -> Pulse:
-        about = dict(self._replica_info())
-        served = about.pop("served", None)
-        about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
-        parts = [about] if served is None else [about, {"served": served}]
-        text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
-        pulse = await self._store.heartbeat(text, silence_s)
-        if self._failover is not None:
-            self._failover.heartbeat_answered(pulse)
-        return pulse
-
-    async def _drain_again(self) -> None:
-        """What an operator drained was lost with the shared state; whoever comes first brings it back."""
-        for endpoint in self._cell.current.endpoints:
-            if endpoint.drained:
-                await self._store.mark(endpoint.address, "drained", True)
-
-    async def _follow(self, pulse: Pulse) -> None:
-        """Take over live changes; bring them back if they were lost with the shared state."""
-        if (pulse.born, pulse.tuned_version) == self._followed:
-            return
-        if not pulse.tuned_version and self._live_config.overrides:
-            await self._store.tune(self._live_config.overrides, self._live_config.changes)
-        self._take(pulse.born, LiveConfig(*await self._store.tuned()))
-
-    def _take(self, born: str, tuned: LiveConfig) -> None:
-        self._live_config, self._followed = tuned, (born, tuned.version)
-        try:
-            self._fleet.config = live_config.applied(self._settings, tuned.changes)
-        except ConfigError as fault:
-            _log.warning("live changes do not fit this replica's configuration: %s", fault)
-            self._fleet.config = EffectiveConfig(self._settings, {})
-        self._on_effective(self._fleet.config)
-
-    def _differs(self, pulse: Pulse) -> bool:
-        endpoints_version = pulse.endpoints_version.partition("+")[0]  # less what has been marked since
-        return (pulse.config_version, endpoints_version) != (self._config_version, self._discovered_version)
-
-    async def _publish(self) -> None:
-        assert self._discovered is not None
-        await self._store.publish(
-            self._shared,
-            self._discovered,
-            config_version=self._config_version,
-            endpoints_version=self._discovered_version,
-        )
-        # What was changed live may mean other numbers under this configuration than under the last one.
-        tuned = LiveConfig(*await self._store.tuned())
-        with contextlib.suppress(ConfigError):
-            wanted = live_config.overrides(self._settings, tuned.changes)
-            if tuned.changes and wanted != {name: tuned.overrides.get(name) for name in wanted}:
-                await self._store.tune(live_config.replacing(tuned.overrides, wanted), {})
-
-    async def _sweep_forever(self) -> None:
-        settings = self._settings
-        interval_s = settings.request_queue_controller.expiry_cleanup_interval
-        while True:
-            with contextlib.suppress(StateFault):
-                more = True
-                while more:
-                    swept = await self._store.sweep(
-                        interval_s=interval_s,
-                        grace_s=settings.leases.adoption_grace,
-                        idle_s=settings.workloads.idle_after,
-                        unseen_s=_unseen_s(settings.leases),
-                    )
-                    more = swept.more
-                    self._metrics.reclaimed(swept.reclaimed)
-                    if swept.ghosts:
-                        self._metrics.ghosts(swept.ghosts)
-                        _log.warning("gave up %d requests that their endpoints do not have", swept.ghosts)
-                    if swept.suspects:
-                        self._on_suspects(swept.suspects)
-            await asyncio.sleep(interval_s)
-
-    async def _renew_forever(self, interval_s: float) -> None:
-        while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._settings.leases.inflight / _RENEWALS)
             self._gate.renew_owned_streams()
 
 
 def _unseen_s(leases: Leases) -> float:
-    """Without a sign of life for so long, a request in flight is suspect: the longest interval between two
-    signs of life, and a margin for a busy machine."""
+    """A request in flight without a sign of life for so long is suspect: the longest interval between two
+    signs, and a margin for a busy machine."""
     interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
     return interval_s + max(1.0, interval_s / 4)
 
 
 def _retry_after_s(queued: int, drain_rate: float) -> int:
-    """How long the queue takes to drain, whole seconds; as the scripts tell it to whom they refuse."""
+    """How long the queue takes to drain, whole seconds; the scripts compute it the same way for refusals."""
     if drain_rate <= 0:
         return 1
-    return max(1, min(_LONGEST_RETRY_S, math.ceil((queued + 1) / drain_rate)))
+    return max(1, min(_MAX_RETRY_S, math.ceil((queued + 1) / drain_rate)))
 
 
 def _version(facts: object) -> str:
