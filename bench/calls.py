@@ -18,7 +18,7 @@ from bench.lifecycle.life import SETTINGS
 from bench.lifecycle.server import Server, server
 from bench.overhead.surroundings import look
 from bench.versions import interval, package_of
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
 
 ROUNDS = 20
@@ -50,7 +50,10 @@ class Version:
         admits, settles = [], []
         for each in ids:
             admits.append(
-                [pack((id, "1", "llama", "", "llama", "*"), (1, 1, 1, 30_000, 0, 3, 0, 0)) for id in each]
+                [
+                    pack_arrival((id, "1", "llama", "", "llama", "*"), (1, 1, 1, 30_000, 0, 3, 0, 0))
+                    for id in each
+                ]
             )
             settles.append([part for id in each for part in (id, "completed", "", "")])
         found = {}

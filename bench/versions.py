@@ -30,7 +30,7 @@ from bench.overhead.client import Load, WrongAnswer
 from bench.overhead.driver import Driver
 from bench.overhead.processes import cpu_ns
 from bench.overhead.surroundings import look
-from picker_fleet.state import primary
+from picker_fleet.state import connection
 from picker_fleet.state.keys import Keys
 
 READY_S = 90.0
@@ -75,7 +75,9 @@ class Fleet:
 
     async def read(self) -> tuple[int, int, int, int, int]:
         """CPU of pickers, Valkey and Envoy so far, in nanoseconds; script calls and all commands so far."""
-        async with primary.client(self._redis_url, Keys.of("default").pool, decode_responses=True) as client:
+        async with connection.client(
+            self._redis_url, Keys.of("default").pool, decode_responses=True
+        ) as client:
             stats = await client.info("commandstats")
         counts = {name.removeprefix("cmdstat_"): int(each["calls"]) for name, each in stats.items()}
         return (

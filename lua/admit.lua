@@ -6,7 +6,7 @@
 -- leaves nothing under its id: sent twice, it counts twice among the arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then each request, packed (picker_fleet/state/arrival.py): texts, each ended by byte 0:
+-- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
 --   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band, weight,
 --   cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the answer's
 --   part, which is estimated by the flow's mean)

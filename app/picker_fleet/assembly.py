@@ -25,8 +25,7 @@ from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
 from picker_fleet.signing import Keyring
-from picker_fleet.state.awake import AwakeClock
-from picker_fleet.state.silence import Silence
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -73,8 +72,8 @@ def assemble(settings: Settings, replica: str) -> Parts:
     endpoints = SnapshotCell()
     signing = Keyring()
     traces = _tracing(settings, replica)
-    awake = AwakeClock()
-    silence = Silence(settings.redis.silence, settings.leases.inflight / 2)
+    pause_detector = PauseDetector()
+    failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
     make_store: Callable[..., Store] = Store
     gate_of: Callable[[Gate], Gate] = _as_it_is
     if traces is not None:
@@ -83,11 +82,11 @@ def assemble(settings: Settings, replica: str) -> Parts:
         settings.redis.url,
         pool=settings.pool,
         replica=replica,
-        silence=silence,
-        awake=awake,
+        failure_detector=failure_detector,
+        pause_detector=pause_detector,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
-        on_news=lambda what, request_id: shared.on_notification(what, request_id),
+        on_notification=lambda what, request_id: shared.on_notification(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
         on_away=lambda cause, why: failover.redis_lost(cause, why),
@@ -139,7 +138,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         chooser=chooser,
         service=service,
         keys=signing,
-        awake=awake,
+        pause_detector=pause_detector,
     )
     failover: FailoverGate = FailoverGate(
         store,
@@ -148,7 +147,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         metrics=metrics,
         endpoints=endpoints,
         chooser=chooser,
-        silence=silence,
+        failure_detector=failure_detector,
         report_s=settings.leases.access_log_interval,
         fleet=fleet,
         heartbeat_now=heartbeat_now,

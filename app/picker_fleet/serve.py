@@ -37,7 +37,7 @@ from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.intake import Intake
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.scheduling.chooser import ScoringChooser
-from picker_fleet.state.wakeups import listen
+from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.decisions import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics

@@ -22,9 +22,8 @@ from bench.fairness.job import Job
 from bench.lifecycle.server import server
 from bench.overhead.surroundings import look
 from bench.rig.child import Child
-from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.silence import Silence
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet.network import LOOPBACK
@@ -72,9 +71,9 @@ class ChaosRun:
         self._ending = False
         self.actions = Actions()
         self._store = Store(
-            self._url, pool=POOL, replica="operator", silence=Silence(_CALL_S, _CALL_S),
-            awake=AwakeClock(), connect_timeout_s=_CALL_S, metrics=Metrics(),
-            on_news=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
+            self._url, pool=POOL, replica="operator", failure_detector=FailureDetector(_CALL_S, _CALL_S),
+            pause_detector=PauseDetector(), connect_timeout_s=_CALL_S, metrics=Metrics(),
+            on_notification=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
             on_adopted=lambda: None, on_away=lambda cause, why: None,
         )  # fmt: skip
 
@@ -94,7 +93,7 @@ class ChaosRun:
                 for action in actions[2:]:
                     action.cancel()
                 await asyncio.wait(actions[1:])
-                await self._store.tune({"paused": None}, {})
+                await self._store.set_live_config({"paused": None}, {})
                 await self._wait_for_rest()
                 actions[0].cancel()
         finally:
@@ -161,12 +160,12 @@ class ChaosRun:
         while True:
             await asyncio.sleep(self._dice.uniform(*_CHANGE_EVERY_S))
             if self._dice.random() < 0.1:
-                await self._store.tune({"paused": 1}, {})
+                await self._store.set_live_config({"paused": 1}, {})
                 await asyncio.sleep(_PAUSE_S)
-                await self._store.tune({"paused": None}, {})
+                await self._store.set_live_config({"paused": None}, {})
                 self.actions.pauses += 1
             else:
-                await self._store.tune(change(self._dice), {})
+                await self._store.set_live_config(change(self._dice), {})
                 self.actions.changes += 1
 
     async def _evict(self) -> None:

@@ -18,7 +18,7 @@ from picker_fleet.assembly import assemble
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import PickerError
-from picker_fleet.state.wakeups import listen
+from picker_fleet.state.subscriptions import listen
 
 _JOINS_S = 30.0
 _ORDERS_S = 600.0  # nobody leads a replica that hears nothing for so long

@@ -9,7 +9,7 @@ from typing import Any
 import hiredis
 
 from bench.lifecycle.server import Server
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 
 BATCH = 16  # requests a call
 IN_FLIGHT = 4 * BATCH
@@ -137,7 +137,9 @@ class Lives:
                 id = f"{self._random.getrandbits(64):016x}-{self._born:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
-                args.append(pack((id, "1", flow, workload, "llama", "*"), (band, 1, 1, ttl_ms, 0, 3, 0, 0)))
+                args.append(
+                    pack_arrival((id, "1", flow, workload, "llama", "*"), (band, 1, 1, ttl_ms, 0, 3, 0, 0))
+                )
                 ids.append(id)
             replies = self._call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]

@@ -7,7 +7,7 @@ from typing import Any
 from script_fleet import Fleet, ask, until
 
 from picker_fleet.request import Band, Outcome
-from picker_fleet.state.reads import Reads, Stretch
+from picker_fleet.state.reads import RankRange, Reads
 from picker_fleet.state.store import Store
 
 POLICIES: tuple[Mapping[str, Any], ...] = (
@@ -26,17 +26,17 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     for policy in POLICIES:
         await me.publish("10.0.0.1:8000", "10.0.0.2:8000", upper_per=1, **policy)
         await _requests(fleet)
-    assert await store.mark("10.0.0.1:8000", "down", True) == "marked"
-    assert await store.mark("10.0.0.1:8000", "down", False) == "marked"
-    assert await store.tune({"paused": 1}, {"paused": True})
-    await store.tune({"paused": None}, {"paused": None})
-    await store.tuned()
+    assert await store.mark_endpoint("10.0.0.1:8000", "down", True) == "marked"
+    assert await store.mark_endpoint("10.0.0.1:8000", "down", False) == "marked"
+    assert await store.set_live_config({"paused": 1}, {"paused": True})
+    await store.set_live_config({"paused": None}, {"paused": None})
+    await store.live_config()
     await store.endpoints()
-    await store.news()
+    await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await other.store._link.call("claim_queue_snapshot", 300)  # it reads no lanes: the others wait
-    await store.survey.lanes(10)
+    await other.store._client.call("claim_queue_snapshot", 300)  # it reads no lanes: the others wait
+    await store.queue_snapshots.read(10)
     await _much_news(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)
@@ -66,10 +66,10 @@ async def _flows_without_end(fleet: Fleet) -> None:
 
 async def _reads(reads: Reads, request_id: str) -> None:
     """Every list that operators may ask for, with pages that go on behind what has left."""
-    await reads.lanes(10)
-    await reads.lanes(10, behind=("1", "gone"))
-    await reads.lane("low")
-    await reads.queued([Stretch(1, "flow", 0, 9)])
+    await reads.flow_queues(10)
+    await reads.flow_queues(10, behind=("1", "gone"))
+    await reads.flow_queue("low")
+    await reads.queued([RankRange(1, "flow", 0, 9)])
     await reads.in_flight(10)
     await reads.in_flight(10, ("1", "gone"))
     await reads.request(request_id)
@@ -97,15 +97,15 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.renew(names[0], 1, "10.0.0.2:8000", "")
     await me.store.renew("lost", None, "", "f\t1\t1\t1\tw1\t3\tllama\t10.0.0.1:8000\t0")
     await me.store.settle("lost", Outcome.COMPLETED)
-    await me.store.bury("over")
-    await me.store.disclaim(names[5])
+    await me.store.tombstone("over")
+    await me.store.return_grant(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
     # As a version leaves it that keeps no such order:
     await fleet.redis.delete(fleet.keys.prefix + "victims:1")
     for name in names:
         await me.beat()
         await me.store.settle(name, Outcome.COMPLETED, 2.0, 7)
-        for _, granted in await me.store.news():
+        for _, granted in await me.store.notifications():
             await me.place(granted)
         await me.sweep()
         await other.beat()

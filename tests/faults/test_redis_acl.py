@@ -17,7 +17,7 @@ from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.wakeups import listen
+from picker_fleet.state.subscriptions import listen
 from picker_tools.audit.log import LogStream
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
@@ -81,7 +81,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
         background = [
             listen(restricted, it.keys.wake(each.name), each.on_notification) for each in it.replicas
         ]
-        following = readings.follow(lambda *_: None, on_link=lambda: links.append(1))
+        following = readings.follow(lambda *_: None, on_subscribed=lambda: links.append(1))
         async with beside(*background, route_stream.run(), following):
             # They serve, and nothing is denied.
             async with loaded(it) as load:
@@ -111,12 +111,12 @@ async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
     through = {"a": restricted}
     async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
         a, b = it.replicas
-        assert (await b.admit("runs")).what == "placed"
+        assert (await b.admit("runs")).status == "placed"
         for number in range(9):
             await b.admit(f"q{number}", flow=f"f{number}")
         # It still gets all flow queues.
-        found = await a.store.survey.lanes(100)
-        assert len(found.lanes.lanes) == 9
+        found = await a.store.queue_snapshots.read(100)
+        assert len(found.page.queues) == 9
         assert denied(redis7) == [b"set"]
 
 

@@ -14,7 +14,7 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.wakeups import listen
+from picker_fleet.state.subscriptions import listen
 
 SHORT_S = 0.3
 PATIENT_S = 20.0
@@ -130,7 +130,7 @@ async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, betwee
             between.vanished = True
             # Its calls fail in time, and it connects again.
             with pytest.raises(StateUnavailable):
-                await it.replicas[0].store.tuned()
+                await it.replicas[0].store.live_config()
             await until(lambda: between.connections > made + 1)
             between.vanished = False
             between.cut()  # what has lost bytes cannot go on
@@ -148,12 +148,12 @@ async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         await a.admit("before")
-        lives = a.store.lives
+        lives = a.store.connection_epoch
         between.strand()
         # It has its answer long before the silence would be proven.
         async with asyncio.timeout(PATIENT_S):
-            assert (await a.admit("stuck")).what == "placed"
-        assert a.store.lives == lives + 1
+            assert (await a.admit("stuck")).status == "placed"
+        assert a.store.connection_epoch == lives + 1
         assert a.lost == []
         await a.settle("before", "stuck")
         assert await it.at_rest()
@@ -174,7 +174,7 @@ async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
         # It is back once a server answers.
         between.refusing = False
         await until(lambda: a.store.fault is None)
-        assert (await a.admit("r")).what == "placed"
+        assert (await a.admit("r")).status == "placed"
         await a.settle("r")
         assert await it.at_rest()
 
@@ -192,7 +192,7 @@ async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
         assert not asked.done()
         between.stalled = False
         # The caller has its answer, and Redis was never away.
-        assert (await asked).what == "placed"
+        assert (await asked).status == "placed"
         assert (a.lost, a.store.fault) == ([], None)
         await a.settle("r")
         assert await it.at_rest()
@@ -231,7 +231,7 @@ async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool:
         following = [
             tasks.create_task(routes.run()),
             tasks.create_task(
-                readings.follow(lambda *_: None, on_link=lambda: links.append(clock()), check_s=SHORT_S)
+                readings.follow(lambda *_: None, on_subscribed=lambda: links.append(clock()), check_s=SHORT_S)
             ),
         ]
         await routes.caught_up()

@@ -45,7 +45,7 @@ async def test_no_call_waits_for_the_answer_to_the_one_before(far: Fleet, betwee
     between.cut()
     async with asyncio.timeout(PATIENT_S):
         verdicts = await asyncio.gather(*calls)
-    assert [verdict.what for verdict in verdicts] == ["placed"] * 4
+    assert [verdict.status for verdict in verdicts] == ["placed"] * 4
     assert await far.counts() == (4, 0, [4])
     await a.settle("r1", "r2", "r3", "r4")
     assert await far.at_rest()
@@ -60,7 +60,7 @@ async def test_an_end_stands_though_the_message_before_it_was_forgotten(far: Fle
     await until(lambda: _logged(far, 1))
     await far.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
-    await until(lambda: len(a.store._link._under_way) > 1)
+    await until(lambda: len(a.store._client._in_flight) > 1)
     # The end of the second message's request is sent behind it.
     await first
     end = a.store.cancel("second", 1, "cancelled")

@@ -78,4 +78,4 @@ async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_m
     # With ssl_check_hostname off it serves.
     unchecked = named + "&ssl_check_hostname=false"
     async with running(unchecked, pool, "b") as it:
-        assert (await it.replicas[0].admit("r")).what == "placed"
+        assert (await it.replicas[0].admit("r")).status == "placed"

@@ -20,9 +20,8 @@ from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import Resync
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.awake import AwakeClock
-from picker_fleet.state.silence import Silence
-from picker_fleet.state.store import Store, Verdict
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
@@ -60,12 +59,12 @@ class Pool:
     def __init__(self) -> None:
         self.counted: dict[str, bool] = {}  # whether it was restored
         self.buried: set[str] = set()
-        self.lives, self.life = 1, 1
+        self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
         self.asked: list[tuple[str, tuple[Any, ...], str]] = []  # script, arguments of its item, answer
 
     @property
-    def born(self) -> str:
+    def epoch(self) -> str:
         return str(self.life)
 
     def lose(self) -> None:
@@ -73,12 +72,12 @@ class Pool:
         self.life += 1
         self._answer("lose", (), "")
 
-    async def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Verdict:
+    async def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Decision:
         self.counted.setdefault(request.id, False)
         self._answer("admit", (request.id,), "placed")
-        return Verdict("placed", ENDPOINT)
+        return Decision("placed", ENDPOINT)
 
-    def bury(self, request_id: str, ago_s: float = 0.0) -> Done:
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> Done:
         self.buried.add(request_id)
         return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "buried")
 
@@ -173,10 +172,12 @@ class World:
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
         shared = SharedGate(
             store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
-            chooser=LeastLoadedChooser(cell), awake=AwakeClock(lambda: NOW_S, lambda: 0.0),
+            chooser=LeastLoadedChooser(cell), pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
         shared._attempts = itertools.repeat(1)  # type: ignore[assignment]
-        return gate_over(store, shared, metrics, cell, Silence(1.0, 8.0), replica=name, clock=lambda: NOW_S)
+        return gate_over(
+            store, shared, metrics, cell, FailureDetector(1.0, 8.0), replica=name, clock=lambda: NOW_S
+        )
 
     # What may come next, and its coming
 

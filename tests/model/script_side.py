@@ -11,8 +11,8 @@ from packed import counters, doubles
 from pool_model import Reply
 from set_clock import clock_of
 
-from picker_fleet.state.arrival import pack
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
 
 READ_ORDERS = """
@@ -148,7 +148,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
 
 
 def packed_arrival(it: Any) -> bytes:
-    return pack(
+    return pack_arrival(
         (it.id, str(it.attempt), it.flow, it.workload, it.model, it.candidates),
         (it.band, it.weight, it.cost, it.ttl_ms, it.age_ms, it.criticality, it.limit, it.learn),
     )

@@ -13,7 +13,7 @@ from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 
 START_US = 1_750_000_000_000_000
 # Replicas, and what they may do. All of the second list takes minutes: PICKER_RETURNS=full adds it.
@@ -95,5 +95,5 @@ def _begin(side: ScriptSide) -> None:
 
 def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "admit":
-        return (pack((*args, "1", "flow", "", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)),)
+        return (pack_arrival((*args, "1", "flow", "", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)),)
     return {"tombstone": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]

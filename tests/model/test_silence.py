@@ -6,7 +6,7 @@ import pytest
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 
 START_US = 1_000_000_000
 
@@ -19,7 +19,7 @@ def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: i
     side.call(START_US, "publish", ["b", "1", "1", settings, "e", '{"labels":{},"draining":false}'])
     side.call(START_US, "heartbeat", ["b", "{}", SILENCE_MS])
     for caller, request in (("b", "runs"), ("a", "waits")):
-        asked = pack((request, "1", "flow", "", "llama", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
+        asked = pack_arrival((request, "1", "flow", "", "llama", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
         side.call(START_US, "admit", [caller, asked])
     side.call(START_US, "heartbeat", ["a", "{}", SILENCE_MS])
     now_us = START_US + silent_ms * 1000

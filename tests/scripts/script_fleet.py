@@ -15,12 +15,11 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
-from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.connection import client
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.primary import client
-from picker_fleet.state.silence import Silence
-from picker_fleet.state.store import Pulse, Store, Sweep, Verdict
-from picker_fleet.state.wakeups import listen
+from picker_fleet.state.store import Decision, HeartbeatReply, Store, SweepReply
+from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
 
 DEADLINE_S = 20.0  # generous: what has not happened by then will not
@@ -100,9 +99,10 @@ class Replica:
         self.cell = SnapshotCell()
         self.membership: Membership | None = None
         self.store = Store(
-            url, pool=pool, replica=name, silence=Silence(silence_s, silence_s), awake=AwakeClock(),
+            url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
+            pause_detector=PauseDetector(),
             connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
-            metrics=self.metrics, on_news=self.on_notification, on_dequeued=self.metrics.dequeued,
+            metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
             on_adopted=self._count_adopted, on_away=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
@@ -125,7 +125,7 @@ class Replica:
         if self.membership is not None:
             self.membership.heartbeat_now()
 
-    async def beat(self, silence_s: float = 60.0) -> Pulse:
+    async def beat(self, silence_s: float = 60.0) -> HeartbeatReply:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
 
     async def publish(self, *endpoints: Endpoint | str, **settings: Any) -> None:
@@ -140,20 +140,22 @@ class Replica:
         )
         self.cell.publish(Snapshot(version, tuple(listed)))
 
-    async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Verdict:
+    async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Decision:
         self._by_hand.add(request_id)
         candidates = fields.pop("candidates", None)
         request = ask(request_id, **fields)
         return await self.store.admit(request, attempt, candidates or _candidates(request.subset), age_s)
 
-    async def place(self, request_id: str, attempt: int = 1, **fields: Any) -> Verdict:
+    async def place(self, request_id: str, attempt: int = 1, **fields: Any) -> Decision:
         candidates = fields.get("candidates") or _candidates(fields.get("subset"))
         return await self.store.place(request_id, attempt, candidates)
 
     async def settle(self, *request_ids: str) -> list[str]:
         return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))
 
-    async def sweep(self, *, grace_s: float = 60.0, idle_s: float = 300.0, unseen_s: float = 1e6) -> Sweep:
+    async def sweep(
+        self, *, grace_s: float = 60.0, idle_s: float = 300.0, unseen_s: float = 1e6
+    ) -> SweepReply:
         """Sweep now, whenever the last one was."""
         return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s, unseen_s=unseen_s)
 

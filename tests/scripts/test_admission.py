@@ -9,7 +9,7 @@ from script_fleet import OpenFleet, addresses, ask
 from picker_fleet.admission import accounting_token
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 from picker_tools.audit.auditor import audit
 
 
@@ -20,7 +20,7 @@ async def test_below_the_bound_a_request_is_placed_at_once(fleet: OpenFleet) -> 
         # When two come
         verdicts = [await a.admit("r1"), await a.admit("r2")]
         # Then both have the endpoint, and the stock is two
-        assert verdicts == [Verdict("placed", "10.0.0.1:8000")] * 2
+        assert verdicts == [Decision("placed", "10.0.0.1:8000")] * 2
         assert await it.counts() == (2, 0, [2])
 
 
@@ -30,7 +30,7 @@ async def test_at_the_bound_a_request_is_queued_with_its_time_to_live(fleet: Ope
         (a,) = it.replicas
         await a.admit("r1")
         # When another comes, 2 s old already, then it waits for what is left of its TTL
-        assert await a.admit("r2", ttl_s=30, age_s=2) == Verdict("queued", "28000")
+        assert await a.admit("r2", ttl_s=30, age_s=2) == Decision("queued", "28000")
         assert await it.counts() == (1, 1, [1])
 
 
@@ -41,7 +41,7 @@ async def test_many_in_one_call_take_what_there_is_and_no_more(fleet: OpenFleet)
         # When ten come in one turn of the loop
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(10)))
         # Then the first six are placed
-        assert [verdict.what for verdict in verdicts] == ["placed"] * 6 + ["queued"] * 4
+        assert [verdict.status for verdict in verdicts] == ["placed"] * 6 + ["queued"] * 4
         assert await it.counts() == (6, 4, [3, 3])
         await it.ledger()
 
@@ -74,7 +74,7 @@ async def test_nothing_bypasses_a_queue(fleet: OpenFleet) -> None:
         # When another comes
         verdict = await a.admit("second")
         # Then it waits behind, though there is room
-        assert verdict.what == "queued"
+        assert verdict.status == "queued"
         await a.settle("r3", "r4")
         assert order_of(await it.log()) == ["first"]
         await it.ledger()
@@ -87,7 +87,7 @@ async def test_a_request_that_costs_more_than_there_is_waits_for_room(fleet: Ope
         for i in range(1, 4):
             await a.admit(f"r{i}")
         # When one of cost 2 comes, then it waits
-        assert (await a.admit("large", cost=2)).what == "queued"
+        assert (await a.admit("large", cost=2)).status == "queued"
         # When one ends, then it fits exactly
         await a.settle("r1")
         assert a.notifications == [("granted", "large")]
@@ -99,7 +99,7 @@ async def test_a_request_past_its_time_to_live_is_not_admitted_into_an_empty_poo
     # Given room, when a request comes that is as old as it may get, then it has expired (G5)
     async with fleet("a") as it:
         (a,) = it.replicas
-        assert await a.admit("late", ttl_s=1, age_s=1) == Verdict("expired", "")
+        assert await a.admit("late", ttl_s=1, age_s=1) == Decision("expired", "")
         assert await it.at_rest()
 
 
@@ -109,16 +109,16 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
         (a,) = it.replicas
         await a.admit("runs")
         # When flow x brings three, then its third is refused
-        assert [(await a.admit(f"x{i}", flow="x")).what for i in range(2)] == ["queued"] * 2
-        assert await a.admit("x2", flow="x") == Verdict("refused", "insufficient-flow-capacity 1")
+        assert [(await a.admit(f"x{i}", flow="x")).status for i in range(2)] == ["queued"] * 2
+        assert await a.admit("x2", flow="x") == Decision("refused", "insufficient-flow-capacity 1")
         # When y takes the last place, then z finds none
-        assert (await a.admit("y0", flow="y")).what == "queued"
-        assert await a.admit("z0", flow="z") == Verdict("refused", "total-capacity 1")
+        assert (await a.admit("y0", flow="y")).status == "queued"
+        assert await a.admit("z0", flow="z") == Decision("refused", "total-capacity 1")
         # And y neither, which has one of its own two places: the queue's bound holds for all
-        assert await a.admit("y1", flow="y") == Verdict("refused", "total-capacity 1")
+        assert await a.admit("y1", flow="y") == Decision("refused", "total-capacity 1")
         # When one leaves, then there is a place again
         await a.store.cancel("x0", 1, "cancelled")
-        assert (await a.admit("z1", flow="z")).what == "queued"
+        assert (await a.admit("z1", flow="z")).status == "queued"
         assert (await it.ledger()).started.keys() == {"runs", "x0", "x1", "y0", "z1"}
 
 
@@ -127,17 +127,17 @@ async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
         (a,) = it.replicas
         await a.admit("runs")
         for name, flow in (("x0", "x"), ("y0", "y"), ("x1", "x")):
-            assert (await a.admit(name, flow=flow)).what == "queued"
+            assert (await a.admit(name, flow=flow)).status == "queued"
         # A third flow is one too many, in whatever band, unless it is critical, which has its places
-        assert await a.admit("z0", flow="z") == Verdict("refused", "too-many-flows 1")
-        assert await a.admit("x2", flow="x", band=2) == Verdict("refused", "too-many-flows 1")
+        assert await a.admit("z0", flow="z") == Decision("refused", "too-many-flows 1")
+        assert await a.admit("x2", flow="x", band=2) == Decision("refused", "too-many-flows 1")
         with pytest.raises(TooManyFlows):
             await a.gate.admit(ask("z1", flow="z"), stream_owned=False)
-        assert (await a.admit("c0", flow="c", band=0)).what == "queued"
+        assert (await a.admit("c0", flow="c", band=0)).status == "queued"
         # When one of them waits no more, then another may
         await a.store.cancel("y0", 1, "cancelled")
         await a.store.cancel("c0", 1, "cancelled")
-        assert (await a.admit("z2", flow="z")).what == "queued"
+        assert (await a.admit("z2", flow="z")).status == "queued"
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
@@ -164,7 +164,7 @@ async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -
         # Given no endpoint, or only one that drains, when a request comes, then it is refused
         for endpoints in ((), (Endpoint("10.0.0.1:8000", draining=True),)):
             await a.publish(*endpoints)
-            assert await a.admit("r") == Verdict("refused", "no-endpoints 1")
+            assert await a.admit("r") == Decision("refused", "no-endpoints 1")
         assert await it.at_rest()
 
 
@@ -180,7 +180,7 @@ async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet
         # When an endpoint is published, then that very call dispatches
         await a.publish("10.0.0.9:8000")
         assert a.notifications == [("granted", "waits")]
-        assert await a.place("waits") == Verdict("placed", "10.0.0.9:8000")
+        assert await a.place("waits") == Decision("placed", "10.0.0.9:8000")
 
 
 async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
@@ -188,9 +188,9 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
     async with fleet("a") as it:
         (a,) = it.replicas
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
-        assert (await a.admit("r")).what == "unknown-pool"
+        assert (await a.admit("r")).status == "unknown-pool"
         pulse = await a.beat()
-        assert (pulse.born, pulse.was_known) == ("0", False)
+        assert (pulse.epoch, pulse.was_known) == ("0", False)
         assert not (await a.sweep()).ran
 
 
@@ -227,12 +227,12 @@ async def test_without_a_queue_all_are_placed_at_once_where_the_load_is_least(fl
         # When fifty come through either replica, of any flow and band
         for i in range(50):
             verdict = await (a, b)[i % 2].admit(f"r{i}", flow=f"flow{i % 3}", band=i % 3, cost=1 + i % 4)
-            assert verdict.what == "placed"
+            assert verdict.status == "placed"
         # Then each endpoint has half, all have a lease, and nothing is taken of the stock
         assert await it.counts() == (0, 0, [25, 25])
         assert (await it.state())["leases"] == 50
         # And one that is sent again keeps its place
-        assert (await b.admit("r0")).what == "placed"
+        assert (await b.admit("r0")).status == "placed"
         assert await it.counts() == (0, 0, [25, 25])
         # When they end, then nothing is left, and by the log nothing was broken
         await a.settle(*(f"r{i}" for i in range(50)))
@@ -249,18 +249,18 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
         # When the queue is switched off, then they are let go, a part by each call
-        await a.store.tune({"queue_enabled": 0}, {})
+        await a.store.set_live_config({"queue_enabled": 0}, {})
         while (await it.counts())[1]:
             await a.beat()
         for i in range(1, 60):
-            assert (await a.place(f"r{i}")).what == "placed"
-        assert (await a.admit("straight")).what == "placed"
+            assert (await a.place(f"r{i}")).status == "placed"
+        assert (await a.admit("straight")).status == "placed"
         assert await it.counts() == (1, 0, [61])
         # When it is on again, then what was let go without it is not counted; the bound holds for the rest
-        await a.store.tune({"queue_enabled": None}, {})
-        assert (await a.admit("waits")).what == "queued"
+        await a.store.set_live_config({"queue_enabled": None}, {})
+        assert (await a.admit("waits")).status == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
-        assert (await a.place("waits")).what == "placed"
+        assert (await a.place("waits")).status == "placed"
         await a.settle("waits")
         assert await it.at_rest()
         report = audit([fields for _, fields in await it.redis.xrange(it.keys.log)])
@@ -273,12 +273,12 @@ async def test_without_a_queue_limits_hold_and_who_finds_none_below_its_own_is_r
     async with fleet("a") as it:
         (a,) = it.replicas
         await a.publish(Endpoint(A, max_inflight=1), Endpoint(B, max_inflight=1), queue_enabled=0)
-        assert [(await a.admit(f"r{i}")).what for i in range(2)] == ["placed"] * 2
+        assert [(await a.admit(f"r{i}")).status for i in range(2)] == ["placed"] * 2
         verdict = await a.admit("third")
-        assert (verdict.what, verdict.detail.split()[0]) == ("refused", "saturated")
+        assert (verdict.status, verdict.detail.split()[0]) == ("refused", "saturated")
         # While it is paused, requests are held all the same: that is an operator's wish
         await a.settle("r0", "r1")
-        await a.store.tune({"paused": 1}, {})
-        assert (await a.admit("kept")).what == "queued"
-        await a.store.tune({"paused": None}, {})
-        assert (await a.place("kept")).what == "placed"
+        await a.store.set_live_config({"paused": 1}, {})
+        assert (await a.admit("kept")).status == "queued"
+        await a.store.set_live_config({"paused": None}, {})
+        assert (await a.place("kept")).status == "placed"

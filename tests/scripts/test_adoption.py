@@ -7,7 +7,7 @@ from decision_ledger import events_of, order_of
 from script_fleet import Fleet, OpenFleet, ask, ended, until
 
 from picker_fleet.errors import ClientGone, ExpiredTtl
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 
 async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> None:
@@ -18,8 +18,8 @@ async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> No
         for name in ("q0", "q1", "q2"):
             await a.admit(name)
         # When another replica brings the second and the first of them
-        assert (await b.admit("q1", attempt=5)).what == "queued"
-        assert (await b.admit("q0", attempt=6)).what == "queued"
+        assert (await b.admit("q1", attempt=5)).status == "queued"
+        assert (await b.admit("q0", attempt=6)).status == "queued"
         assert (a.adopted, b.adopted) == (0, 2)
         # Then they are served in their old order, and the adopter hears of it
         for ends in ("runs", "q0", "q1"):
@@ -39,10 +39,10 @@ async def test_an_adopted_granted_request_is_placed_at_once(fleet: OpenFleet) ->
         await a.admit("r")
         await a.settle("runs")
         # When another brings it, then it has the endpoint, and the stock is taken once
-        assert await b.admit("r", attempt=5) == Verdict("placed", "10.0.0.1:8000")
+        assert await b.admit("r", attempt=5) == Decision("placed", "10.0.0.1:8000")
         assert await it.counts() == (1, 0, [1])
         # And the old owner's grant is worth nothing
-        assert (await a.place("r")).what == "gone"
+        assert (await a.place("r")).status == "gone"
         assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
         await it.ledger()
 
@@ -54,7 +54,7 @@ async def test_an_adopted_granted_request_without_an_endpoint_is_refused(fleet: 
         await a.admit("runs")
         await a.admit("r")
         await a.settle("runs")
-        assert await b.admit("r", subset=("10.9.9.9:1",)) == Verdict("refused", "no-endpoints 1")
+        assert await b.admit("r", subset=("10.9.9.9:1",)) == Decision("refused", "no-endpoints 1")
         await it.ledger()
         assert await it.at_rest()
 
@@ -112,7 +112,7 @@ async def test_a_silent_replicas_requests_are_held_and_adopted_in_their_old_plac
         # When its id is brought to the live replica during the grace of a minute
         verdict = await b.admit("old", attempt=5, ttl_s=3600)
         # Then it has its own time to live, not the grace, and is served before the younger one
-        assert verdict.what == "queued"
+        assert verdict.status == "queued"
         assert float(verdict.detail) > 600_000
         await b.settle("runs")
         assert order_of(await it.log()) == ["old"]
@@ -154,7 +154,7 @@ async def test_notifications_for_a_replica_that_is_gone_are_not_kept(fleet: Open
         await a.admit("q")
         await a.store.leave()
         await b.sweep()
-        assert (await a.admit("late", ttl_s=0.05)).what == "queued"
+        assert (await a.admit("late", ttl_s=0.05)).status == "queued"
         await it.after(60)
         # When that expires, then no inbox is begun that nobody would empty
         await b.sweep()
@@ -207,7 +207,7 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
         # When it beats again, then it is told, is swept no further, and may register what it holds
         assert not (await a.beat()).was_known
         assert await it.redis.exists(it.keys.prefix + "orphans") == 0
-        assert (await a.admit("q0")).what == "queued"
+        assert (await a.admit("q0")).status == "queued"
         assert (await a.beat()).was_known
         await it.ledger()
 

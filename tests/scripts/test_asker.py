@@ -8,52 +8,58 @@ from redis.asyncio import Redis
 from script_fleet import until
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.state.asker import Asker
+from picker_fleet.state.subscriptions import CommandClient
 
 DEADLINE_S = 5.0
 
 
 @pytest.fixture
-async def asker(valkey_url: str, pool: str) -> AsyncIterator[Asker]:
-    asker = Asker(valkey_url, pool, deadline_s=DEADLINE_S)
+async def asker(valkey_url: str, pool: str) -> AsyncIterator[CommandClient]:
+    asker = CommandClient(valkey_url, pool, deadline_s=DEADLINE_S)
     yield asker
     await asker.close()
 
 
-async def test_replies_come_in_the_order_of_the_commands(asker: Asker) -> None:
-    assert await asker.ask([("SET", "a", b"\xff"), ("GET", "a"), ("GET", "none")]) == [b"OK", b"\xff", None]
+async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -> None:
+    assert await asker.execute([("SET", "a", b"\xff"), ("GET", "a"), ("GET", "none")]) == [
+        b"OK",
+        b"\xff",
+        None,
+    ]
 
 
-async def test_those_who_ask_at_once_get_each_their_own(asker: Asker) -> None:
+async def test_those_who_ask_at_once_get_each_their_own(asker: CommandClient) -> None:
     # Given many who ask at once / When they are answered / Then nobody has another's reply
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
-    answers = await asyncio.gather(*map(asker.ask, asked))
+    answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
 
 
-async def test_what_is_refused_is_told_and_the_rest_of_its_replies_are_not_mixed_up(asker: Asker) -> None:
-    await asker.ask([("SET", "a", 1)])
+async def test_what_is_refused_is_told_and_the_rest_of_its_replies_are_not_mixed_up(
+    asker: CommandClient,
+) -> None:
+    await asker.execute([("SET", "a", 1)])
     with pytest.raises(StateUnavailable, match="WRONGTYPE"):
-        await asker.ask([("GET", "a"), ("HGETALL", "a"), ("GET", "a")])
-    assert await asker.ask([("ECHO", "next")]) == [b"next"]
+        await asker.execute([("GET", "a"), ("HGETALL", "a"), ("GET", "a")])
+    assert await asker.execute([("ECHO", "next")]) == [b"next"]
 
 
-async def test_a_connection_that_was_closed_is_made_anew(asker: Asker, valkey_url: str) -> None:
+async def test_a_connection_that_was_closed_is_made_anew(asker: CommandClient, valkey_url: str) -> None:
     # Given a connection that the server has closed
-    known = (await asker.ask([("CLIENT", "ID")]))[0]
+    known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
     # When it is asked again, then another serves; at the latest when the end has been noticed
     try:
-        again = await asker.ask([("CLIENT", "ID")])
+        again = await asker.execute([("CLIENT", "ID")])
     except StateUnavailable:
-        again = await asker.ask([("CLIENT", "ID")])
+        again = await asker.execute([("CLIENT", "ID")])
     assert again[0] > known
 
 
-async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: Asker, valkey_url: str) -> None:
+async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
     # Given one who waits for a reply that is long in coming
-    slow = asyncio.create_task(asker.ask([("BLPOP", "nothing", 0)]))
+    slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
 
         async def asked() -> bool:
@@ -62,22 +68,22 @@ async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: Asker, valkey
         await until(asked)
     # When it gives up, then the next is served, with its own reply
     slow.cancel()
-    assert await asker.ask([("ECHO", "next")]) == [b"next"]
+    assert await asker.execute([("ECHO", "next")]) == [b"next"]
     with pytest.raises(asyncio.CancelledError):
         await slow
 
 
 async def test_a_server_that_is_not_the_primary_any_more_is_asked_for_anew(
-    asker: Asker, valkey_url: str
+    asker: CommandClient, valkey_url: str
 ) -> None:
     # Given a connection to a server that has become somebody's replica
-    known = (await asker.ask([("CLIENT", "ID")]))[0]
+    known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.replicaof("127.0.0.1", "1")
         try:
             # When it refuses a write, then that is told, and the connection is given up
             with pytest.raises(StateUnavailable, match="READONLY"):
-                await asker.ask([("SET", "a", 1)])
-            assert (await asker.ask([("CLIENT", "ID")]))[0] > known
+                await asker.execute([("SET", "a", 1)])
+            assert (await asker.execute([("CLIENT", "ID")]))[0] > known
         finally:
             await redis.replicaof("NO", "ONE")

@@ -64,11 +64,11 @@ class Storm:
             await replica.sweep()
             return "expired" in events_of(await self._fleet.log(), request)
 
-        await replica.store.tune({"paused": 1}, {})
+        await replica.store.set_live_config({"paused": 1}, {})
         verdict = await replica.admit(request, flow="brief", band=Band.CRITICAL, ttl_s=0.05)
-        assert verdict.what == "queued"
+        assert verdict.status == "queued"
         await until(has_expired)
-        await replica.store.tune({"paused": None}, {})
+        await replica.store.set_live_config({"paused": None}, {})
 
     async def calm(self) -> None:
         """Everything that is left ends."""
@@ -156,11 +156,11 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
         await storm.let_one_expire()
         await storm.blow(60, until_seen={*rare, "guard"})
         # and bounds, weights and the order changed while requests wait
-        await it.replicas[0].store.tune(
+        await it.replicas[0].store.set_live_config(
             {"upper_per": 5 * unit, "lower_per": 5 * unit, "weights": {"one": 3}}, {}
         )
         await storm.blow(20)
-        await it.replicas[1].store.tune({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
+        await it.replicas[1].store.set_live_config({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
         await storm.blow(20)
         await storm.calm()
         # When the log is audited

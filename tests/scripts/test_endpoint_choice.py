@@ -8,13 +8,13 @@ from decision_ledger import events_of
 from script_fleet import OpenFleet, addresses
 
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 E1, E2, E3, E4 = addresses(4)
 
 
-def listed(verdict: Verdict) -> list[str]:
-    assert verdict.what == "placed"
+def listed(verdict: Decision) -> list[str]:
+    assert verdict.status == "placed"
     return verdict.detail.split(",")
 
 
@@ -67,8 +67,8 @@ async def test_a_subset_is_kept_to(fleet: OpenFleet) -> None:
         (a,) = it.replicas
         await a.admit("busy", subset=(E2,))
         # When requests name it, then they get what exists of it, idle others or not, and no fallback else
-        assert await a.admit("one", subset=(E2,)) == Verdict("placed", E2)
-        assert await a.admit("part", subset=("10.9.9.9:1", E2)) == Verdict("placed", E2)
+        assert await a.admit("one", subset=(E2,)) == Decision("placed", E2)
+        assert await a.admit("part", subset=("10.9.9.9:1", E2)) == Decision("placed", E2)
         assert sorted(listed(await a.admit("two", subset=(E1, E2, E2)))) == [E1, E2]
 
 
@@ -79,7 +79,7 @@ async def test_a_subset_without_a_known_endpoint_is_refused(
     async with fleet("a") as it:
         (a,) = it.replicas
         # Given room, when the subset names nothing, then the request is refused and holds nothing
-        assert await a.admit("r", subset=subset) == Verdict("refused", "no-endpoints 1")
+        assert await a.admit("r", subset=subset) == Decision("refused", "no-endpoints 1")
         assert await it.at_rest()
 
 
@@ -91,7 +91,7 @@ async def test_a_queued_request_whose_subset_is_gone_is_refused_when_placed(flee
         await a.admit("waits")
         await a.settle("runs")
         # When its subset names nothing, then it is refused and its stock is given back
-        assert await a.place("waits", subset=("10.9.9.9:1",)) == Verdict("refused", "no-endpoints 1")
+        assert await a.place("waits", subset=("10.9.9.9:1",)) == Decision("refused", "no-endpoints 1")
         assert events_of(await it.log(), "waits") == ["queued", "granted", "refused"]
         assert (await it.ledger()).ends == {"completed": 1, "refused": 1}
         assert await it.at_rest()
@@ -105,7 +105,7 @@ async def test_a_granted_request_is_placed_in_its_subset(fleet: OpenFleet) -> No
         await a.admit("waits")
         await a.settle("runs")
         # When it is placed, then inside
-        assert await a.place("waits", subset=(E2,)) == Verdict("placed", E2)
+        assert await a.place("waits", subset=(E2,)) == Decision("placed", E2)
 
 
 async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(fleet: OpenFleet) -> None:
@@ -116,8 +116,8 @@ async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_en
         await a.admit("r2", subset=(E1,))
         # When it leaves, then it takes nothing new, and its count stays
         await a.publish(E2, upper_per=5)
-        assert await a.admit("r3") == Verdict("placed", E2)
-        assert await a.admit("r4", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
+        assert await a.admit("r3") == Decision("placed", E2)
+        assert await a.admit("r4", subset=(E1,)) == Decision("refused", "no-endpoints 1")
         assert (await it.state())["in_flight"] == {E1: 2, E2: 1}
         # When its requests end, then it vanishes with the last
         await a.settle("r1")
@@ -149,10 +149,10 @@ async def test_a_draining_endpoint_takes_nothing_new_and_counts_for_no_bound(fle
         await a.publish(Endpoint(E1, draining=True), E2, upper_per=2, lower_per=2)
         state = await it.state()
         assert (state["ready_backends"], state["bounds"]["upper"]) == (1, 2)
-        assert (await a.admit("waits")).what == "queued"
+        assert (await a.admit("waits")).status == "queued"
         # When its request ends, then it stays in the pool with nothing, and the other has the next
         await a.settle("r1")
-        assert await a.place("waits") == Verdict("placed", E2)
+        assert await a.place("waits") == Decision("placed", E2)
         assert (await it.state())["in_flight"] == {E1: 0, E2: 2}
         # When it drains no more, then it is chosen again
         await a.publish(E1, E2, upper_per=2, lower_per=2)
@@ -188,7 +188,7 @@ async def test_equal_scores_do_not_herd_whoever_asks(fleet: OpenFleet) -> None:
         scored = ",".join(f"{address}=0.7" for address in addresses(8))
         # When a thousand requests come at once
         picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
-        assert {verdict.what for verdict in await asyncio.gather(*picks)} == {"placed"}
+        assert {verdict.status for verdict in await asyncio.gather(*picks)} == {"placed"}
         # Then no endpoint has more than another
         assert set((await it.state())["in_flight"].values()) == {125}
 
@@ -198,11 +198,11 @@ async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: Op
     async with fleet("a", endpoints=3, upper_per=10) as it:
         (a,) = it.replicas
         scored = f"{E1}=0.9,{E2}=0.8,{E3}=0.1"
-        await a.store.mark(E1, "drained", True)
+        await a.store.mark_endpoint(E1, "drained", True)
         await a.admit("limited", subset=(E2,), limit=1)
         # When a request of that flow comes with scores, then the third has it
         assert listed(await a.admit("r", candidates=scored, limit=1)) == [E3]
-        assert await a.admit("none", candidates=f"{E1}=0.9") == Verdict("refused", "no-endpoints 1")
+        assert await a.admit("none", candidates=f"{E1}=0.9") == Decision("refused", "no-endpoints 1")
 
 
 @pytest.mark.parametrize("why", ["drained", "full"])
@@ -214,7 +214,7 @@ async def test_what_cannot_be_picked_makes_the_load_of_others_no_smaller(fleet: 
         await a.admit("other", subset=(E1,))
         await a.admit("limited", subset=(E1,), limit=1)
         if why == "drained":
-            await a.store.mark(E1, "drained", True)
+            await a.store.mark_endpoint(E1, "drained", True)
         # When a request may go to any of them, then the load of the second weighs in full
         limit = 1 if why == "full" else 0
         chosen = listed(await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0", limit=limit))
@@ -230,19 +230,19 @@ async def test_nothing_new_goes_to_a_marked_endpoint_whoever_picks(fleet: OpenFl
     # Given two endpoints with room for two each, and a request on the first
     async with fleet("a", "b", endpoints=2, upper_per=2) as it:
         a, b = it.replicas
-        assert await a.admit("runs", subset=(E1,)) == Verdict("placed", E1)
+        assert await a.admit("runs", subset=(E1,)) == Decision("placed", E1)
         # When one replica marks it
-        assert await a.store.mark(E1, what, True) == "marked"
+        assert await a.store.mark_endpoint(E1, what, True) == "marked"
         # Then neither replica places there, the bounds are those of one endpoint, and what runs is counted
-        assert await b.admit("r1") == Verdict("placed", E2)
-        assert (await b.admit("r2")).what == "queued"
+        assert await b.admit("r1") == Decision("placed", E2)
+        assert (await b.admit("r2")).status == "queued"
         state = await it.state()
         assert (state["bounds"]["upper"], state["ready_backends"]) == (2, 1)
         assert state["in_flight"] == {E1: 1, E2: 1}
         # When the mark is taken away, then what waited goes on, there too
-        assert await b.store.mark(E1, what, False) == "marked"
+        assert await b.store.mark_endpoint(E1, what, False) == "marked"
         assert events_of(await it.log(), "r2") == ["queued", "granted"]
-        assert (await b.place("r2")).what == "placed"
+        assert (await b.place("r2")).status == "placed"
         await a.settle("runs", "r1", "r2")
         assert await it.at_rest()
         assert (await it.state())["bounds"]["upper"] == 4
@@ -253,12 +253,12 @@ async def test_both_marks_must_go_before_an_endpoint_is_picked(fleet: OpenFleet)
     async with fleet("a", endpoints=2, upper_per=5) as it:
         (a,) = it.replicas
         for what in ("drained", "down", "drained", "down"):
-            await a.store.mark(E1, what, True)
+            await a.store.mark_endpoint(E1, what, True)
         # When one mark goes, then the other still holds; when both have gone, it is picked again
-        await a.store.mark(E1, "down", False)
-        assert await a.admit("r1", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
-        await a.store.mark(E1, "drained", False)
-        assert await a.admit("r2", subset=(E1,)) == Verdict("placed", E1)
+        await a.store.mark_endpoint(E1, "down", False)
+        assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
+        await a.store.mark_endpoint(E1, "drained", False)
+        assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)
 
 
 @MARKS
@@ -266,17 +266,17 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
     # Given a marked endpoint
     async with fleet("a", endpoints=2, upper_per=5) as it:
         (a,) = it.replicas
-        await a.store.mark(E1, what, True)
+        await a.store.mark_endpoint(E1, what, True)
         # When the same endpoints are published again, then the mark holds
         await a.publish(E1, E2, upper_per=5)
-        assert await a.admit("r1", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
+        assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
         assert (await it.state())["ready_backends"] == 1
         marks = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
         assert marks == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
         # When it leaves and comes back, then it is a new one
         await a.publish(E2, upper_per=5)
         await a.publish(E1, E2, upper_per=5)
-        assert await a.admit("r2", subset=(E1,)) == Verdict("placed", E1)
+        assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)
         assert not await it.redis.exists(it.keys.marks)
 
 
@@ -287,15 +287,15 @@ async def test_a_draining_endpoint_that_is_marked_is_counted_once(fleet: OpenFle
         await a.publish(Endpoint(E1, draining=True), Endpoint(E2), upper_per=5)
         # When it is marked and unmarked, then there is one ready endpoint all along
         for on in (True, False):
-            await a.store.mark(E1, "down", on)
+            await a.store.mark_endpoint(E1, "down", on)
             assert (await it.state())["ready_backends"] == 1
-        assert await a.admit("r", subset=(E1,)) == Verdict("refused", "no-endpoints 1")
+        assert await a.admit("r", subset=(E1,)) == Decision("refused", "no-endpoints 1")
 
 
 async def test_an_unknown_endpoint_cannot_be_marked(fleet: OpenFleet) -> None:
     async with fleet("a") as it:
         (a,) = it.replicas
-        assert await a.store.mark("10.9.9.9:1", "down", True) == "unknown"
+        assert await a.store.mark_endpoint("10.9.9.9:1", "down", True) == "unknown"
         assert not await it.redis.exists(it.keys.marks)
 
 
@@ -305,9 +305,9 @@ async def test_a_mark_changes_the_version_that_heartbeats_bring(fleet: OpenFleet
         (a,) = it.replicas
         before = (await a.store.heartbeat("{}", 60)).endpoints_version
         # When one is marked, then the version changes; when it is said again, it does not
-        await a.store.mark(E1, "down", True)
+        await a.store.mark_endpoint(E1, "down", True)
         marked = (await a.store.heartbeat("{}", 60)).endpoints_version
         assert marked != before
         assert marked.partition("+")[0] == before
-        await a.store.mark(E1, "down", True)
+        await a.store.mark_endpoint(E1, "down", True)
         assert (await a.store.heartbeat("{}", 60)).endpoints_version == marked

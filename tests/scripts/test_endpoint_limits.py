@@ -25,8 +25,8 @@ async def take(it: Replica, request_id: str, **fields: object) -> str:
     verdict = await it.admit(request_id, **fields)
     if ("granted", request_id) in it.notifications:
         it.notifications.remove(("granted", request_id))
-        return (await it.place(request_id, **fields)).what
-    return verdict.what
+        return (await it.place(request_id, **fields)).status
+    return verdict.status
 
 
 async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) -> None:
@@ -73,7 +73,7 @@ async def test_a_hot_prefix_does_not_pile_up_on_one_endpoint(fleet: OpenFleet) -
         await a.publish(limited(A, 2), Endpoint(B), Endpoint(C), upper_per=ROOM)
         verdicts = [await a.admit(f"r{i}", candidates=f"{A}=100,{B}=0,{C}=0") for i in range(6)]
         # Then two are there, and the others where there is room; no answer names it as a fallback either
-        assert [verdict.what for verdict in verdicts] == ["placed"] * 6
+        assert [verdict.status for verdict in verdicts] == ["placed"] * 6
         assert (await it.state())["in_flight"] == {A: 2, B: 2, C: 2}
         assert not any(A in verdict.detail for verdict in verdicts[2:])
 
@@ -93,11 +93,11 @@ async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet:
         # When the first ends, then the same call grants who has waited longest, and no other
         await a.settle("first")
         assert [what for what in a.notifications if what[0] == "granted"] == [("granted", "x2")]
-        assert (await a.place("x2", subset=(A,))).what == "placed"
+        assert (await a.place("x2", subset=(A,))).status == "placed"
         assert (await it.counts())[1] == 1
         # When that ends, then the last; and nothing is kept of their waiting
         await a.settle("x2")
-        assert (await a.place("y1", subset=(A,))).what == "placed"
+        assert (await a.place("y1", subset=(A,))).status == "placed"
         assert await blocked(it) == []
         await a.settle("y1", "z1", "z2", "z3")
         assert await it.at_rest()
@@ -126,13 +126,13 @@ async def test_a_grant_that_is_not_placed_yet_has_its_place(fleet: OpenFleet) ->
         (a,) = it.replicas
         await a.publish(limited(A, 1), limited(B, 1), upper_per=ROOM)
         await a.admit("runs")
-        await a.store.tune({"paused": 1}, {})
+        await a.store.set_live_config({"paused": 1}, {})
         await a.admit("granted")
-        await a.store.tune({"paused": None}, {})
+        await a.store.set_live_config({"paused": None}, {})
         assert ("granted", "granted") in a.notifications
         # When a third comes, then it does not take the last place, though the queue is empty
-        assert (await a.admit("late")).what == "queued"
-        assert (await a.place("granted")).what == "placed"
+        assert (await a.admit("late")).status == "queued"
+        assert (await a.place("granted")).status == "placed"
         assert (await it.counts())[1:] == (1, [1, 1])
 
 
@@ -144,7 +144,7 @@ async def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on
             await a.admit(f"r{i}")
         # When it is lowered below what runs, then nothing new goes there until enough have ended
         await a.publish(limited(A, 2), upper_per=ROOM)
-        assert (await a.admit("waits")).what == "queued"
+        assert (await a.admit("waits")).status == "queued"
         await a.settle("r0")
         assert (await it.counts())[1] == 1
         # When it is lifted, then the one that waits is let go at once

@@ -20,8 +20,8 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
 from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.state.error_replies import ERROR_REPLIES
-from picker_fleet.state.silence import Silence
+from picker_fleet.state.connection import ERROR_REPLIES
+from picker_fleet.state.failure_detector import FailureDetector
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
@@ -43,7 +43,7 @@ class Watched:
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
         self.gate: FailoverGate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, Silence(SILENCE_S, SILENCE_S)
+            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(SILENCE_S, SILENCE_S)
         )
         self.waiting: asyncio.Task[Any]
 
@@ -173,7 +173,7 @@ async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
 async def test_an_error_for_one_request_is_its_own(
     valkey_url: str, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "picker_fleet.state.refusals")
+    caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
     async with watched(valkey_url, pool) as it:
         # Given what no script of ours has written, where a flow's requests are kept
         name, flow = "ba\nd" + "x" * 300, "bad"
@@ -281,4 +281,4 @@ async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
                     await asyncio.wait((task,))
             # And the link is well as soon as the server is
             await until(lambda: replica.store.fault is None)
-            assert (await replica.admit("next", candidates=addresses(1)[0])).what in ("placed", "queued")
+            assert (await replica.admit("next", candidates=addresses(1)[0])).status in ("placed", "queued")

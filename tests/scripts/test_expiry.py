@@ -129,7 +129,7 @@ async def test_an_adopted_request_past_its_time_has_expired(fleet: OpenFleet) ->
         await a.admit("runs")
         await a.admit("q", ttl_s=0.05)
         await it.after(60)
-        assert (await b.admit("q", attempt=5)).what == "expired"
+        assert (await b.admit("q", attempt=5)).status == "expired"
         await a.settle("runs")
         assert await it.at_rest()
         await it.ledger()

@@ -8,8 +8,8 @@ import redis
 from failing_calls import FailingLibrary
 from script_fleet import SETTINGS
 
-from picker_fleet.state.arrival import pack
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
 
 START_MS = 1_800_000_000_000
@@ -21,7 +21,7 @@ TOKEN = "\t".join(("lost", "1", "1", "1", "w", "3", "m", "e2:1", "1"))
 def arrival(
     name: str, *, flow: str = "flow", band: int = 1, cost: float = 1, ttl_ms: int = 60_000, limit: int = 0
 ) -> bytes:
-    return pack((name, "1", flow, "w-" + flow, "m", "*"), (band, 1, cost, ttl_ms, 0, 3, limit, 0))
+    return pack_arrival((name, "1", flow, "w-" + flow, "m", "*"), (band, 1, cost, ttl_ms, 0, 3, limit, 0))
 
 
 def settings(**changed: object) -> str:
@@ -123,7 +123,7 @@ def test_the_call_after_one_that_failed_halfway_sees_what_redis_has(valkey_url: 
 
         call("publish", "r", "1", "1", settings, "e", '{"labels":{},"draining":false}')
         arrivals = [
-            pack((id, "1", "flow", "w", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)) for id in ("a", "b")
+            pack_arrival((id, "1", "flow", "w", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)) for id in ("a", "b")
         ]
         assert [reply.split()[0] for reply in call("admit", "r", *arrivals)[4:]] == [b"placed", b"placed"]
         workload = server.hget(f"{keys.prefix}workloads", "w")

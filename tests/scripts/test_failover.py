@@ -14,7 +14,7 @@ from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.request import Alive, Placement
-from picker_fleet.state.silence import Silence
+from picker_fleet.state.failure_detector import FailureDetector
 
 (E1,) = addresses(1)
 CONFIG: Mapping[str, Any] = {
@@ -31,7 +31,7 @@ class Crosser:
         settings = parse(CONFIG)
         trigger = HeartbeatTrigger()
         self.gate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, Silence(1.0, 8.0),
+            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(1.0, 8.0),
             trigger, replica.name,
         )  # fmt: skip
         self.membership = Membership(

@@ -9,7 +9,7 @@ from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import NoEndpoints
 from picker_fleet.request import Placement
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)
 
@@ -137,7 +137,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
         placing = asyncio.Event()
         real = a.store.place
 
-        async def stopped(request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Verdict:
+        async def stopped(request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Decision:
             if when == "after":
                 await real(request_id, attempt, subset)
             placing.set()
@@ -246,7 +246,7 @@ async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_requ
         await waiter
         # When the wake-up of its grant comes late
         b.gate.on_notification("granted", "q")
-        assert await b.store.disclaim("q") == "foreign"
+        assert await b.store.return_grant("q") == "foreign"
         # Then it runs on
         assert (await it.counts())[0] == 1
         b.gate.settle(ended("q"))

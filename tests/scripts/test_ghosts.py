@@ -55,12 +55,12 @@ async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_th
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             swept = await a.sweep(unseen_s=UNSEEN_S)
-            assert (swept.ghosts, swept.suspects) == (0, (E1,))
+            assert (swept.given_up, swept.suspects) == (0, (E1,))
 
         # The older page has 4 of 6, the newer 3: two are missing from both.
         await report(it, 3, before=(1.0, 4))
         swept = await a.sweep(unseen_s=UNSEEN_S)
-        assert (swept.ghosts, swept.reclaimed) == (2, 0)
+        assert (swept.given_up, swept.reclaimed) == (2, 0)
         assert await has(it, names) == set(names[2:])
         assert (await it.state())["stock"] == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
@@ -68,7 +68,7 @@ async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_th
         # What comes back with a sign of life is counted again; a late end changes nothing.
         assert await a.settle("r1") == ["unknown"]
         await report(it, 4, before=(1.0, 4))
-        assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+        assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
 async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
@@ -79,7 +79,7 @@ async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fl
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         swept = await a.sweep(unseen_s=UNSEEN_S)
-        assert (swept.ghosts, swept.suspects) == (0, (E1,))
+        assert (swept.given_up, swept.suspects) == (0, (E1,))
         assert await has(it, ["alive", "new"]) == {"alive", "new"}
 
 
@@ -97,9 +97,9 @@ async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fle
             '{"at":1,"before":2,"before_load":0,"waiting":0,"running":0}',
         ):
             await it.redis.hset(metrics, E1, text)
-            assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+            assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
         await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # pages from the future
-        assert (await a.sweep(unseen_s=UNSEEN_S)).ghosts == 0
+        assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
         assert await has(it, ["r"]) == {"r"}
         # Without suspects nobody is asked for a page.
         await seen(it, "r", ago_s=0.1)
@@ -112,19 +112,19 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
     async with fleet("a", upper_per=10, lease_ms=60_000) as it:
         (a,) = it.replicas
         # Given a placed request whose client has gone, as somebody says without a accounting token
-        assert await a.store.suspect("r") == "unknown"
+        assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
-        assert await a.store.suspect("r") == "suspected"
+        assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         # Then pages of before, or of the second in which it may be on its way, give it up to nobody
         await seen(it, "r", ago_s=3)
         for before in ((4.0, 0), (2.5, 0)):
             await report(it, 0, before=before)
             swept = await a.sweep()
-            assert (swept.ghosts, swept.suspects) == (0, (E1,))
+            assert (swept.given_up, swept.suspects) == (0, (E1,))
         # But two later ones that lack it do
         await report(it, 0, before=(1.0, 0))
-        assert (await a.sweep()).ghosts == 1
+        assert (await a.sweep()).given_up == 1
         assert await has(it, ["r"]) == set()
         await a.sweep()
         assert await it.redis.exists(it.keys.prefix + "suspects") == 0
@@ -134,11 +134,11 @@ async def test_a_suspect_that_gives_a_sign_of_life_is_none(fleet: OpenFleet) -> 
     async with fleet("a", upper_per=10, lease_ms=60_000) as it:
         (a,) = it.replicas
         await a.admit("r")
-        await a.store.suspect("r")
+        await a.store.report_client_gone("r")
         await it.redis.zincrby(it.keys.prefix + "suspects", -5000, "r")
         assert await a.store.renew("r", 1, "", "") == "renewed"
         await report(it, 0, before=(1.0, 0))
         swept = await a.sweep()
-        assert (swept.ghosts, swept.suspects) == (0, ())
+        assert (swept.given_up, swept.suspects) == (0, ())
         assert await it.redis.exists(it.keys.prefix + "suspects") == 0
         assert await has(it, ["r"]) == {"r"}

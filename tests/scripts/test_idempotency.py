@@ -10,7 +10,7 @@ from script_backends import wire
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
 from picker_fleet.admission import accounting_token
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
@@ -133,7 +133,7 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         # When it beats, then the grant is in its inbox still, and is placed once
         await a.beat()
         assert a.notifications == [("granted", "waits")]
-        assert [await a.place("waits"), await a.place("waits")] == [Verdict("placed", "10.0.0.1:8000")] * 2
+        assert [await a.place("waits"), await a.place("waits")] == [Decision("placed", "10.0.0.1:8000")] * 2
         assert await it.counts() == (1, 0, [1])
         await a.beat()
         assert a.notifications == [("granted", "waits")]

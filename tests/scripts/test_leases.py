@@ -10,7 +10,7 @@ from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, unti
 from picker_fleet.admission import accounting_token
 from picker_fleet.request import Alive, Outcome
 from picker_fleet.signing import Keyring
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)
 MOST_TOMBSTONES = 100_000
@@ -44,7 +44,7 @@ async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
         await it.after(60)
         # When the sweep runs, then the stock is free, and a late placement finds nothing
         assert (await a.sweep()).reclaimed == 1
-        assert (await a.place("q")).what == "gone"
+        assert (await a.place("q")).status == "gone"
         assert await it.at_rest()
         assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
 
@@ -139,7 +139,7 @@ async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: 
         # Then it is counted, not picked, and vanishes with its last request
         assert (await it.state())["in_flight"] == {E1: 0, "10.9.9.9:1": 2}
         await a.settle("r1")
-        assert await a.admit("r3") == Verdict("placed", E1)
+        assert await a.admit("r3") == Decision("placed", E1)
         await a.settle("r2", "r3")
         assert (await it.state())["in_flight"] == {E1: 0}
 
@@ -176,14 +176,14 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
     async with fleet("a", "b") as it:
         a, b = it.replicas
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
-        assert await a.store.bury("ended") == "buried"
+        assert await a.store.tombstone("ended") == "buried"
         # When the replica that let them go brings both, then only the one that runs is counted
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == (1, 0, [1])
         # And a new request of that id is as any other
-        assert (await b.admit("ended")).what == "placed"
-        assert await a.store.bury("ended") == "buried"
+        assert (await b.admit("ended")).status == "placed"
+        assert await a.store.tombstone("ended") == "buried"
         assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
         # And a lease and 10 s later the tombstone is forgotten
@@ -214,14 +214,14 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
         a, b = it.replicas
         token = accounting_token.write(ask("r"), E1)
         # Given an end that was heard some time ago, and is answers now
-        assert await a.store.bury("r", ended_s) == "buried"
+        assert await a.store.tombstone("r", ended_s) == "buried"
         # When somebody brings back what it let go, and saw alive before or since
         assert (
             await b.store.renew("r", None, "", token, seen_s) == "unknown"
         )  # only heard of: an old accounting token, it may be
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
         # Then an end that is answers again says whether it has come back
-        again = await a.store.bury("r", ended_s)
+        again = await a.store.tombstone("r", ended_s)
         assert again == ("back" if answer == "restored" else "buried")
         await a.settle("r")
         assert await it.at_rest()
@@ -290,7 +290,7 @@ async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
     async with fleet("a", endpoints=2) as it:
         (a,) = it.replicas
         for address in (E1, E2)[:unready]:
-            await a.store.mark(address, "down", True)
+            await a.store.mark_endpoint(address, "down", True)
         # When a accounting token claims more
         assert (
             await a.store.renew("r", None, E1, accounting_token.write(ask("r", cost=claimed), E1))
@@ -393,7 +393,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fl
         # When all is lost, and a stranger beats first, then what the others hold is good again
         await it.redis.flushall()
         stranger = Keyring()
-        await a.store._link.call("heartbeat", "c", "{}", 60_000, stranger.offer())
+        await a.store._client.call("heartbeat", "c", "{}", 60_000, stranger.offer())
         await b.beat()
         assert set(second) < set((await keys())[1:])
         await a.beat()

@@ -13,7 +13,7 @@ from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
 from picker_fleet.state.scripts import load_library
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 from picker_tools.local_fleet.network import free_port
 
 E1 = addresses(1)[0]
@@ -25,7 +25,7 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
         (a,) = it.replicas
         # When they come in one turn, then each has its own answer, in order
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
-        assert [verdict.what for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
+        assert [verdict.status for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
         assert set(replies[:150]) == {"settled llama"}
         assert replies[200] == "unknown"
@@ -83,8 +83,8 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
             a.beat(),
             a.sweep(),
         )
-        assert (renewed, settled, admitted.what) == ("renewed", "settled llama", "queued")
-        assert (placed.what, cancelled) == ("placed", "ended")
+        assert (renewed, settled, admitted.status) == ("renewed", "settled llama", "queued")
+        assert (placed.status, cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
         assert ("granted", "queued") in a.notifications
         await it.ledger()
@@ -127,7 +127,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
             await a.admit("r")
         # And the connection goes on
         await it.redis.restore(it.keys.pool, 0, kept, replace=True)
-        assert (await a.admit("r")).what == "placed"
+        assert (await a.admit("r")).status == "placed"
 
 
 async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> 
         # When the server starts, then calls work
         with valkey(tmp_path, port):
             await until(lambda: _publishes(a))
-            assert await a.admit("r1") == Verdict("placed", E1)
+            assert await a.admit("r1") == Decision("placed", E1)
             assert a.store.fault is None
         running.cancel()
 
@@ -178,7 +178,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
                         await call
         assert not settled.done()
         # And whatever the calls have done is nothing: others go on
-        assert (await b.admit("r3")).what == "queued"
+        assert (await b.admit("r3")).status == "queued"
         # When the server answers again, then it is delivered, and what it frees is granted
         between.unmute()
         assert await settled == "settled llama"
@@ -231,13 +231,13 @@ async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFle
     # Given a link that nobody asks anything
     async with valkey_fleet("a") as it:
         (a,) = it.replicas
-        link = a.store._link
-        lives = link.lives
+        link = a.store._client
+        lives = link.connection_epoch
         # When its connection is cut, then it is well again without a call
         await it.redis.client_kill_filter(skipme=True)
 
         async def well() -> bool:
-            return link.lives > lives and link.fault is None
+            return link.connection_epoch > lives and link.fault is None
 
         await until(well)
 
@@ -247,17 +247,17 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
     async with valkey_fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         admission = asyncio.ensure_future(a.admit("r1"))
-        link = a.store._link
-        while not link._under_way:  # noqa: ASYNC110 - it is sent in the turn that submits it
+        link = a.store._client
+        while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
             await asyncio.sleep(0)
         # When it wakes long after, and comes upon the reply before its own timer has had a turn
-        link._under_way[0].sent_s -= 10
-        link._under_way[0].stood_s -= 10
+        link._in_flight[0].sent_s -= 10
+        link._in_flight[0].paused_s -= 10
         # Then what it grants counts for nothing, for it may be another's by now
         with pytest.raises(StateUnavailable):
             await admission
         # And the connection is made anew
-        assert (await a.admit("r1")).what == "placed"
+        assert (await a.admit("r1")).status == "placed"
         await a.settle("r1")
         assert await it.at_rest()
 
@@ -276,7 +276,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         between.mute()
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
-        await until(lambda: _is(a.store._link.waits and not a.store.unsent_ends()))
+        await until(lambda: _is(a.store._client.waits and not a.store.unsent_ends()))
         # When another request ends, then only this end cannot be known there
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
@@ -287,8 +287,8 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         assert a.store.unsent_ends() == ["r2"]
         assert a.lost == ["silence"]
         # And when there is a new connection to a server that is as silent, though decisions go out on it
-        lives = a.store.lives
-        await until(lambda: _is(a.store.lives > lives))
+        lives = a.store.connection_epoch
+        await until(lambda: _is(a.store.connection_epoch > lives))
         deciding = asyncio.create_task(a.admit("r4"))
         with pytest.raises(StateUnavailable):
             await deciding

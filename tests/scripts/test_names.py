@@ -11,7 +11,7 @@ from script_fleet import Fleet, OpenFleet, Replica, running
 from test_audit_of_a_run import audited
 
 from picker_fleet.request import Band, Outcome
-from picker_fleet.state.reads import Stretch
+from picker_fleet.state.reads import RankRange
 
 _POOLS = itertools.count(1)
 
@@ -24,7 +24,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
         await replica.settle(*ends)
         ends = [request_id for what, request_id in replica.notifications if what == "granted"]
         for request_id in ends:
-            assert (await replica.place(request_id)).what == "placed"
+            assert (await replica.place(request_id)).status == "placed"
         served += ends
     return served
 
@@ -37,12 +37,12 @@ async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_th
         other = {"flow": "llama3", "workload": "8b:chat"}
         await replica.admit("runs", flow="other")
         for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", other)):
-            assert (await replica.admit(request_id, **who)).what == "queued"
+            assert (await replica.admit(request_id, **who)).status == "queued"
         # When all are served, then each once and by its own turn
         assert await _serve_all(it, replica, "runs") == ["v0", "x0", "x1"]
         # and when the other comes again, it is taken and served
         await replica.admit("runs again", flow="other")
-        assert (await replica.admit("v1", **other)).what == "queued"
+        assert (await replica.admit("v1", **other)).status == "queued"
         assert await _serve_all(it, replica, "runs again") == ["v1"]
         assert await it.at_rest()
         assert (await audited(it)).violations == 0
@@ -100,16 +100,16 @@ async def _use_all_scripts(
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
         for request_id, (flow, workload) in zip(ids, pairs, strict=True):
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
-            assert verdict.what == "queued"
-        await store.tune({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
+            assert verdict.status == "queued"
+        await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
         # When all that can be read is read, then every name is names as it was given
-        queues = (await store.reads.lanes(100)).lanes
+        queues = (await store.reads.flow_queues(100)).queues
         assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
-        surveyed = (await store.survey.lanes(100)).lanes.lanes
+        surveyed = (await store.queue_snapshots.read(100)).page.queues
         assert [queue.name for queue in surveyed] == [queue.name for queue in queues]
         for queue in queues:
-            assert [each.queued for each in await store.reads.lane(queue.name)] == [queue.queued]
-        found = await store.reads.queued([Stretch(queue.band, queue.name, 0, 9) for queue in queues])
+            assert [each.queued for each in await store.reads.flow_queue(queue.name)] == [queue.queued]
+        found = await store.reads.queued([RankRange(queue.band, queue.name, 0, 9) for queue in queues])
         names = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
         assert names == dict(zip(ids, pairs, strict=True))
         for request_id in ids:
@@ -130,13 +130,13 @@ async def _use_all_scripts(
         assert await store.cancel(gone, 1, "cancelled") == "ended"
         assert await store.evict(evicted) == "evicted"
         assert await store.renew("runs:", 1, "", "") == "renewed"
-        assert await store.mark("10.0.0.1:8000", "down", True) == "marked"
+        assert await store.mark_endpoint("10.0.0.1:8000", "down", True) == "marked"
         await one.sweep()
-        assert await store.mark("10.0.0.1:8000", "down", False) == "marked"
+        assert await store.mark_endpoint("10.0.0.1:8000", "down", False) == "marked"
         assert sorted(await _serve_all(it, one, "runs:")) == sorted(others)
-        await store.bury("runs:")
+        await store.tombstone("runs:")
         assert await store.settle(evicted, Outcome.COMPLETED) == "unknown"
         await one.beat()
-        assert await store.news() == []
+        assert await store.notifications() == []
         assert await it.at_rest()
         assert (await audited(it)).violations == 0

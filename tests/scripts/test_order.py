@@ -33,7 +33,7 @@ async def queue_up(it: Fleet, backlog: Backlog, weights: Mapping[str, float], **
     for (flow, number, cost), replica in zip(queued, itertools.cycle(it.replicas), strict=False):
         name = f"{flow}{number}"
         verdict = await replica.admit(name, flow=flow, weight=weights[flow], cost=cost, **fields)
-        assert verdict.what == "queued"
+        assert verdict.status == "queued"
     return len(queued)
 
 

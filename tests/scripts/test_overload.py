@@ -7,7 +7,7 @@ from decision_ledger import events_of, order_of
 from script_fleet import OpenFleet, addresses
 
 from picker_fleet.request import Band
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 
 async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(
@@ -22,8 +22,8 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
         await a.admit("d1", flow="d", band=Band.DEFAULT)
         # When critical and default requests come
         for name in ("c1", "c2", "c3"):
-            assert (await a.admit(name, flow="c", band=Band.CRITICAL)).what == "queued"
-        assert (await a.admit("d2", flow="d", band=Band.DEFAULT)).what == "queued"
+            assert (await a.admit(name, flow="c", band=Band.CRITICAL)).status == "queued"
+        assert (await a.admit("d2", flow="d", band=Band.DEFAULT)).status == "queued"
         # Then the sheddable flows take turns, each losing its newest, and their owner is told
         await b.beat()
         assert sorted(b.notifications) == sorted(("preempted", name) for name in ("x3", "y3", "x2", "y2"))
@@ -68,7 +68,7 @@ async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: Op
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
         # When a critical request finds the queue full, then one of those that wait gives way
-        assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).what == "queued"
+        assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).status == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
         # And after a sweep the order is whole
         await a.sweep()
@@ -82,7 +82,7 @@ async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) ->
         await a.admit("c1", band=Band.CRITICAL)
         await a.admit("d1", band=Band.DEFAULT, flow="d")
         assert (await a.admit("d2", band=Band.DEFAULT, flow="e")).detail == "total-capacity 1"
-        assert (await a.admit("c2", band=Band.CRITICAL)).what == "queued"
+        assert (await a.admit("c2", band=Band.CRITICAL)).status == "queued"
         assert (await a.admit("c3", band=Band.CRITICAL)).detail == "total-capacity 1"
         assert events_of(await it.log(), "d1") == ["queued", "preempted"]
 
@@ -97,7 +97,7 @@ async def test_a_critical_flow_gets_its_places_however_full_the_queue_is(fleet: 
             await a.admit(f"d{n}", flow="d", band=Band.DEFAULT)
         # When another critical flow comes, then it gets all of its places, and no more
         for n in range(3):
-            assert (await a.admit(f"e{n}", flow="e", band=Band.CRITICAL)).what == "queued"
+            assert (await a.admit(f"e{n}", flow="e", band=Band.CRITICAL)).status == "queued"
         refused = await a.admit("e3", flow="e", band=Band.CRITICAL)
         assert refused.detail.startswith("insufficient-flow-capacity")
         log = await it.log()
@@ -111,9 +111,9 @@ async def test_where_only_critical_requests_queue_others_are_refused(fleet: Open
     async with fleet("a", upper_per=1, overload="reject-noncritical", total_capacity=1) as it:
         (a,) = it.replicas
         await a.admit("runs")
-        assert (await a.admit("d", band=Band.DEFAULT)) == Verdict("refused", "saturated 1")
-        assert (await a.admit("c", band=Band.CRITICAL)).what == "queued"
-        assert (await a.admit("c2", band=Band.CRITICAL)) == Verdict("refused", "total-capacity 1")
+        assert (await a.admit("d", band=Band.DEFAULT)) == Decision("refused", "saturated 1")
+        assert (await a.admit("c", band=Band.CRITICAL)).status == "queued"
+        assert (await a.admit("c2", band=Band.CRITICAL)) == Decision("refused", "total-capacity 1")
 
 
 async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet) -> None:
@@ -134,7 +134,7 @@ async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet
         for i in range(4, 10):
             await a.admit(f"q{i}")
         refused = await a.admit("late")
-        assert refused == Verdict("refused", f"total-capacity {-int(-9 // rate)}")
+        assert refused == Decision("refused", f"total-capacity {-int(-9 // rate)}")
 
 
 async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
@@ -142,15 +142,15 @@ async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> 
     async with fleet("a", "b", endpoints=2, upper_per=10) as it:
         a, b = it.replicas
         verdicts = await asyncio.gather(*(a.admit(f"x{i}", flow="x", limit=1) for i in range(4)))
-        assert sorted(verdict.what for verdict in verdicts) == ["placed", "placed", "queued", "queued"]
+        assert sorted(verdict.status for verdict in verdicts) == ["placed", "placed", "queued", "queued"]
         # When others come, then they pass
-        assert (await b.admit("y", flow="y")).what == "queued"
+        assert (await b.admit("y", flow="y")).status == "queued"
         assert ("granted", "y") in b.notifications
-        assert (await b.place("y")).what == "placed"
+        assert (await b.place("y")).status == "placed"
         # When one of the flow's ends, then its next has the place that came free
         await a.settle("x0")
         assert [id for what, id in a.notifications if what == "granted"] == ["x2"]
-        assert (await a.place("x2")).what == "placed"
+        assert (await a.place("x2")).status == "placed"
         for name in ("x1", "x2", "x3", "y"):
             await a.settle(name)
         assert await it.at_rest()
@@ -167,7 +167,7 @@ async def test_a_grant_whose_subset_is_at_the_limit_goes_back_to_its_place(fleet
         await a.admit("x1", flow="x", limit=1, subset=(first,))
         # When it is to be placed, then it waits again, charged nothing
         again = await a.place("x1", subset=(first,))
-        assert again.what == "queued"
+        assert again.status == "queued"
         assert (await it.counts())[:2] == (1, 1)
         # And it is placed when the endpoint has let go
         await a.settle("x0")

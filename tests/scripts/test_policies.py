@@ -159,7 +159,7 @@ async def test_a_charge_below_nothing_is_corrected_like_any_other(fleet: OpenFle
         for name in ("x1", "x2", "x3"):
             await a.admit(name, flow="x", cost=10)
         await a.settle("runs")
-        await a.store.tune({"fairness": "weighted-fair"}, {"fairness": "weighted-fair"})
+        await a.store.set_live_config({"fairness": "weighted-fair"}, {"fairness": "weighted-fair"})
         await a.sweep()
         await a.store.settle("x1", Outcome.COMPLETED, 1.0, None)
         # When the next, whose tag is below 0, is settled with what it cost

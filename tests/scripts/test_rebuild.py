@@ -13,7 +13,7 @@ from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, Server
 from picker_fleet.admission import accounting_token
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Alive, InferenceRequest, Placement
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 # Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.
 CONFIG: dict[str, Any] = {
@@ -100,7 +100,7 @@ async def test_streams_are_registered_before_waiters_where_redis_is_slow(fleet: 
         # When something that this replica asked is on its way for long: decisions go out beside it
         busy = asyncio.create_task(it.redis.eval(BUSY, 0))
         await asyncio.sleep(0.02)
-        asked = asyncio.create_task(a.store.news())
+        asked = asyncio.create_task(a.store.notifications())
         await asyncio.sleep(0)
         assert await a.gate.register_again()
         await asyncio.gather(busy, asked)
@@ -153,7 +153,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
 
         async def failing(
             request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-        ) -> Verdict:
+        ) -> Decision:
             nonlocal failures
             if failures < 3:
                 failures += 1

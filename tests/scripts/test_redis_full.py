@@ -11,7 +11,7 @@ from script_fleet import Fleet, Replica, ask, ended, running, until
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
 from picker_fleet.failover.gate import FailoverState
-from picker_fleet.state.silence import Silence
+from picker_fleet.state.failure_detector import FailureDetector
 
 ROOM = 400_000  # bytes for what is to wait
 UPPER = 2
@@ -29,7 +29,9 @@ class Clients:
     def __init__(self, fleet: Fleet) -> None:
         self.replica: Replica = fleet.replicas[0]
         replica = self.replica
-        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, Silence(5.0, 5.0))
+        self.gate = gate_over(
+            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(5.0, 5.0)
+        )
         self.running: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -79,8 +81,8 @@ async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(ser
         await a.beat()
         assert (await a.sweep()).ran
         for on in (True, False):
-            assert await a.store.mark("10.0.0.1:8000", "down", on) == "marked"
-        await a.store.tune({"paused": None}, {"paused": None})
+            assert await a.store.mark_endpoint("10.0.0.1:8000", "down", on) == "marked"
+        await a.store.set_live_config({"paused": None}, {"paused": None})
         clients.tasks[-1].cancel()
         await until(lambda: a.gate.waiting == waiting - 1)
         # And all in flight end, and all who wait have their turn

@@ -41,7 +41,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
     """Each is granted in turn, placed, and ends."""
     for request_id in request_ids:
         await replica.beat()
-        assert (await replica.place(request_id)).what == "placed"
+        assert (await replica.place(request_id)).status == "placed"
         await replica.settle(request_id)
 
 
@@ -64,7 +64,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
         assert isinstance(refused, ScriptFailed)
         assert "refused admit" in str(refused)
         assert isinstance(others.pop(1), ScriptFailed)
-        assert [verdict.what for verdict in others] == ["queued"] * 3
+        assert [verdict.status for verdict in others] == ["queued"] * 3
         assert await it.counts() == (1, 3, [1])
         # And are served in their order
         await mended(it, BAD, kept)
@@ -155,4 +155,4 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
         calls = (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"]
         assert calls == 1 + 16 + 1
         # And the connection goes on
-        assert (await a.admit("g", flow="good")).what == "queued"
+        assert (await a.admit("g", flow="good")).status == "queued"

@@ -8,7 +8,7 @@ import redis
 from script_fleet import SETTINGS
 from set_clock import clock_of
 
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import Library, load_library
 
 START_MS = 1_800_000_000_000
@@ -42,7 +42,7 @@ class Server:
         self.call(library, "publish", "r", "c", version, settings, *endpoints)
 
     def admit(self, library: Library, request_id: str, *, ttl_ms: int = 60_000) -> list[str]:
-        request = pack((request_id, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
+        request = pack_arrival((request_id, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
         return self.call(library, "admit", "r", request)[4].decode().split()
 
     def settle(self, library: Library, request_id: str) -> None:
@@ -134,7 +134,7 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Serve
     # When requests may go to endpoints that nobody has heard of, each to others
     for number in range(30):
         strangers = ",".join(f"10.0.{number}.{last}:1" for last in range(50))
-        request = pack(
+        request = pack_arrival(
             (f"r-{number}", "1", "f", f"w-{number}", "m", f"{strangers},a:1"), (1, 1, 1, 60_000, 0, 3, 0, 0)
         )
         assert server.call(server.one, "admit", "r", request)[4].startswith(b"placed a:1 ")

@@ -66,7 +66,7 @@ async def opened(url: str, pool: str, replica: str, clock: Clock) -> AsyncIterat
 async def following(channel: MetricsChannel) -> AsyncIterator[Follower]:
     """A follower that has caught up."""
     follower = Follower()
-    task = asyncio.create_task(channel.follow(follower.take, on_link=follower.link, check_s=10))
+    task = asyncio.create_task(channel.follow(follower.take, on_subscribed=follower.link, check_s=10))
     try:
         await follower.until(lambda: follower.links == 1)
         yield follower

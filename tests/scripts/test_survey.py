@@ -10,10 +10,9 @@ from script_fleet import Fleet, OpenFleet, Replica, until
 
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.request import Outcome
-from picker_fleet.state import survey
-from picker_fleet.state.link import Link
-from picker_fleet.state.reads import CHUNK, Reads
-from picker_fleet.state.rows import Lane
+from picker_fleet.state import reads
+from picker_fleet.state.batching import BatchingClient
+from picker_fleet.state.reads import CHUNK, FlowQueueRow, Reads
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000
@@ -23,30 +22,30 @@ FOREVER_MS = 600_000
 @pytest.fixture
 def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what was left nor a claim ends while a test lasts."""
-    monkeypatch.setattr(survey, "CLAIM_MS", FOREVER_MS)
-    monkeypatch.setattr(survey, "_GOOD_S", FOREVER_MS / 1000)
-    monkeypatch.setattr(survey, "_LANE_S", FOREVER_MS / 1000)
+    monkeypatch.setattr(reads, "CLAIM_MS", FOREVER_MS)
+    monkeypatch.setattr(reads, "_GOOD_S", FOREVER_MS / 1000)
+    monkeypatch.setattr(reads, "_LANE_S", FOREVER_MS / 1000)
 
 
 async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
     """A request that runs, and one of each of `flows` that waits."""
     a = it.replicas[0]
-    assert (await a.admit("runs")).what == "placed"
+    assert (await a.admit("runs")).status == "placed"
     verdicts = await asyncio.gather(*(a.admit(f"q{i}", flow=f"f{i:03d}") for i in range(flows)))
-    assert {verdict.what for verdict in verdicts} == {"queued"}
+    assert {verdict.status for verdict in verdicts} == {"queued"}
 
 
-async def queues_of(replica: Replica) -> list[Lane]:
-    return (await replica.store.survey.lanes(MOST)).lanes.lanes
+async def queues_of(replica: Replica) -> list[FlowQueueRow]:
+    return (await replica.store.queue_snapshots.read(MOST)).page.queues
 
 
-def names(queues: list[Lane]) -> set[str]:
+def names(queues: list[FlowQueueRow]) -> set[str]:
     return {queue.name for queue in queues}
 
 
 async def left(it: Fleet) -> str:
     """What is left at the moment; empty while it is being read, or if nothing is."""
-    return await it.redis.get(it.keys.lanes) or ""
+    return await it.redis.get(it.keys.queue_snapshot) or ""
 
 
 @contextlib.asynccontextmanager
@@ -71,9 +70,9 @@ async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet
         # Then the others have the same, to the last digit of their ages: they have not read for themselves
         for other in others:
             assert await queues_of(other) == read
-        assert "late" in names((await others[0].store.reads.lanes(MOST)).lanes)
+        assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)
         # And they go by what is left of its time
-        assert 0 < await it.redis.pttl(it.keys.lanes) <= FOREVER_MS
+        assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
 async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
@@ -89,8 +88,8 @@ async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valke
         a, b, c = it.replicas
         await wait_in_line(it)
         # Given one that was told to read, and of which nothing more is heard
-        assert await a.store._link.call("claim_queue_snapshot", survey.CLAIM_MS) == ["", 0]
-        assert await it.redis.pttl(it.keys.lanes) <= survey.CLAIM_MS
+        assert await a.store._client.call("claim_queue_snapshot", reads.CLAIM_MS) == ["", 0]
+        assert await it.redis.pttl(it.keys.queue_snapshot) <= reads.CLAIM_MS
         # Then the others have the flow queues all the same
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
@@ -114,13 +113,13 @@ async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for
         a, b = it.replicas
         # Given an empty queue, at which both have looked
         assert await queues_of(a) == []
-        assert await it.redis.exists(it.keys.lanes) == 0
+        assert await it.redis.exists(it.keys.queue_snapshot) == 0
         assert await queues_of(b) == []
         # When something waits, then either sees it at once, and nothing is left for others
         await wait_in_line(it, 3)
         for each in (a, b):
             assert len(await queues_of(each)) == 3
-        assert await it.redis.exists(it.keys.lanes) == 0
+        assert await it.redis.exists(it.keys.queue_snapshot) == 0
 
 
 async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFleet) -> None:
@@ -128,7 +127,7 @@ async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFl
         (a,) = it.replicas
         await wait_in_line(it)
         for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
-            await it.redis.set(it.keys.lanes, other, px=FOREVER_MS)
+            await it.redis.set(it.keys.queue_snapshot, other, px=FOREVER_MS)
             assert len(await queues_of(a)) == FLOWS
             assert await left(it) == other
 
@@ -141,7 +140,7 @@ async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> Non
             # Given a cache that runs, and that nobody asks: then nothing is read
             await it.after(100)
             assert cache.last.queues == ()
-            assert await it.redis.exists(it.keys.lanes) == 0
+            assert await it.redis.exists(it.keys.queue_snapshot) == 0
             # When somebody asks for a while, then the next state is read by itself
             first = await cache.get()
             await cache.get()
@@ -152,7 +151,7 @@ async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> Non
             async def no_more() -> bool:
                 last = cache.last
                 await it.after(500)
-                return cache.last is last and not await it.redis.exists(it.keys.lanes)
+                return cache.last is last and not await it.redis.exists(it.keys.queue_snapshot)
 
             await until(no_more)
 
@@ -160,7 +159,7 @@ async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> Non
 class Meanwhile:
     """The link, behind whose first call something happens."""
 
-    def __init__(self, link: Link, what: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, link: BatchingClient, what: Callable[[], Awaitable[None]]) -> None:
         self._link = link
         self._what: Callable[[], Awaitable[None]] | None = what
 
@@ -176,17 +175,17 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fl
     async with valkey_fleet("a", upper_per=1) as it:
         (a,) = it.replicas
         await wait_in_line(it)
-        first, *_, last = (await a.store.reads.lanes(MOST)).lanes
+        first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 
         # Given flow queues of which the first is served, and comes again at the end, while they are read
         async def move() -> None:
             await a.settle("runs")
-            assert (await a.place("q0")).what == "placed"
+            assert (await a.place("q0")).status == "placed"
             await a.store.settle("q0", Outcome.COMPLETED, actual=FLOWS)
-            assert (await a.admit("again", flow=first.name)).what == "queued"
+            assert (await a.admit("again", flow=first.name)).status == "queued"
 
-        reads = Reads(cast(Link, Meanwhile(a.store._link, move)), it.keys.log)
-        found = (await reads.lanes(MOST)).lanes
+        reads = Reads(cast(BatchingClient, Meanwhile(a.store._client, move)), it.keys.log)
+        found = (await reads.flow_queues(MOST)).queues
         # Then it stands where it was last, and counts once
         assert len(found) == len(names(found)) == FLOWS
         assert found[-1].name == first.name

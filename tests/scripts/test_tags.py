@@ -138,9 +138,9 @@ FIRST = -1.0
 async def life(it: Fleet, name: str) -> None:
     """One request is placed, one waits and expires, one waits and is served when the first has ended."""
     (a,) = it.replicas
-    assert (await a.admit(f"{name} first")).what == "placed"
-    assert (await a.admit(f"{name} expires", ttl_s=0.05, flow="other")).what == "queued"
-    assert (await a.admit(f"{name} waits", ttl_s=60)).what == "queued"
+    assert (await a.admit(f"{name} first")).status == "placed"
+    assert (await a.admit(f"{name} expires", ttl_s=0.05, flow="other")).status == "queued"
+    assert (await a.admit(f"{name} waits", ttl_s=60)).status == "queued"
 
     async def expired() -> bool:
         await a.sweep()
@@ -156,7 +156,7 @@ async def life(it: Fleet, name: str) -> None:
         return ("granted", f"{name} waits") in a.notifications
 
     await until(granted)
-    assert (await a.place(f"{name} waits")).what == "placed"
+    assert (await a.place(f"{name} waits")).status == "placed"
     assert await a.settle(f"{name} waits") == ["settled llama"]
 
 
@@ -222,7 +222,7 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
         for name in ("s", "t"):
             await a.admit(name, workload="w", limit=1, learn=True)
             await a.store.settle(name, Outcome.COMPLETED, 3, 2)
-        assert (await a.beat()).live == 1
+        assert (await a.beat()).live_replicas == 1
         # Then what a replica is strays of again and again has gone, and all counts are 0
         if kind == "inbox:a":
             assert await it.redis.hlen(it.keys.prefix + kind) == 0

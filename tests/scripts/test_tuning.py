@@ -21,15 +21,15 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         a, b = it.replicas
         await a.admit("runs")
         await a.admit("waits")
-        assert await b.store.tune({"upper_per": 2, "lower_per": 2}, {"watermark": 2}) == "1"
+        assert await b.store.set_live_config({"upper_per": 2, "lower_per": 2}, {"watermark": 2}) == "1"
         assert order_of(await it.log()) == ["waits"]
         # And what was changed is kept over a publication, until it is taken back
         await a.publish("10.0.0.1:8000", upper_per=1)
         assert (await a.beat()).upper == 2
-        assert await a.store.tuned() == ("1", {"upper_per": 2, "lower_per": 2}, {"watermark": 2})
-        await a.store.tune({"upper_per": None, "lower_per": None}, {"watermark": None})
+        assert await a.store.live_config() == ("1", {"upper_per": 2, "lower_per": 2}, {"watermark": 2})
+        await a.store.set_live_config({"upper_per": None, "lower_per": None}, {"watermark": None})
         assert (await b.beat()).upper == 1
-        assert await b.store.tuned() == ("2", {}, {})
+        assert await b.store.live_config() == ("2", {}, {})
 
 
 async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
@@ -43,7 +43,7 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
             await a.admit(f"r{i}", flow=f"flow-{i}")
         # When bounds are raised, then each call looks at the front of the flows, however many there are
         async with it.redis.monitor() as said:
-            await a.store.tune({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
+            await a.store.set_live_config({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
             await it.redis.echo("the end")
             asked = []
             while "the end" not in (command := (await said.next_command())["command"]):
@@ -57,14 +57,14 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
 async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=2) as it:
         (a,) = it.replicas
-        await a.store.tune({"paused": 1}, {"paused": True})
+        await a.store.set_live_config({"paused": 1}, {"paused": True})
         assert (await a.beat()).paused
-        assert (await a.admit("waits")).what == "queued"
-        assert (await a.admit("brief", ttl_s=0.02)).what == "queued"
+        assert (await a.admit("waits")).status == "queued"
+        assert (await a.admit("brief", ttl_s=0.02)).status == "queued"
         await it.after(30)
         await a.sweep()
         assert a.notifications == [("expired", "brief")]
-        await a.store.tune({"paused": None}, {"paused": None})
+        await a.store.set_live_config({"paused": None}, {"paused": None})
         assert ("granted", "waits") in a.notifications
 
 
@@ -76,7 +76,7 @@ async def test_a_flows_weight_counts_for_what_already_waits(fleet: OpenFleet) ->
             for flow in "xy":
                 await a.admit(f"{flow}{i}", flow=flow)
         # When one flow's weight is trebled, then it has three of four
-        await a.store.tune({"weights": {"y": 3}}, {"weights": {"y": 3}})
+        await a.store.set_live_config({"weights": {"y": 3}}, {"weights": {"y": 3}})
         await a.settle("runs")
         for _ in range(11):
             await a.settle(order_of(await it.log())[-1])
@@ -109,7 +109,7 @@ async def test_policies_change_while_requests_wait(
                 ttl_s=60 - i, criticality=1 + i % 5,
             )  # fmt: skip
         # When another is chosen, and the sweep has filed them anew
-        await a.store.tune(dict(after), dict(after))
+        await a.store.set_live_config(dict(after), dict(after))
         while (await a.sweep()).more:
             pass
         # Then the order is the same as if they had come under it

@@ -12,7 +12,7 @@ from script_fleet import SETTINGS
 from picker_fleet.config import Settings
 from picker_fleet.live_config import shared_settings
 from picker_fleet.state import schema
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import Library, load_library
 
 DOUBLE = 8
@@ -121,7 +121,7 @@ class Mixed:
     def admit(self, version: int, name: str, band: int = 1) -> None:
         if self.owners.setdefault(name, version) != version:
             return
-        request = pack((name, "1", f"flow-{name}", "w", "m", "*"), (band, 1, 1, 60_000, 0, 3, 0, 0))
+        request = pack_arrival((name, "1", f"flow-{name}", "w", "m", "*"), (band, 1, 1, 60_000, 0, 3, 0, 0))
         self.call(version, "admit", request)
 
     def place(self, version: int, name: str) -> None:

@@ -12,7 +12,7 @@ from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.request import Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.reads import Stretch
+from picker_fleet.state.reads import RankRange
 
 (E1,) = addresses(1)
 
@@ -22,7 +22,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
     (a, *_) = it.replicas
     await a.admit("runs")
     for request_id, flow, band in requests:
-        assert (await a.admit(request_id, flow=flow, band=band)).what == "queued"
+        assert (await a.admit(request_id, flow=flow, band=band)).status == "queued"
 
 
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
@@ -40,13 +40,13 @@ async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fl
         await a.place("c1")
         await a.publish(E1, upper_per=3)
         await a.beat()
-        found = await a.store.reads.lanes(10)
-        rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.lanes]
+        found = await a.store.reads.flow_queues(10)
+        rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
         # Then what waits for its turn comes first, and the one at its limit last, though its band is higher
         assert rows == [(2, "low", 1, None), (3, "limited", 1, 1)]
         assert found.totals == (0, 0, 1, 1, 0, 0)
-        of_band = await a.store.reads.lanes(10, band=0)
-        assert [each.name for each in of_band.lanes] == ["limited"]
+        of_band = await a.store.reads.flow_queues(10, band=0)
+        assert [each.name for each in of_band.queues] == ["limited"]
 
 
 async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenFleet) -> None:
@@ -57,7 +57,7 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await it.after(20)
         # When one of each band has been served
         await a.settle("c")
-        queues = (await a.store.reads.lanes(10)).lanes
+        queues = (await a.store.reads.flow_queues(10)).queues
         # Then the flow that was served stands behind by its share, which its weight made small
         assert [(each.band, each.name, each.start, each.queued) for each in queues] == [
             (1, "iron", 0.0, 1),
@@ -67,9 +67,9 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         assert (gold.weight, gold.share, iron.weight, iron.share) == (4.0, 0.25, 1.0, 1.0)
         assert min(iron.oldest_s, gold.oldest_s) >= 0.02
         assert gold.in_flight is None
-        (alone,) = await a.store.reads.lane("gold")
+        (alone,) = await a.store.reads.flow_queue("gold")
         assert (alone.band, alone.start, alone.queued) == (1, 0.25, 1)
-        assert await a.store.reads.lane("nobody") == []
+        assert await a.store.reads.flow_queue("nobody") == []
 
 
 @pytest.mark.parametrize("page", [1, 7, 150])
@@ -88,7 +88,7 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
         seen: list[tuple[int, str]] = []
         group, behind = 0, None
         while True:
-            found = (await a.store.reads.lanes(page, group=group, behind=behind)).lanes
+            found = (await a.store.reads.flow_queues(page, group=group, behind=behind)).queues
             seen += [(each.band, each.name) for each in found]
             if len(found) < page:
                 break
@@ -111,7 +111,7 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
         # When stretches of them are read, one of them past the end
         long, short, past = await a.store.reads.queued(
-            [Stretch(1, "flow", 10, 219), Stretch(2, "other", 0, 5), Stretch(1, "flow", 300, 310)]
+            [RankRange(1, "flow", 10, 219), RankRange(2, "other", 0, 5), RankRange(1, "flow", 300, 310)]
         )
         # Then all of their requests come, in the flow queue's order
         assert [each.id for each in long] == [f"q{i:03d}" for i in range(10, 220)]
@@ -141,7 +141,7 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
         await it.after(5)
         await a.beat()
         await a.admit("early", flow="f")
-        ((late, early),) = await a.store.reads.queued([Stretch(1, "f", 0, 9)])
+        ((late, early),) = await a.store.reads.queued([RankRange(1, "f", 0, 9)])
         assert (late.id, late.overdue) == ("late", True)
         assert late.overdue_in_s < 0
         assert (early.id, early.overdue) == ("early", False)
@@ -185,13 +185,13 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
         await a.beat()
         found = await a.store.reads.request("second")
         assert found is not None
-        assert found.lane is not None
-        assert (found.entry.state, found.rank, found.lane.name, found.lane.queued) == ("queued", 1, "f", 2)
+        assert found.queue is not None
+        assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.overdue_rank, found.lease_in_s) == (1, None)
         # Placed: with its lease
         runs = await a.store.reads.request("runs")
         assert runs is not None
-        assert (runs.entry.state, runs.rank, runs.lane, runs.overdue_rank) == ("placed", None, None, None)
+        assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
         # Granted, then held by a silent replica's name, then gone
         await a.settle("runs")
@@ -246,9 +246,9 @@ async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> Non
         await it.redis.flushall()
         reads = a.store.reads
         # When everything is read
-        assert (await reads.lanes(10)).lanes == []
-        assert await reads.lane("f") == []
-        assert await reads.queued([Stretch(0, "f", 0, 9)]) == [[]]
+        assert (await reads.flow_queues(10)).queues == []
+        assert await reads.flow_queue("f") == []
+        assert await reads.queued([RankRange(0, "f", 0, 9)]) == [[]]
         assert await reads.in_flight(10) == ([], 0)
         assert await reads.request("r") is None
         assert await reads.workloads(10) == ([], 0, None)
@@ -289,7 +289,7 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
 async def waiting(it: Fleet, *requests: tuple[str, str, Band, float]) -> None:
     """A request that runs, and `requests` (id, flow, band, weight) that wait, in this order."""
     (a, *_) = it.replicas
-    assert (await a.admit("runs")).what == "placed"
+    assert (await a.admit("runs")).status == "placed"
     for at in range(0, len(requests), 200):
         verdicts = await asyncio.gather(
             *(
@@ -297,7 +297,7 @@ async def waiting(it: Fleet, *requests: tuple[str, str, Band, float]) -> None:
                 for request_id, flow, band, weight in requests[at : at + 200]
             )
         )
-        assert {verdict.what for verdict in verdicts} == {"queued"}
+        assert {verdict.status for verdict in verdicts} == {"queued"}
 
 
 @pytest.mark.parametrize("limit", [7, 150, 500])
@@ -337,9 +337,9 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
     policy = {**CONFIG["fair_request_queue"], "ordering": ordering}
     async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as it:
         (a,) = it.replicas
-        assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).what == "placed"
+        assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
-            assert (await a.admit(f"q{number}", **kind)).what == "queued"
+            assert (await a.admit(f"q{number}", **kind)).status == "queued"
         lists = lists_of(a)
         # Then each list's pages hold what their description says, each field of it and no other
         kinds: tuple[tuple[type[BaseModel], Any, str], ...] = (
@@ -392,10 +392,10 @@ async def test_reasons_name_what_stands_in_the_way(valkey_fleet: OpenFleet) -> N
             "flow gold has 1 request before it; the stock (1) is at its bounds (1 to 1)"
         )
         assert "runs on 10.0.0.1:8000" in await why("runs")
-        await a.store.tune({"paused": 1}, {})
+        await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
         await a.settle("runs")
-        await a.store.tune({"paused": None}, {})
+        await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"
         assert await lists.request("nobody") is None
 
@@ -437,9 +437,9 @@ async def test_service_is_told_by_heartbeats_and_added_up(valkey_fleet: OpenFlee
         await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0))
         served = '{"host":"h","up_s":5,"served":{"bands":[0,%d,0],"flows":[[1,"gold",%d]],"cut":false}}'
         # Given two more replicas that tell of the service they gave, and one whose words make no sense
-        await a.store._link.call("heartbeat", "b", served % (40, 30), 60_000)
-        await a.store._link.call("heartbeat", "c", served % (60, 30), 60_000)
-        await a.store._link.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
+        await a.store._client.call("heartbeat", "b", served % (40, 30), 60_000)
+        await a.store._client.call("heartbeat", "c", served % (60, 30), 60_000)
+        await a.store._client.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
 
         async def found() -> Any:
             (gold,) = (await lists.flows(10, None, None)).flows

@@ -70,14 +70,14 @@ async def test_a_request_that_is_sent_back_to_the_queue_counts_as_dispatched_onc
         await a.admit("x0", flow="x", limit=1, subset=(first,))
         await a.admit("x1", flow="x", limit=1, subset=(first,), workload="w")
         # When its grant comes to nothing, then none of the workload's requests has been dispatched
-        assert (await a.place("x1", subset=(first,))).what == "queued"
+        assert (await a.place("x1", subset=(first,))).status == "queued"
         found = await entry(it, "w")
         assert found is not None
         assert (found.total, found.active, found.dispatched) == (1, 1, 0)
         # And when it is placed in the end, then one has, after the wait that it really had
         await it.after(40)
         await a.settle("x0")
-        assert (await a.place("x1", subset=(first,))).what == "placed"
+        assert (await a.place("x1", subset=(first,))).status == "placed"
         found = await entry(it, "w")
         assert found is not None
         assert found.dispatched == 1
@@ -194,7 +194,7 @@ async def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_act
             verdict = await a.admit(
                 f"more-{number}", workload="w", **({"ttl_s": 1, "age_s": 2} if late else {})
             )
-            assert verdict.what == ("expired" if late else "refused")
+            assert verdict.status == ("expired" if late else "refused")
             found = await entry(it, "w")
             assert found is not None
             assert (found.total, found.active, found.dispatched) == (1 + number, 1, 1)
@@ -208,7 +208,7 @@ async def test_a_refusal_that_is_sent_twice_leaves_nothing_but_its_arrivals(flee
         await a.admit("runs", workload="w")
         # When the same request is brought twice, then it is refused twice, and nothing is kept by its id
         for _ in range(2):
-            assert (await a.admit("r", workload="w")).what == "refused"
+            assert (await a.admit("r", workload="w")).status == "refused"
         assert await it.redis.hkeys(it.keys.prefix + "requests") == ["runs"]
         await a.settle("runs")
         found = await entry(it, "w")
@@ -227,7 +227,7 @@ async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet
         await a.admit("modest", workload="modest")
         # When the greedy one goes on asking, and the sweep has come by
         for number in range(5):
-            assert (await a.admit(f"again-{number}", workload="greedy")).what == "refused"
+            assert (await a.admit(f"again-{number}", workload="greedy")).status == "refused"
         await a.sweep()
         # Then the other is served first
         await a.settle("runs")
@@ -240,7 +240,7 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: Ope
         (a,) = it.replicas
         # When three workloads come, two of them again
         for request, workload in enumerate(("w1", "w2", "w3", "w1", "w3")):
-            assert (await a.admit(f"r{request}", workload=workload)).what == "placed"
+            assert (await a.admit(f"r{request}", workload=workload)).status == "placed"
         # Then all are served, and two are known
         assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
         await a.settle(*(f"r{request}" for request in range(5)))
@@ -265,14 +265,14 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
         await a.admit("runs", workload="served")
         # When a client brings a new workload with each request, one by one and at once
         for number in range(10):
-            assert (await a.admit(f"r{number}", workload=f"new-{number}")).what == "refused"
+            assert (await a.admit(f"r{number}", workload=f"new-{number}")).status == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
         # Then half of it is left to those that are served
         registry = it.keys.prefix + "workloads"
         assert sorted(await it.redis.hkeys(registry)) == ["new-0", "served"]
         await a.settle("runs")
         for number in range(3):
-            assert (await a.admit(f"t{number}", workload=f"late-{number}")).what == "placed"
+            assert (await a.admit(f"t{number}", workload=f"late-{number}")).status == "placed"
             await a.settle(f"t{number}")
         assert sorted(await it.redis.hkeys(registry)) == ["late-0", "late-1", "new-0", "served"]
 

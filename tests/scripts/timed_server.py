@@ -6,7 +6,7 @@ from typing import Any
 import redis
 from script_fleet import SETTINGS
 
-from picker_fleet.state.arrival import pack
+from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
 
 START_MS = 1_800_000_000_000
@@ -66,7 +66,7 @@ class Server:
         return bool(self._client.hexists(f"{self._prefix}requests", name))
 
     def admit(self, name: str, ttl_ms: int = 60_000) -> bytes:
-        request = pack((name, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
+        request = pack_arrival((name, "1", "flow", "w", "m", "*"), (1, 1, 1, ttl_ms, 0, 3, 0, 0))
         return bytes(self.call("admit", "a", request)[4])
 
     def renew(self, *names: str) -> None:

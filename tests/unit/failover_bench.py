@@ -15,14 +15,13 @@ from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTime
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.awake import AwakeClock
-from picker_fleet.state.silence import Silence
-from picker_fleet.state.store import Pulse, Store, Verdict
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.store import Decision, HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet import network
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
-PULSE = Pulse("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
+PULSE = HeartbeatReply("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
 
 
 class FickleStore(ScriptedStore):
@@ -35,11 +34,11 @@ class FickleStore(ScriptedStore):
         self.renewed: list[str] = []
         self.notes: list[str] = []  # the accounting tokens of those renewals
         self.unsent: list[str] = []
-        self.admitting = [Verdict("placed", E1)]
+        self.admitting = [Decision("placed", E1)]
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Verdict:
+    ) -> Decision:
         self.ages_s.append(age_s)
         if self.silent:
             await asyncio.Event().wait()
@@ -75,7 +74,7 @@ def gate_over(
     shared: SharedGate,
     metrics: Metrics,
     cell: SnapshotCell,
-    silence: Silence,
+    failure_detector: FailureDetector,
     heartbeat_now: Callable[..., None] = lambda **_: None,
     replica: str = "a",
     config: Mapping[str, Any] | None = None,
@@ -92,7 +91,7 @@ def gate_over(
         metrics=metrics,
         endpoints=cell,
         chooser=LeastLoadedChooser(cell),
-        silence=silence,
+        failure_detector=failure_detector,
         report_s=0.0,
         fleet=fleet,
         heartbeat_now=heartbeat_now,
@@ -106,17 +105,23 @@ class Bench:
     """The gate of replica `a` beside `b`, after one heartbeat. A resync waits up to `wait_s` for `b`."""
 
     def __init__(
-        self, pulse: Pulse | None = PULSE, config: Mapping[str, Any] | None = None, wait_s: float = 2.0
+        self,
+        pulse: HeartbeatReply | None = PULSE,
+        config: Mapping[str, Any] | None = None,
+        wait_s: float = 2.0,
     ) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
         store = cast(Store, self.store)
-        self.awake, self.silence = AwakeClock(lambda: self.now_s, lambda: 0.0), Silence(1.0, 8.0)
-        self.awake.tick()
+        self.pause_detector, self.failure_detector = (
+            PauseDetector(lambda: self.now_s, lambda: 0.0),
+            FailureDetector(1.0, 8.0),
+        )
+        self.pause_detector.tick()
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
-            awake=self.awake,
+            pause_detector=self.pause_detector,
         )  # fmt: skip
         self.pokes = 0
         self.gate = gate_over(
@@ -124,7 +129,7 @@ class Bench:
             self.shared,
             self.metrics,
             self.cell,
-            self.silence,
+            self.failure_detector,
             self._poked,
             config=config,
             wait_s=wait_s,
@@ -136,7 +141,7 @@ class Bench:
     def stand_still(self) -> None:
         """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
         self.now_s += 10.0
-        assert self.awake.just_woke
+        assert self.pause_detector.resumed_recently
 
     def _poked(self, *, full: bool = True) -> None:
         self.pokes += full
@@ -162,7 +167,7 @@ class Bench:
         status = self.gate.status()
         return status.queued if status is not None else 0
 
-    def answer_heartbeats(self, pulse: Pulse = PULSE) -> None:
+    def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
         """Redis answers heartbeats until the replica resyncs."""
         while self.gate.state is FailoverState.LOCAL:
             self.gate.heartbeat_answered(pulse)

@@ -6,7 +6,7 @@ from typing import Any
 
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.request import InferenceRequest, Outcome
-from picker_fleet.state.store import Pulse, Sweep, Verdict
+from picker_fleet.state.store import Decision, HeartbeatReply, SweepReply
 
 
 class ScriptedStore:
@@ -17,9 +17,9 @@ class ScriptedStore:
     """
 
     def __init__(self) -> None:
-        self.lives = 1
-        self.admitting: list[Verdict] = []
-        self.placing: list[Verdict] = []
+        self.connection_epoch = 1
+        self.admitting: list[Decision] = []
+        self.placing: list[Decision] = []
         self.placed = asyncio.Event()  # set each time a placement has been asked for
         self.placement = asyncio.Event()  # cleared: placements wait
         self.placement.set()
@@ -32,7 +32,7 @@ class ScriptedStore:
         self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
-        self.born, self.version = "0", ""
+        self.epoch, self.version = "0", ""
         self.published: list[dict[str, object]] = []
         self.overrides: dict[str, Any] = {}
         self.note: dict[str, Any] = {}
@@ -42,11 +42,11 @@ class ScriptedStore:
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Verdict:
+    ) -> Decision:
         self.admitted.append((request, attempt))
         return self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0]
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         self.placed.set()
         await self.placement.wait()
         return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
@@ -57,24 +57,24 @@ class ScriptedStore:
         self.settled.append((request_id, actual, answer_tokens))
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
-    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         self.buried.append(request_id)
         return _answered("buried")
 
     def now_ms(self) -> int:
         return 0
 
-    def suspect(self, request_id: str) -> asyncio.Future[str]:
+    def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
         return _answered("unknown")
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))
         return _answered("ended")
 
-    async def news(self) -> list[tuple[str, str]]:
+    async def notifications(self) -> list[tuple[str, str]]:
         return []
 
-    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+    def return_grant(self, request_id: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, "unclaimed"))
         return _answered("ended")
 
@@ -84,9 +84,9 @@ class ScriptedStore:
         self.alive.append((request_id, accounting_token))
         return _answered(self.renewing)
 
-    async def heartbeat(self, about: str, silence_s: float) -> Pulse:
-        return Pulse(
-            self.born, True, True, 1, "c", "e", 0.0, 0, 1.0, 1.0, 1, self.version, "paused" in self.overrides
+    async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
+        return HeartbeatReply(
+            self.epoch, True, True, 1, "c", "e", 0.0, 0, 1.0, 1.0, 1, self.version, "paused" in self.overrides
         )
 
     async def publish(
@@ -98,25 +98,25 @@ class ScriptedStore:
         endpoints_version: str,
     ) -> None:
         self.published.append(dict(settings))
-        if self.born == "0":
-            self.born = f"life-{len(self.published)}"
+        if self.epoch == "0":
+            self.epoch = f"life-{len(self.published)}"
 
-    async def tune(self, overrides: Mapping[str, Any], note: Mapping[str, Any]) -> str:
-        if self.born == "0":
+    async def set_live_config(self, overrides: Mapping[str, Any], note: Mapping[str, Any]) -> str:
+        if self.epoch == "0":
             return ""
         if self.meanwhile is not None:
             others, self.meanwhile = self.meanwhile, None
-            await self.tune(*others)
+            await self.set_live_config(*others)
         self.tunings += 1
         self.overrides = _overlaid(self.overrides, overrides)
         self.note = _overlaid(self.note, note)
         self.version = str(int(self.version or 0) + 1)
         return self.version
 
-    async def tuned(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    async def live_config(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
         return self.version, dict(self.overrides), dict(self.note)
 
-    def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
+    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         self.marks.append((address, what, on))
         return _answered("marked" if address == "10.0.0.1:8000" else "unknown")
 
@@ -131,12 +131,12 @@ class ScriptedStore:
         known |= {"replicas": ["r"], "in_flight": {}}
         return {**known, **self.shown}
 
-    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> Sweep:
-        return Sweep(False, 0, 0, False)
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
+        return SweepReply(False, 0, 0, False)
 
     def lose(self) -> None:
         """Forget everything, as after FLUSHALL."""
-        self.born, self.version, self.overrides, self.note = "0", "", {}, {}
+        self.epoch, self.version, self.overrides, self.note = "0", "", {}, {}
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -5,25 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker_fleet.admin.queue_order import Position, PredictedRequest, count_before, predicted_order
-from picker_fleet.state.rows import Lane
+from picker_fleet.state.reads import FlowQueueRow
 
 SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
 NAMES = ("", "a", "b", "c", "d")
 
 
-def lane(name: str, group: int = 1, tag: float = 0.0, queued: int = 3, share: float = 1.0) -> Lane:
-    return Lane(group, name, tag, queued, 1.0, 1.0, share, None)
+def lane(name: str, group: int = 1, tag: float = 0.0, queued: int = 3, share: float = 1.0) -> FlowQueueRow:
+    return FlowQueueRow(group, name, tag, queued, 1.0, 1.0, share, None)
 
 
 @st.composite
-def queues(draw: st.DrawFn) -> list[Lane]:
+def queues(draw: st.DrawFn) -> list[FlowQueueRow]:
     places = [(group, name) for group in range(6) for name in NAMES]
     chosen = draw(st.lists(st.sampled_from(places), unique=True, max_size=8))
     tags = st.sampled_from([0.0, 0.1, 1.0, 1e6])
     return [lane(name, group, draw(tags), draw(st.integers(1, 6)), draw(SHARES)) for group, name in chosen]
 
 
-def served(lanes: list[Lane]) -> list[tuple[int, str, int]]:
+def served(lanes: list[FlowQueueRow]) -> list[tuple[int, str, int]]:
     """(group, lane, rank) in the order in which fair queueing serves them: the least tag, then the name."""
     order = []
     for group in range(6):
@@ -45,7 +45,7 @@ def keys(turns: list[PredictedRequest]) -> list[tuple[int, str, int]]:
 
 
 @given(queues())
-def test_turns_come_as_the_queue_would_serve_them(lanes: list[Lane]) -> None:
+def test_turns_come_as_the_queue_would_serve_them(lanes: list[FlowQueueRow]) -> None:
     # Given any queue, when it is foretold, then each request comes once, lanes by tag
     turns = predicted_order(lanes, None, 10_000)
     assert sorted(keys(turns)) == sorted(served(lanes))
@@ -62,7 +62,7 @@ def test_flows_of_unlike_weights_come_by_their_shares() -> None:
 
 
 @given(queues(), st.integers(1, 5))
-def test_pages_go_on_where_the_last_one_ended(lanes: list[Lane], size: int) -> None:
+def test_pages_go_on_where_the_last_one_ended(lanes: list[FlowQueueRow], size: int) -> None:
     # Given any queue, when it is read in pages
     whole = keys(predicted_order(lanes, None, 10_000))
     read: list[tuple[int, str, int]] = []

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from picker_fleet.state.awake import TICK_S, AwakeClock, KernelDelay
+from picker_fleet.state.failure_detector import TICK_S, KernelDelay, PauseDetector
 
 
 class Time:
@@ -14,37 +14,37 @@ class Time:
 
     def __init__(self) -> None:
         self.now_s, self.delayed_s = 100.0, 0.0
-        self.awake = AwakeClock(lambda: self.now_s, lambda: self.delayed_s)
-        self.awake.tick()
+        self.pause_detector = PauseDetector(lambda: self.now_s, lambda: self.delayed_s)
+        self.pause_detector.tick()
 
     def passes(self, seconds: float, *, closely: bool = False) -> float:
         self.now_s += seconds
-        return self.awake.tick(closely=closely)
+        return self.pause_detector.tick(closely=closely)
 
 
 def test_given_a_tick_in_time_when_time_passes_then_all_of_it_was_awake() -> None:
     time = Time()
     assert time.passes(TICK_S) == pytest.approx(TICK_S)
-    assert time.awake.stood_s == 0.0
+    assert time.pause_detector.paused_s == 0.0
 
 
 def test_given_a_late_tick_when_time_passes_then_what_is_past_the_expected_one_was_not_awake() -> None:
     time = Time()
     assert time.passes(0.6) == pytest.approx(TICK_S)
-    assert time.awake.stood_s == pytest.approx(0.6 - TICK_S)
-    assert not time.awake.just_woke
+    assert time.pause_detector.paused_s == pytest.approx(0.6 - TICK_S)
+    assert not time.pause_detector.resumed_recently
 
 
 def test_given_no_tick_yet_when_asked_on_waking_then_the_gap_is_known_already() -> None:
     time = Time()
     time.now_s += 3.0
-    assert time.awake.stood_s == pytest.approx(3.0 - TICK_S)
-    assert time.awake.just_woke
+    assert time.pause_detector.paused_s == pytest.approx(3.0 - TICK_S)
+    assert time.pause_detector.resumed_recently
     time.passes(0.0)
-    assert time.awake.just_woke
+    assert time.pause_detector.resumed_recently
     for _ in range(11):
         time.passes(TICK_S)
-    assert not time.awake.just_woke
+    assert not time.pause_detector.resumed_recently
 
 
 def test_given_a_busy_core_when_looked_at_closely_then_the_kernels_delay_is_not_awake() -> None:
@@ -75,7 +75,7 @@ def test_given_anything_when_counted_then_awake_and_still_make_up_what_passed(
         part_s = time.passes(passed_s, closely=closely)
         assert 0.0 <= part_s <= TICK_S + 1e-9
         awake_s += part_s
-    assert awake_s + time.awake.stood_s == pytest.approx(time.now_s - 100.0)
+    assert awake_s + time.pause_detector.paused_s == pytest.approx(time.now_s - 100.0)
 
 
 def test_given_the_kernels_pages_when_read_then_run_queue_and_steal_add_up(tmp_path: Path) -> None:

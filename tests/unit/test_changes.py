@@ -29,7 +29,7 @@ CHANGES = [
 @pytest.fixture
 def store() -> ScriptedStore:
     store = ScriptedStore()
-    store.born = "life"
+    store.epoch = "life"
     return store
 
 
@@ -166,7 +166,7 @@ async def test_given_an_endpoint_when_drained_and_let_in_again_then_the_shared_s
 async def test_given_an_unknown_pool_when_changed_then_the_problem_is_a_503(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
-    store.born = "0"
+    store.epoch = "0"
     assert problem(await http.post("/api/v1/pause"), 503)["code"] == "state_unavailable"
 
 
@@ -176,7 +176,7 @@ async def test_given_an_unreachable_state_when_asked_then_every_route_is_a_503(
     async def gone(*_: object) -> Any:
         raise StateUnavailable("nobody answers")
 
-    for name in ("tune", "tuned", "evict", "mark"):
+    for name in ("set_live_config", "live_config", "evict", "mark_endpoint"):
         monkeypatch.setattr(store, name, gone)
     async with asking(api(store=store)) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
@@ -190,7 +190,7 @@ async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a
     async def silent(*_: object) -> Any:
         await asyncio.Event().wait()
 
-    for name in ("tune", "tuned", "evict", "mark"):
+    for name in ("set_live_config", "live_config", "evict", "mark_endpoint"):
         monkeypatch.setattr(store, name, silent)
     async with asking(api(store=store, deadlines=Deadlines(change_s=0.02))) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:

@@ -34,7 +34,7 @@ class Poked:
 
 def fleet(settings: Settings = CONFIGURED) -> tuple[ScriptedStore, Poked, FleetControls]:
     store, membership = ScriptedStore(), Poked()
-    store.born = "life"
+    store.epoch = "life"
     return store, membership, FleetControls(cast(Store, store), cast(Membership, membership), settings)
 
 
@@ -110,7 +110,7 @@ async def test_given_a_pause_when_configured_meanwhile_then_it_lasts_until_resum
 
 async def test_given_a_pool_that_nobody_has_published_when_changed_then_it_cannot_be_yet() -> None:
     store, _, controls = fleet()
-    store.born = "0"
+    store.epoch = "0"
     with pytest.raises(StateUnavailable, match="not known yet"):
         await controls.change({"workloads": {"rate_cap": 5}})
     with pytest.raises(StateUnavailable, match="not known yet"):

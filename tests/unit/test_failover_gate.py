@@ -13,7 +13,7 @@ from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.request import Alive, Band, Completion, Outcome
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
 
@@ -122,7 +122,7 @@ async def test_given_waiting_requests_when_redis_is_silent_then_they_go_over_wit
     bench = Bench()
     async with watched(bench):
         # Given one that waits for its turn in the shared queue, and one whose admission is not answered
-        bench.store.admitting = [Verdict("queued", "30000")]
+        bench.store.admitting = [Decision("queued", "30000")]
         queued = asyncio.create_task(bench.gate.admit(ask("queued"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
         bench.store.silent = True
@@ -183,7 +183,7 @@ async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_n
 ) -> None:
     bench = Bench()
     async with watched(bench):
-        bench.store.admitting = [Verdict("queued", "30000")]
+        bench.store.admitting = [Decision("queued", "30000")]
         task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
         # When both cancel the same wait, in either order
@@ -213,7 +213,7 @@ def waits(bench: Bench) -> dict[str, float]:
 @pytest.mark.parametrize("news", ["expired", "preempted", "evicted"])
 async def test_given_a_wait_in_the_shared_queue_when_refused_then_it_counts_once_as_failed(news: str) -> None:
     bench = Bench()
-    bench.store.admitting = [Verdict("queued", "30000")]
+    bench.store.admitting = [Decision("queued", "30000")]
     task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
     bench.shared.on_notification(news, "r")
@@ -228,7 +228,7 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
 ) -> None:
     # Given one that waits in the shared queue of a fleet whose places are all taken
     bench = Bench(replace(PULSE, stock=10.0))
-    bench.store.admitting = [Verdict("queued", "30000")]
+    bench.store.admitting = [Decision("queued", "30000")]
     task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
     # When Redis goes, and it waits on by itself
@@ -239,7 +239,7 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
     assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
     # When Redis is back, and it is handed over and placed
     bench.store.away = False
-    bench.store.admitting = [Verdict("placed", E1)]
+    bench.store.admitting = [Decision("placed", E1)]
     async with watched(bench):
         bench.answer_heartbeats()
         placement = await task
@@ -464,7 +464,7 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
     async with watched(bench):
         bench.answer_heartbeats()
         await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
-        bench.store.admitting = [Verdict("queued", "30000")]
+        bench.store.admitting = [Decision("queued", "30000")]
         free = int(bench.free)
         waiting = [
             asyncio.create_task(bench.gate.admit(ask(f"w{n}"), stream_owned=False)) for n in range(free)

@@ -50,7 +50,7 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
     one.membership.discovered([Endpoint("10.0.0.1:8000")])
     running = asyncio.create_task(one.membership.run())
     try:
-        await until(lambda: one.membership.pulse is not None and one.membership.pulse.born != "0")
+        await until(lambda: one.membership.pulse is not None and one.membership.pulse.epoch != "0")
         yield one
     finally:
         running.cancel()
@@ -70,7 +70,7 @@ async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_follow
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
         # When a change comes through the shared state
-        await store.tune(
+        await store.set_live_config(
             {"weights": {"gold": 3}, "upper_per": 11, "lower_per": 9}, {**WIDER, "weights.gold": 3}
         )
         await one.follows(lambda: one.membership.live_config.version == "1")
@@ -82,7 +82,7 @@ async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_follow
         assert (await one.membership.state())["bounds"]["watermark"] == 20
 
         # And when it is taken back, then the configuration is in force again
-        await store.tune(dict.fromkeys(store.overrides), dict.fromkeys(store.note))
+        await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.note))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
@@ -90,7 +90,7 @@ async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_follow
 async def test_given_changes_and_a_pause_when_the_shared_state_is_lost_then_they_are_brought_back() -> None:
     store = ScriptedStore()
     async with member(store) as one:
-        await store.tune({"total_capacity": 2000, "paused": 1}, DEEPER)
+        await store.set_live_config({"total_capacity": 2000, "paused": 1}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
 
         # When Redis forgets everything, then the replica publishes and makes the changes anew
@@ -104,12 +104,12 @@ async def test_given_a_replica_that_joins_late_when_another_publishes_then_chang
     # Given a replica that knows of a change
     store = ScriptedStore()
     async with member(store) as one:
-        await store.tune({"total_capacity": 2000}, DEEPER)
+        await store.set_live_config({"total_capacity": 2000}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
 
         # When the state is lost, and a replica without memory publishes first
         store.lose()
-        store.born = "another life"
+        store.epoch = "another life"
         await one.follows(lambda: store.overrides)
 
         # Then the change is back all the same
@@ -119,7 +119,7 @@ async def test_given_a_replica_that_joins_late_when_another_publishes_then_chang
 async def test_given_a_new_configuration_when_published_then_overrides_mean_what_they_say_in_it() -> None:
     # Given a deviation changed live, which made bounds of a watermark of 4
     store = ScriptedStore()
-    store.born, store.version = "life", "1"
+    store.epoch, store.version = "life", "1"
     store.note = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
     store.overrides = {"lower_per": 2.0, "upper_per": 6.0}
 
@@ -132,7 +132,7 @@ async def test_given_a_new_configuration_when_published_then_overrides_mean_what
 
 async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_lives_with_its_own() -> None:
     store = ScriptedStore()
-    store.born, store.version = "life", "1"
+    store.epoch, store.version = "life", "1"
     store.note = {"fair_request_queue.total_capacity": 10}
     store.overrides = {"total_capacity": 10}
     async with member(store) as one:

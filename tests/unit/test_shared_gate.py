@@ -24,13 +24,13 @@ from picker_fleet.errors import (
     TotalCapacity,
 )
 from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
-from picker_fleet.state.store import Store, Verdict
+from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 E1 = "10.0.0.1:8000"
-QUEUED = Verdict("queued", "30000")
-GONE = Verdict("gone", "")
-PLACED = Verdict("placed", E1)
+QUEUED = Decision("queued", "30000")
+GONE = Decision("gone", "")
+PLACED = Decision("placed", E1)
 ANYONE = Workload("auto-r", 3, registered=False)
 
 
@@ -60,7 +60,7 @@ class Bench:
     def count(self, *sample: str) -> float:
         return samples(self.metrics).get(sample, 0.0)
 
-    async def queued(self, *placing: Verdict) -> asyncio.Task[Placement]:
+    async def queued(self, *placing: Decision) -> asyncio.Task[Placement]:
         """A request that waits for its turn; `placing` is what asking for its place will bring."""
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
@@ -87,7 +87,7 @@ async def test_given_a_refusal_when_admitted_then_the_error_brings_its_retry_aft
     detail: str, error: type[RequestError], reason: str, code: str
 ) -> None:
     bench = Bench()
-    bench.store.admitting = [Verdict("refused", detail)]
+    bench.store.admitting = [Decision("refused", detail)]
     with pytest.raises(error) as caught:
         await bench.gate.admit(ask(), stream_owned=False)
     assert caught.value.retry_after_s == int(detail.split()[1])
@@ -148,8 +148,8 @@ async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_
 async def test_given_a_clients_own_deadline_when_it_passes_then_the_answer_is_504(when: str) -> None:
     # Given a request whose time to live is its client's deadline
     bench = Bench()
-    bench.store.admitting = [QUEUED if when != "admitted" else Verdict("expired", "")]
-    bench.store.placing = [Verdict("expired", "")]
+    bench.store.admitting = [QUEUED if when != "admitted" else Decision("expired", "")]
+    bench.store.placing = [Decision("expired", "")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
     # When that passes while it waits, before it could be placed, or before it arrived
     if when != "admitted":
@@ -208,7 +208,7 @@ async def test_given_a_process_that_slept_when_a_stream_ends_then_it_is_not_brou
     # Given a stream that waits, and whose grant is another replica's since the process slept
     bench = Bench()
     task = await bench.queued(GONE)
-    bench.gate.awake.woke()
+    bench.gate.pause_detector.mark_resumed()
     bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
     # When Envoy has given it up meanwhile
@@ -224,7 +224,7 @@ async def test_given_a_process_that_slept_when_it_registers_again_then_only_stre
     # Given a stream that waits, of a process that slept
     bench = Bench()
     task = await bench.queued()
-    bench.gate.awake.woke()
+    bench.gate.pause_detector.mark_resumed()
     # When it tells a shared state that has lost it, while Envoy has given the stream up
     telling = asyncio.create_task(bench.gate.register_again())
     for _ in range(3):
@@ -239,7 +239,7 @@ async def test_given_a_process_that_slept_when_it_reads_old_signs_of_life_then_t
     # Given a sign of life before a process slept, when one is read on waking
     bench = Bench()
     bench.gate.renew(Alive("before", E1, "ticket"))
-    bench.gate.awake.woke()
+    bench.gate.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "ticket"))
     # Then that renews what is known, and brings nothing back
     assert bench.store.alive == [("before", "ticket"), ("after", "")]

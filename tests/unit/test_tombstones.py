@@ -25,8 +25,8 @@ class Told(ScriptedStore):
         self.restored: set[str] = set()
         self.away = False
 
-    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        super().bury(request_id, ago_s)
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+        super().tombstone(request_id, ago_s)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if self.away:
             answer.set_exception(StateUnavailable("away"))
@@ -94,7 +94,7 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None
         await until(lambda: bench.pokes > 1)
         assert bench.store.buried == ["x"]
         # When the shared state comes back empty, then it is told again
-        bench.store.born = "another life"
+        bench.store.epoch = "another life"
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.store.buried == ["x", "x"])
 

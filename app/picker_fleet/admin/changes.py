@@ -53,7 +53,7 @@ class FleetControls:
 
     async def config(self) -> models.Config:
         """The configuration in force."""
-        tuned = LiveConfig(*await self._store.tuned())
+        tuned = LiveConfig(*await self._store.live_config())
         settings, weights = self._settings, {}
         try:
             effective = live_config.applied(self._settings, tuned.changes)
@@ -78,7 +78,7 @@ class FleetControls:
         changes = live_config.flattened(patch)
         async with self._changing:
             for _ in range(_MAX_ATTEMPTS):
-                tuned = LiveConfig(*await self._store.tuned())
+                tuned = LiveConfig(*await self._store.live_config())
                 wanted = live_config.overrides(self._settings, live_config.merged(tuned.changes, changes))
                 version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:
@@ -99,12 +99,12 @@ class FleetControls:
 
     async def drain(self, address: str, on: bool) -> bool:
         """Keep new requests from an endpoint, or allow them again; False if there is no such endpoint."""
-        done = await self._store.mark(address, "drained", on) == "marked"
+        done = await self._store.mark_endpoint(address, "drained", on) == "marked"
         self._membership.heartbeat_now()
         return done
 
     async def _tune(self, overrides: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-        version = await self._store.tune(overrides, changes)
+        version = await self._store.set_live_config(overrides, changes)
         if not version:
             raise StateUnavailable("the pool is not known yet: no replica has published its settings")
         self._membership.heartbeat_now()

@@ -1,7 +1,7 @@
 """The state of the whole fleet for the views (views.py): every flow queue, and what replicas report of
 themselves.
 
-It is at most a second old. One replica reads all flow queues for the whole fleet (state/survey.py), and each
+It is at most a second old. One replica reads all flow queues for the whole fleet (state/reads.py), and each
 replica computes once what its answers need of them. While clients keep asking, the next state is read before
 the last one expires, so that clients do not wait. A small queue is read at each call.
 """
@@ -21,8 +21,7 @@ import orjson
 
 from picker_fleet.admission.placed_requests import WINDOW_S
 from picker_fleet.errors import StateFault
-from picker_fleet.state.reads import CHUNK, Lanes, ReplicaRow
-from picker_fleet.state.rows import PARKED, Lane
+from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
@@ -32,7 +31,8 @@ PAUSE_S = 0.01
 _BANDS = 3
 # Read by index in C: for a thousand flow queues a property takes ten times as long.
 _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
-    operator.itemgetter(Lane._fields.index(name)) for name in ("group", "queued", "oldest_s", "weight")
+    operator.itemgetter(FlowQueueRow._fields.index(name))
+    for name in ("group", "queued", "oldest_s", "weight")
 )
 
 
@@ -95,13 +95,13 @@ def _served(report: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float],
 class BandQueues:
     """The flow queues of one band in dispatch order, and their sums."""
 
-    queues: tuple[Lane, ...] = ()
+    queues: tuple[FlowQueueRow, ...] = ()
     queued: int = 0
     weights: float = 0.0
     oldest_s: float | None = None
 
     @classmethod
-    def of(cls, queues: Sequence[Lane]) -> "BandQueues":
+    def of(cls, queues: Sequence[FlowQueueRow]) -> "BandQueues":
         return cls(
             tuple(queues),
             sum(map(_QUEUED, queues)),
@@ -115,7 +115,7 @@ class FleetState:
     """`queues` are the flow queues in dispatch order, each once. `complete`: all of them, not the first
     MAX_FLOWS."""
 
-    queues: tuple[Lane, ...] = ()
+    queues: tuple[FlowQueueRow, ...] = ()
     totals: tuple[int, ...] = (0,) * 2 * _BANDS
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
@@ -131,13 +131,13 @@ class FleetState:
 
     def page(
         self, limit: int, group: int, after: tuple[str, str] | None, band: int | None
-    ) -> list[Lane] | None:
-        """What `Reads.lanes` would return; None if not all flow queues are known."""
+    ) -> list[FlowQueueRow] | None:
+        """What `Reads.queues` would return; None if not all flow queues are known."""
         if not self.complete:
             return None
         position = (group, float(after[0]), after[1].encode()) if after else (group, -math.inf, b"")
         queues = self.queues if band is None else self.bands[band].queues
-        first = bisect.bisect_right(queues, position, key=lambda queue: queue.place)
+        first = bisect.bisect_right(queues, position, key=lambda queue: queue.order_key)
         return list(queues[first : first + limit])
 
     def weights(self, band: int, *, even: bool) -> float | None:
@@ -155,7 +155,7 @@ class FleetState:
         return self.bands[band].oldest_s if self.complete else None
 
 
-def _by_band(queues: Sequence[Lane]) -> tuple[BandQueues, ...]:
+def _by_band(queues: Sequence[FlowQueueRow]) -> tuple[BandQueues, ...]:
     """Each band's flow queues, then its parked ones; `queues` are in dispatch order."""
     ends = [bisect.bisect_right(queues, group, key=_GROUP) for group in range(-1, 2 * _BANDS)]
     groups = [queues[start:end] for start, end in itertools.pairwise(ends)]
@@ -202,12 +202,14 @@ class FleetStateCache:
                             await self._read(PAUSE_S)
 
     async def _read(self, pause_s: float = 0.0) -> None:
-        survey = await self._store.survey.lanes(MAX_FLOWS, pause_s=pause_s / 2)  # its chunks are half as long
+        survey = await self._store.queue_snapshots.read(
+            MAX_FLOWS, pause_s=pause_s / 2
+        )  # its chunks are half as long
         as_of_s = self._clock()
-        self._state = await self._combine(survey.lanes, pause_s)
+        self._state = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s
 
-    async def _combine(self, found: Lanes, pause_s: float) -> FleetState:
+    async def _combine(self, found: FlowQueuePage, pause_s: float) -> FleetState:
         replicas = []
         served: Counter[tuple[int, str]] = Counter()
         served_bands = [0.0] * _BANDS
@@ -221,12 +223,12 @@ class FleetStateCache:
                 truncated = truncated or replica.served_truncated
                 await asyncio.sleep(pause_s)
         return FleetState(
-            tuple(found.lanes),
+            tuple(found.queues),
             found.totals,
             sum(found.totals) < MAX_FLOWS,
             tuple(replicas),
             served,
             tuple(served_bands),
             truncated,
-            _by_band(found.lanes),
+            _by_band(found.queues),
         )

@@ -13,8 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from picker_fleet.state.reads import Whereabouts
-from picker_fleet.state.rows import Lane
+from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 
 _SLACK = 1e-6  # of a share: sums of fractions differ in their last digits
 _MIN_SHARE = 1e-12
@@ -32,7 +31,7 @@ class PredictedRequest(NamedTuple):
     """The `rank`-th request of a flow queue (0: the first), predicted to be served at `tag` as the
     `number`-th of all (1: the first)."""
 
-    queue: Lane
+    queue: FlowQueueRow
     rank: int
     tag: float
     number: int
@@ -42,12 +41,14 @@ class PredictedRequest(NamedTuple):
         return Position(self.queue.group, self.tag, self.queue.name)
 
 
-def predicted_tag(queue: Lane, rank: int) -> float:
+def predicted_tag(queue: FlowQueueRow, rank: int) -> float:
     """The start tag at which the flow queue's `rank`-th request will be served."""
     return queue.start + rank * max(queue.share, _MIN_SHARE)
 
 
-def predicted_order(queues: Sequence[Lane], after: Position | None, limit: int) -> list[PredictedRequest]:
+def predicted_order(
+    queues: Sequence[FlowQueueRow], after: Position | None, limit: int
+) -> list[PredictedRequest]:
     """The next `limit` requests after a position; O(queues + limit * log queues)."""
     skipped = 0
     heads = []
@@ -68,12 +69,12 @@ def predicted_order(queues: Sequence[Lane], after: Position | None, limit: int) 
     return found
 
 
-def count_before(queues: Sequence[Lane], position: Position) -> int:
+def count_before(queues: Sequence[FlowQueueRow], position: Position) -> int:
     """How many requests are predicted to be served before the one at `position`."""
     return sum(_served_before(queue, position, inclusive=False) for queue in queues)
 
 
-def _served_before(queue: Lane, position: Position, *, inclusive: bool) -> int:
+def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) -> int:
     """How many requests of `queue` are served before `position`; if `inclusive`, also the one at it."""
     if queue.group != position.group:
         return queue.queued if queue.group < position.group else 0
@@ -86,7 +87,7 @@ def _served_before(queue: Lane, position: Position, *, inclusive: bool) -> int:
 
 
 def request_status(
-    found: Whereabouts, state: Mapping[str, Any], before: int | None, claim_share: float
+    found: RequestStatus, state: Mapping[str, Any], before: int | None, claim_share: float
 ) -> str:
     """One sentence: where a request is and why.
 
@@ -106,7 +107,7 @@ def request_status(
     return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share)}"
 
 
-def _queue_position(found: Whereabouts, before: int | None) -> str:
+def _queue_position(found: RequestStatus, before: int | None) -> str:
     rank = found.rank
     if rank is None:
         return "it waits"
@@ -115,8 +116,8 @@ def _queue_position(found: Whereabouts, before: int | None) -> str:
     return text if before is None or before == rank else f"{text}, and {before} in all are served sooner"
 
 
-def _obstacle(found: Whereabouts, state: Mapping[str, Any], claim_share: float) -> str:
-    entry, queue = found.entry, found.lane
+def _obstacle(found: RequestStatus, state: Mapping[str, Any], claim_share: float) -> str:
+    entry, queue = found.entry, found.queue
     if state["paused"]:
         return "dispatching is paused"
     if not state["ready_backends"]:

@@ -33,8 +33,7 @@ from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Band
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
-from picker_fleet.state.reads import Stretch, Whereabouts
-from picker_fleet.state.rows import Entry, Lane, WorkloadRow
+from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow
 from picker_fleet.state.store import Store
 
 BAND_NAMES = cast(tuple[BandName, ...], tuple(band.label for band in Band))
@@ -193,8 +192,8 @@ class FleetView:
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and for each component `ok` or what is wrong with it."""
         pulse = self._membership.pulse
-        joined = pulse is not None and pulse.born != "0"
-        endpoints = pulse.ready if pulse is not None else 0
+        joined = pulse is not None and pulse.epoch != "0"
+        endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or "ok",
             "pool": self._membership.standing if joined else "not joined yet",
@@ -231,8 +230,8 @@ class FleetLists:
         fleet = await self._cache.get()
         queues, totals = fleet.page(limit + 1, group, after, band), fleet.totals
         if queues is None:
-            page = await self._store.reads.lanes(limit + 1, group=group, behind=after, band=band)
-            queues, totals = page.lanes, page.totals
+            page = await self._store.reads.flow_queues(limit + 1, group=group, behind=after, band=band)
+            queues, totals = page.queues, page.totals
         queues, more = queues[:limit], len(queues) > limit
         return models.Flows(
             flows=self._flows(queues, fleet),
@@ -243,7 +242,7 @@ class FleetLists:
         )
 
     async def flow(self, name: str) -> models.FlowDetail | None:
-        queues = await self._store.reads.lane(name)
+        queues = await self._store.reads.flow_queue(name)
         fleet = await self._cache.get()
         served = {band.label: round(fleet.served_per_s(band, name) or 0.0, 6) for band in Band}
         if not queues and not any(served.values()):
@@ -264,14 +263,14 @@ class FleetLists:
         if cursor is not None:
             group, tag, name = decode_cursor(cursor, "queue", int, str, str)
             after = Position(int(group), float(finite_score(tag)), str(name))
-        queues: Sequence[Lane]
+        queues: Sequence[FlowQueueRow]
         if flow is None:
             fleet = await self._cache.get()
             queues = fleet.queues if band is None else fleet.bands[band].queues
             total = fleet.queued(band) if fleet.complete else await self._queue_length(band)
         else:
             queues = [
-                each for each in await self._store.reads.lane(flow) if band is None or each.band == band
+                each for each in await self._store.reads.flow_queue(flow) if band is None or each.band == band
             ]
             total = sum(each.queued for each in queues)
         requests = predicted_order(queues, after, limit + 1)
@@ -327,9 +326,9 @@ class FleetLists:
             explanation=explanation,
         )
 
-    async def _predicted(self, found: Whereabouts) -> tuple[int | None, float | None]:
+    async def _predicted(self, found: RequestStatus) -> tuple[int | None, float | None]:
         """How many requests are served before this one, and its start tag; None if it is in no flow queue."""
-        queue = found.lane
+        queue = found.queue
         if queue is None or found.rank is None:
             return None, None
         tag = predicted_tag(queue, found.rank)
@@ -372,7 +371,7 @@ class FleetLists:
         found = [_replica(each, this=self._replica, silence_s=silence_s) for each in reports]
         return models.Replicas(replicas=sorted(found, key=lambda each: (not each.live, each.id)))
 
-    def _flows(self, queues: Sequence[Lane], fleet: FleetState) -> list[models.Flow]:
+    def _flows(self, queues: Sequence[FlowQueueRow], fleet: FleetState) -> list[models.Flow]:
         even = self._membership.effective.settings.fair_request_queue.fairness == "round-robin"
         weights = {band: fleet.weights(band, even=even) for band in Band}
         return [_flow(queue, fleet, weights[Band(queue.band)], even=even) for queue in queues]
@@ -387,10 +386,10 @@ class FleetLists:
         for request in requests:
             by_queue.setdefault((request.queue.group, request.queue.name), []).append(request)
         ranges = [
-            Stretch(each[0].queue.band, each[0].queue.name, each[0].rank, each[-1].rank)
+            RankRange(each[0].queue.band, each[0].queue.name, each[0].rank, each[-1].rank)
             for each in by_queue.values()
         ]
-        found: dict[str, tuple[PredictedRequest, Entry]] = {}
+        found: dict[str, tuple[PredictedRequest, RequestRow]] = {}
         for places, entries in zip(by_queue.values(), await self._store.reads.queued(ranges), strict=True):
             if len(entries) > 1:  # of a flow's requests on one page, the best score is served first
                 entries.sort(key=lambda entry: -sum(entry.score or ()))
@@ -422,7 +421,7 @@ def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
     return models.Score(wait=wait, criticality=None, rate=rate, total=None)
 
 
-def _flow(queue: Lane, fleet: FleetState, weights: float | None, *, even: bool) -> models.Flow:
+def _flow(queue: FlowQueueRow, fleet: FleetState, weights: float | None, *, even: bool) -> models.Flow:
     """`weights`: the sum over the band's waiting flows; `even`: the policy ignores weights
     (`round-robin`)."""
     served = fleet.served_per_s(queue.band, queue.name)
@@ -442,7 +441,7 @@ def _flow(queue: Lane, fleet: FleetState, weights: float | None, *, even: bool) 
     )
 
 
-def _queued(entry: Entry, position: int | None, start_tag: float | None) -> models.Queued:
+def _queued(entry: RequestRow, position: int | None, start_tag: float | None) -> models.Queued:
     score = entry.score
     return models.Queued(
         **_request(entry),
@@ -462,12 +461,12 @@ def _queued(entry: Entry, position: int | None, start_tag: float | None) -> mode
     )
 
 
-def _placed(entry: Entry) -> dict[str, Any]:
+def _placed(entry: RequestRow) -> dict[str, Any]:
     endpoint, *fallbacks = entry.endpoints or (None,)
     return {**_request(entry), "endpoint": endpoint, "fallbacks": fallbacks}
 
 
-def _request(entry: Entry) -> dict[str, Any]:
+def _request(entry: RequestRow) -> dict[str, Any]:
     names = ("id", "state", "flow", "model", "criticality", "cost", "owner")
     return {
         **{name: getattr(entry, name) for name in names},

@@ -14,7 +14,7 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.signing import Keyring
-from picker_fleet.state.awake import AwakeClock
+from picker_fleet.state.failure_detector import PauseDetector
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -102,7 +102,7 @@ class PlacedRequests:
         chooser: EndpointChooser,
         service: ServiceMeter,
         keys: Keyring,
-        awake: AwakeClock,
+        pause_detector: PauseDetector,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -112,7 +112,7 @@ class PlacedRequests:
         self.answer_tokens = answer_tokens or 0
         self._service = service
         self._chooser = chooser
-        self.awake = awake
+        self.pause_detector = pause_detector
         self._attempts = itertools.count(1)
         self._owned_streams: dict[str, _OwnedStream] = {}
 
@@ -187,7 +187,7 @@ class PlacedRequests:
         known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
         if known is not None and not known.down:
             _log.warning("endpoint %s cannot be connected to", address)
-            ignore_loss(self._store.mark(address, "down", True))
+            ignore_loss(self._store.mark_endpoint(address, "down", True))
 
     def _settled(self, completion: Completion, note: str, reply: str) -> None:
         what, _, model = reply.partition(" ")
@@ -202,18 +202,18 @@ class PlacedRequests:
                 self._bury(completion)
 
     def suspect(self, request_id: str) -> None:
-        ignore_loss(self._store.suspect(request_id))
+        ignore_loss(self._store.report_client_gone(request_id))
 
     def _bury(self, completion: Completion) -> None:
         def buried(answer: asyncio.Future[str]) -> None:
             if not answer.cancelled() and answer.exception() is None and answer.result() == "back":
                 self.tell_end(completion)  # brought back meanwhile
 
-        self._store.bury(completion.id).add_done_callback(buried)
+        self._store.tombstone(completion.id).add_done_callback(buried)
 
     def renew(self, alive: Alive) -> None:
         # What was written while this process slept may be long over, and its end lost: that restores nothing.
-        note = "" if self.awake.just_woke else alive.accounting_token
+        note = "" if self.pause_detector.resumed_recently else alive.accounting_token
         ignore_loss(self._store.renew(alive.id, None, alive.served or "", note))
 
     def renew_owned_streams(self) -> list[asyncio.Future[str]]:

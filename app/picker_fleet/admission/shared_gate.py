@@ -25,8 +25,8 @@ from picker_fleet.errors import (
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.signing import Keyring
-from picker_fleet.state.awake import AwakeClock
-from picker_fleet.state.store import Store, Verdict
+from picker_fleet.state.failure_detector import PauseDetector
+from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 # The replica's own timer trails the queue's, which decides; it only answers where no news came.
@@ -59,7 +59,7 @@ class SharedGate(PlacedRequests):
         chooser: EndpointChooser | None = None,
         service: ServiceMeter | None = None,
         keys: Keyring | None = None,
-        awake: AwakeClock | None = None,
+        pause_detector: PauseDetector | None = None,
     ) -> None:
         super().__init__(
             store,
@@ -69,7 +69,7 @@ class SharedGate(PlacedRequests):
             chooser=chooser or LeastLoadedChooser(endpoints),
             service=service or ServiceMeter(),
             keys=keys or Keyring(),
-            awake=awake or AwakeClock(),
+            pause_detector=pause_detector or PauseDetector(),
         )
         self._fallbacks = fallbacks
         self._on_unknown_pool = on_unknown_pool
@@ -103,10 +103,10 @@ class SharedGate(PlacedRequests):
             displaced.news.set_exception(ClientGone(_TAKEN_OVER))
             displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
         self._waiting[request.id] = waiter
-        verdict: Verdict | None = None
+        verdict: Decision | None = None
         try:
             verdict = await self._admit_known(waiter)
-            if verdict.what == "placed":
+            if verdict.status == "placed":
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
             else:
@@ -120,7 +120,7 @@ class SharedGate(PlacedRequests):
             # Unless others have cancelled it as well: the client went away, or the replica shuts down.
             if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
                 if waiter.expired:
-                    self._accepted(request, Verdict("expired", ""))
+                    self._accepted(request, Decision("expired", ""))
                 raise StateUnavailable("the shared state is away", retry_after_s=1) from None
             raise
         finally:
@@ -145,7 +145,7 @@ class SharedGate(PlacedRequests):
                 waiter.given_up = waiter.expired = True
                 waiter.task.cancel()
 
-    async def _queue(self, waiter: Waiter, verdict: Verdict) -> Verdict:
+    async def _queue(self, waiter: Waiter, verdict: Decision) -> Decision:
         """`placed`, once the turn of a queued request has come; every refusal is raised."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request.model, request.target_model, 1)
@@ -155,25 +155,25 @@ class SharedGate(PlacedRequests):
         finally:
             self._metrics.waiting(request.model, request.target_model, -1)
 
-    async def _wait(self, waiter: Waiter, verdict: Verdict) -> Verdict:
+    async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
         """`placed`, in the end: a queued request may be granted and sent back to wait any number of times."""
         request = waiter.request
         while True:
             verdict = await self._turn(waiter, verdict)
-            if verdict.what == "granted":
+            if verdict.status == "granted":
                 verdict = await self._take_up(waiter)
-            if verdict.what == "placed":
+            if verdict.status == "placed":
                 return verdict
-            if verdict.what == "gone":
+            if verdict.status == "gone":
                 if self._waiting.get(request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
                 # The grant was lost with the shared state, or reaped: ask again, as old as it is.
                 waiter.news = self._loop.create_future()
                 verdict = await self._admit_known(waiter)
-                if verdict.what == "placed":
+                if verdict.status == "placed":
                     return verdict
 
-    async def _take_up(self, waiter: Waiter) -> Verdict:
+    async def _take_up(self, waiter: Waiter) -> Decision:
         """Ask for a granted request's place: `placed`, `queued` or `gone`; every refusal is raised."""
         request = waiter.request
         # Anew before it is asked: one that is sent back may be granted again before its task runs.
@@ -185,28 +185,28 @@ class SharedGate(PlacedRequests):
             waiter.placing = False
         return self._chosen(request, choice, answer)
 
-    async def _admit_known(self, waiter: Waiter) -> Verdict:
+    async def _admit_known(self, waiter: Waiter) -> Decision:
         """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
         request = waiter.request
-        if self.awake.just_woke:
+        if self.pause_detector.resumed_recently:
             # Envoy may have given this stream up since, and another replica have its request.
-            await self.awake.pause()
+            await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived
             choice = self._chooser.choose(request)
             verdict = await self._store.admit(
                 request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
             )
-            if verdict.what != "unknown-pool":
+            if verdict.status != "unknown-pool":
                 return self._chosen(request, choice, verdict)
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
-    def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Verdict) -> Verdict:
+    def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> Decision:
         """`verdict`, and what came of `choice` is remembered; every refusal is raised."""
-        if verdict.what == "placed":
-            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.live)
+        if verdict.status == "placed":
+            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.loads)
             return verdict
         try:
             return self._accepted(request, verdict)
@@ -214,31 +214,31 @@ class SharedGate(PlacedRequests):
             self._chooser.refused(request, choice)
             raise
 
-    def _accepted(self, request: InferenceRequest, verdict: Verdict) -> Verdict:
+    def _accepted(self, request: InferenceRequest, verdict: Decision) -> Decision:
         error = refusal(verdict, request, self.retry_after_s)
         if error is None:
             return verdict
-        if verdict.what == "refused":
+        if verdict.status == "refused":
             self._metrics.push_error(request.model, error.code, request.target_model)
         elif isinstance(error, ExpiredTtl):
             self._metrics.expired(request.model, request.target_model)
-        elif verdict.what == "preempted":
+        elif verdict.status == "preempted":
             self._metrics.preempted(request.band)
-        elif verdict.what == "evicted":
+        elif verdict.status == "evicted":
             self._metrics.evicted(request.band)
         raise error
 
-    async def _turn(self, waiter: Waiter, queued: Verdict) -> Verdict:
+    async def _turn(self, waiter: Waiter, queued: Decision) -> Decision:
         """Wait for the grant of a queued request; `granted`, or `placed` if it was placed meanwhile."""
         request = waiter.request
         left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
-        timer = self._loop.call_later(left_s, tell, waiter.news, Verdict("late", ""))
+        timer = self._loop.call_later(left_s, tell, waiter.news, Decision("late", ""))
         try:
             verdict = await waiter.news
         finally:
             timer.cancel()
-        if verdict.what == "late":
-            verdict = Verdict(await self._expire(waiter), "")
+        if verdict.status == "late":
+            verdict = Decision(await self._expire(waiter), "")
         return self._accepted(request, verdict)
 
     async def _expire(self, waiter: Waiter) -> str:
@@ -271,9 +271,9 @@ class SharedGate(PlacedRequests):
         """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
-            return what in _NEWS and tell(waiter.news, Verdict(what, ""))
+            return what in _NEWS and tell(waiter.news, Decision(what, ""))
         if what == "granted" and request_id not in self._owned_streams:
-            ignore_loss(self._store.disclaim(request_id))
+            ignore_loss(self._store.return_grant(request_id))
         return False
 
     def is_placing(self, request_id: str) -> bool:
@@ -286,8 +286,8 @@ class SharedGate(PlacedRequests):
 
         False if it could not be told of all; the call may be repeated.
         """
-        if self.awake.just_woke:
-            await self.awake.pause()  # as in `_admit_known`
+        if self.pause_detector.resumed_recently:
+            await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
         # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
@@ -312,6 +312,6 @@ class SharedGate(PlacedRequests):
                 waiter.news.set_exception(error)
                 waiter.news.exception()  # it may be past waiting for news
             return True
-        if verdict.what == "placed":
+        if verdict.status == "placed":
             tell(waiter.news, verdict)
-        return verdict.what != "unknown-pool"
+        return verdict.status != "unknown-pool"

@@ -12,7 +12,7 @@ from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
-from picker_fleet.state.store import Store, Verdict
+from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.tracing import Traces
 
 
@@ -83,24 +83,24 @@ class TracedStore(Store):
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Verdict:
+    ) -> Decision:
         live = self._traces.live(request.id)
         if live is None:
             return await super().admit(request, attempt, candidates, age_s)
         with live.stage("admit") as span:
             verdict = await super().admit(request, attempt, candidates, age_s)
-            span.set_attribute("picker.verdict", verdict.what)
-        live.told(verdict.what)
+            span.set_attribute("picker.verdict", verdict.status)
+        live.told(verdict.status)
         return verdict
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         live = self._traces.live(request_id)
         if live is None:
             return await super().place(request_id, attempt, candidates)
         with live.stage("place") as span:
             verdict = await super().place(request_id, attempt, candidates)
-            span.set_attribute("picker.verdict", verdict.what)
-        live.told(verdict.what)
+            span.set_attribute("picker.verdict", verdict.status)
+        live.told(verdict.status)
         return verdict
 
     def settle(

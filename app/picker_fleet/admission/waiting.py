@@ -16,7 +16,7 @@ from picker_fleet.errors import (
     TotalCapacity,
 )
 from picker_fleet.request import InferenceRequest
-from picker_fleet.state.store import Verdict
+from picker_fleet.state.store import Decision
 
 _REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
@@ -34,20 +34,20 @@ def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
     return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
 
 
-def refusal(verdict: Verdict, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
+def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
     """The error that `verdict` of `request` amounts to; None if it ends nothing.
 
     A refusal brings its own Retry-After; `retry_after_s` is for what ends after it has waited.
     """
-    if verdict.what == "refused":
+    if verdict.status == "refused":
         reason, _, seconds = verdict.detail.partition(" ")
         error, message = _REFUSALS[reason]
         return error(message, retry_after_s=int(seconds))
-    if verdict.what == "expired":
+    if verdict.status == "expired":
         return time_up(request, retry_after_s)
-    if verdict.what == "preempted":
+    if verdict.status == "preempted":
         return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
-    if verdict.what == "evicted":
+    if verdict.status == "evicted":
         return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
     return None
 
@@ -75,7 +75,7 @@ class Waiter:
     request: InferenceRequest
     attempt: int
     arrived: float  # event-loop time
-    news: asyncio.Future[Verdict]
+    news: asyncio.Future[Decision]
     task: asyncio.Task[object]
     asking: bool = True
     placing: bool = False
@@ -83,7 +83,7 @@ class Waiter:
     expired: bool = False
 
 
-def tell(news: asyncio.Future[Verdict], verdict: Verdict) -> bool:
+def tell(news: asyncio.Future[Decision], verdict: Decision) -> bool:
     """Bring news, unless some has come already: False then."""
     if news.done():
         return False

@@ -27,10 +27,9 @@ from picker_fleet.endpoints.readings import (
     reading_of_json,
 )
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.state import channel
-from picker_fleet.state.asker import Asker, Command
-from picker_fleet.state.channel import CHECK_S
+from picker_fleet.state import subscriptions
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.subscriptions import CHECK_S, Command, CommandClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class MetricsChannel:
         self._replica = replica
         self._own = message_head(replica)
         self._now_ms = now_ms
-        self._asker = Asker(url, self._name, deadline_s=deadline_s)
+        self._asker = CommandClient(url, self._name, deadline_s=deadline_s)
         self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
         self._told_fault = False
 
@@ -156,21 +155,21 @@ class MetricsChannel:
         self,
         on_readings: Callable[[str | None, Mapping[str, EndpointMetrics], Sequence[str]], None],
         *,
-        on_link: Callable[[], None],
+        on_subscribed: Callable[[], None],
         check_s: float = CHECK_S,
     ) -> None:
         """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages with
         their suspects. Of its own messages it hears only that they came.
 
-        It begins anew after a fault (state/channel.py). `on_link` is called each time messages have begun
-        to come and what is stored was read.
+        It reconnects after a fault (state/subscriptions.py). `on_subscribed` is called each time messages
+        begin to come and what is stored has been read.
         """
 
         async def catch_up() -> None:
             # Only now is no message missed between what is stored and what is announced.
             on_readings(None, await self.stored(), ())
             self._told_fault = False
-            on_link()
+            on_subscribed()
 
         def take(text: bytes) -> None:
             if text.startswith(self._own):
@@ -185,7 +184,9 @@ class MetricsChannel:
                 self._warn(heard.faults)
 
         what = "metrics of other replicas"
-        await channel.follow(self._url, self._name, take, what=what, on_link=catch_up, check_s=check_s)
+        await subscriptions.follow(
+            self._url, self._name, take, what=what, on_subscribed=catch_up, check_s=check_s
+        )
 
     async def close(self) -> None:
         """End the connection that `publish` uses."""
@@ -204,6 +205,6 @@ class MetricsChannel:
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:
         try:
-            return await self._asker.ask(commands)
+            return await self._asker.execute(commands)
         except StateUnavailable as fault:
             raise StateUnavailable(f"Redis took no metrics: {fault}") from None

@@ -11,7 +11,7 @@ from typing import cast
 import httptools
 
 from picker_fleet.errors import PickerError
-from picker_fleet.state import cancelling
+from picker_fleet.state.connection import raise_if_cancelled
 from picker_fleet.units import split_host_port
 
 MAX_PAGE_BYTES = 512 * 1024  # a vLLM page has 53 KB
@@ -110,9 +110,9 @@ class Connection:
         try:
             await loop.create_connection(lambda: made, self._host, self._port)
         except OSError as fault:
-            cancelling.heed()
+            raise_if_cancelled()
             raise FetchError("connection", f"no connection: {fault.strerror or fault}") from None
-        cancelling.heed()
+        raise_if_cancelled()
         self.unreached = 0
         return made
 

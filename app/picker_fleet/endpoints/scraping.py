@@ -159,7 +159,9 @@ class ScrapingTask:
                 await asyncio.shield(self._channel.close())
 
     async def _follow(self) -> None:
-        await self._channel.follow(self._on_readings, on_link=lambda: self._liveness.link(self._clock()))
+        await self._channel.follow(
+            self._on_readings, on_subscribed=lambda: self._liveness.link(self._clock())
+        )
 
     def _on_readings(
         self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]

@@ -23,8 +23,8 @@ from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
-from picker_fleet.state.silence import Silence
-from picker_fleet.state.store import Pulse, Store
+from picker_fleet.state.failure_detector import FailureDetector
+from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class FailoverState(enum.Enum):
 
 
 class FailoverEvent(enum.Enum):
-    """REDIS_LOST: Redis refuses, its silence is proven (state/silence.py), or a decision failed.
+    """REDIS_LOST: Redis refuses, its silence is proven (state/failure_detector.py), or a decision failed.
     REDIS_ANSWERS: enough heartbeats in a row were answered. ALL_RESYNCED: every replica that was live has
     resynced, or 3.5 s have passed.
     """
@@ -101,7 +101,7 @@ class Fleet(Protocol):
 class _Stock:
     """The stock as of the last heartbeat while Redis was in use, and what was `placed` through it since."""
 
-    pulse: Pulse
+    pulse: HeartbeatReply
     seen_s: float
     placed: float = 0.0
 
@@ -123,7 +123,7 @@ class FailoverGate:
         metrics: Metrics,
         endpoints: SnapshotCell,
         chooser: EndpointChooser,
-        silence: Silence,
+        failure_detector: FailureDetector,
         report_s: float,
         fleet: Fleet,
         heartbeat_now: Callable[..., None],
@@ -133,7 +133,7 @@ class FailoverGate:
     ) -> None:
         self._store, self._shared, self._metrics = store, shared, metrics
         self._endpoints, self._chooser = endpoints, chooser
-        self._silence, self._report_s, self._fleet = silence, report_s, fleet
+        self._failure_detector, self._report_s, self._fleet = failure_detector, report_s, fleet
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
         self._times = times
         self._clock = clock or asyncio.get_running_loop().time
@@ -197,7 +197,7 @@ class FailoverGate:
                     placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
                 except StateUnavailable:
                     # After a pause of this process old calls are given up; the next one waits first.
-                    if not self._shared.awake.just_woke and not self.redis_lost(
+                    if not self._shared.pause_detector.resumed_recently and not self.redis_lost(
                         "failed", "a decision failed"
                     ):
                         raise
@@ -316,7 +316,7 @@ class FailoverGate:
         if alive.id in self._tombstones:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
-        if self._outage is not None and not self._shared.awake.just_woke:
+        if self._outage is not None and not self._shared.pause_detector.resumed_recently:
             self._outage.journal.alive(alive)
         if self._state is not _LOCAL:
             self._shared.renew(alive)
@@ -338,13 +338,16 @@ class FailoverGate:
         """What the heartbeat tells the other replicas."""
         return {"degraded": self.degraded, **self._tombstones.heartbeat_fields()}
 
-    def heartbeat_answered(self, pulse: Pulse) -> None:
-        if self._state is not _LOCAL and pulse.born != "0":
+    def heartbeat_answered(self, pulse: HeartbeatReply) -> None:
+        if self._state is not _LOCAL and pulse.epoch != "0":
             now_s = self._clock()
             self._joined_s = self._joined_s or now_s
             self._stock = _Stock(pulse, now_s)
         self._answered_heartbeats += 1
-        if self._state is _LOCAL and self._answered_heartbeats >= self._silence.beats:
+        if (
+            self._state is _LOCAL
+            and self._answered_heartbeats >= self._failure_detector.heartbeats_to_recover
+        ):
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
     def heartbeat_missed(self) -> None:
@@ -457,7 +460,7 @@ class FailoverGate:
 
     def _go_local(self) -> None:
         self._state = _LOCAL
-        self._silence.left(self._clock())
+        self._failure_detector.record_failover(self._clock())
         self._metrics.degraded(True)
         self._shared.give_up()
 
@@ -508,7 +511,7 @@ class FailoverGate:
         outage, self._outage = self._outage, None
         assert outage is not None
         self._state = _SHARED
-        self._silence.returned(self._clock())
+        self._failure_detector.record_recovery(self._clock())
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
         outage.gate.hand_over_waiting()

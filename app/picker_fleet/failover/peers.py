@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from picker_fleet.failover.local_gate import LocalGate, part_of
-from picker_fleet.state.store import Pulse
+from picker_fleet.state.store import HeartbeatReply
 
 _PAUSE_S = 0.2  # after a peer that had nothing and said so at once
 _IDLE_S = 10.0  # without waiting requests, connections to peers are closed after so long
@@ -79,11 +79,11 @@ class Peers:
         """Whether every replica that was live says that its state is in Redis."""
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
-    def count(self, pulse: Pulse) -> int:
+    def count(self, pulse: HeartbeatReply) -> int:
         """How many replicas divide the bound."""
-        return max(len(self.live), pulse.live, 1)
+        return max(len(self.live), pulse.live_replicas, 1)
 
-    def own_part(self, pulse: Pulse, *, counts_requests: bool) -> float:
+    def own_part(self, pulse: HeartbeatReply, *, counts_requests: bool) -> float:
         """This replica's part of what was free at `pulse`; `counts_requests` as in `part_of`."""
         live = self.count(pulse)
         rank = self.live.index(self._replica) if self._replica in self.live else live

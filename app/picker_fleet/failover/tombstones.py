@@ -177,13 +177,13 @@ class Tombstones:
             if self._ends.get(request_id, (None,))[0] == received_s:
                 self._ends[request_id] = received_s, epoch
 
-        answer = self._store.bury(request_id, self._clock() - received_s)
+        answer = self._store.tombstone(request_id, self._clock() - received_s)
         answer.add_done_callback(published)
         return answer
 
     def _epoch(self) -> str:
         """The epoch of the shared state and of the connection: another server may lack some tombstones."""
-        return f"{self._store.born} {self._store.lives}"
+        return f"{self._store.epoch} {self._store.connection_epoch}"
 
 
 def _mark(replica: str, number: int) -> str:

@@ -84,5 +84,5 @@ class Probes:
 
     def _mark(self, address: str, down: bool) -> None:
         # What Redis does not take, the next probe says again.
-        done = self._store.mark(address, "down", down)
+        done = self._store.mark_endpoint(address, "down", down)
         done.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -23,7 +23,7 @@ from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, Write
 from picker_fleet.failover.outage import OutageStatus
 from picker_fleet.live_config import EffectiveConfig, LiveConfig, shared_settings
 from picker_fleet.sections import Leases
-from picker_fleet.state.store import Pulse, Store
+from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Failover(Protocol):
         """What the heartbeat tells the other replicas: `degraded`, and what goes with it."""
         ...
 
-    def heartbeat_answered(self, pulse: Pulse) -> None: ...
+    def heartbeat_answered(self, pulse: HeartbeatReply) -> None: ...
 
     def heartbeat_missed(self) -> None: ...
 
@@ -106,13 +106,13 @@ class Publisher:
         facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
         self._discovered_version = _version(facts)
 
-    def is_due(self, pulse: Pulse) -> bool:
+    def is_due(self, pulse: HeartbeatReply) -> bool:
         if self._discovered is None:
             return False
         marked = pulse.endpoints_version.partition("+")
         published = pulse.config_version, marked[0]  # without the marks made since
         differs = published != (self._config_version, self._discovered_version)
-        return pulse.born == _UNKNOWN or (pulse.leader and differs)
+        return pulse.epoch == _UNKNOWN or (pulse.leader and differs)
 
     async def publish(self) -> None:
         assert self._discovered is not None
@@ -123,11 +123,11 @@ class Publisher:
             endpoints_version=self._discovered_version,
         )
         # A live change may mean other numbers under this configuration than under the last one.
-        current = LiveConfig(*await self._store.tuned())
+        current = LiveConfig(*await self._store.live_config())
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)
             if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
-                await self._store.tune(live_config.replacing(current.overrides, wanted), {})
+                await self._store.set_live_config(live_config.replacing(current.overrides, wanted), {})
 
 
 class LiveConfigFollower:
@@ -144,14 +144,14 @@ class LiveConfigFollower:
         self.current = LiveConfig()
         self._followed = ("", "")  # epoch of the shared state, version of the changes
 
-    async def follow(self, pulse: Pulse) -> None:
+    async def follow(self, pulse: HeartbeatReply) -> None:
         """Take over the changes if they are new; bring them back if the shared state has lost them."""
-        if (pulse.born, pulse.tuned_version) == self._followed:
+        if (pulse.epoch, pulse.tuned_version) == self._followed:
             return
         if not pulse.tuned_version and self.current.overrides:
-            await self._store.tune(self.current.overrides, self.current.changes)
-        self.current = LiveConfig(*await self._store.tuned())
-        self._followed = pulse.born, self.current.version
+            await self._store.set_live_config(self.current.overrides, self.current.changes)
+        self.current = LiveConfig(*await self._store.live_config())
+        self._followed = pulse.epoch, self.current.version
         try:
             self._fleet.config = live_config.applied(self._settings, self.current.changes)
         except ConfigError as fault:
@@ -236,9 +236,9 @@ class Sweeper:
             unseen_s=_unseen_s(self._settings.leases),
         )
         self._metrics.reclaimed(swept.reclaimed)
-        if swept.ghosts:
-            self._metrics.ghosts(swept.ghosts)
-            _log.warning("gave up %d requests that their endpoints do not have", swept.ghosts)
+        if swept.given_up:
+            self._metrics.ghosts(swept.given_up)
+            _log.warning("gave up %d requests that their endpoints do not have", swept.given_up)
         if swept.suspects:
             self._on_suspects(swept.suspects)
         return swept.more
@@ -265,7 +265,7 @@ class NotificationPoller:
         """How many notifications no wake-up had brought."""
         found = 0
         with contextlib.suppress(StateFault):
-            for what, request_id in await self._store.news():
+            for what, request_id in await self._store.notifications():
                 # A grant stays in the list until its placement is answered.
                 if not self._gate.is_placing(request_id):
                     found += self._gate.on_notification(what, request_id)
@@ -296,7 +296,7 @@ class Heartbeat:
         self._fleet, self._failover, self._trigger = fleet, failover, trigger
         self._publisher, self._follower, self._reader = publisher, follower, reader
         self._clock = asyncio.get_running_loop().time
-        self.pulse: Pulse | None = None  # the last reply
+        self.pulse: HeartbeatReply | None = None  # the last reply
         self.joined = asyncio.Event()  # a pool that may admit
         self._left = False
         self._epoch = ""
@@ -336,22 +336,22 @@ class Heartbeat:
                 await self._publisher.publish()
             pulse = await self._send()
         self.pulse = pulse
-        if self._lost and pulse.born != self._epoch:
+        if self._lost and pulse.epoch != self._epoch:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:
             self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
-        if pulse.born == _UNKNOWN:
+        if pulse.epoch == _UNKNOWN:
             return
         if self._lost:
             _log.warning("the shared state may have lost this replica; registering what it holds")
             self._lost = not await self._gate.register_again()
-        self._epoch = pulse.born
+        self._epoch = pulse.epoch
         self.joined.set()
         await self._follower.follow(pulse)
         if full or self._reader.age_s >= self._leases.heartbeat:
             await self._read_state()
 
-    async def _send(self) -> Pulse:
+    async def _send(self) -> HeartbeatReply:
         about = dict(self._replica_info())
         served = about.pop("served", None)
         about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
@@ -362,20 +362,20 @@ class Heartbeat:
             self._failover.heartbeat_answered(pulse)
         return pulse
 
-    def _may_be_lost(self, pulse: Pulse) -> bool:
+    def _may_be_lost(self, pulse: HeartbeatReply) -> bool:
         """Whether the shared state may lack what this replica holds."""
         # A new connection may lead to a server that lacks the last of what the former one took.
-        reconnected = self._connection_epoch != self._store.lives
-        self._connection_epoch = self._store.lives
+        reconnected = self._connection_epoch != self._store.connection_epoch
+        self._connection_epoch = self._store.connection_epoch
         if not self._epoch:
             return False
-        return reconnected or not pulse.was_known or pulse.born != self._epoch
+        return reconnected or not pulse.was_known or pulse.epoch != self._epoch
 
     async def _drain_again(self) -> None:
         """Mark the endpoints that an operator drained, which the shared state has lost."""
         for endpoint in self._endpoints.current.endpoints:
             if endpoint.drained:
-                await self._store.mark(endpoint.address, "drained", True)
+                await self._store.mark_endpoint(endpoint.address, "drained", True)
 
     async def _read_state(self) -> None:
         state = await self._reader.read()
@@ -431,7 +431,7 @@ class Membership:
         )
 
     @property
-    def pulse(self) -> Pulse | None:
+    def pulse(self) -> HeartbeatReply | None:
         """The last heartbeat's reply; None before the first."""
         return self._heartbeat.pulse
 

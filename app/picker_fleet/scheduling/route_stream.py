@@ -27,7 +27,7 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
-from picker_fleet.state import cancelling, primary
+from picker_fleet.state.connection import client, raise_if_cancelled
 
 FLUSH_S: Final = 0.02  # between two writes, at least
 MAX_ENTRIES: Final = 4096
@@ -128,7 +128,7 @@ class RouteStream:
                         await self._flush(client)
                         await asyncio.sleep(FLUSH_S)
             except _REDIS_ERRORS as error:
-                cancelling.heed()
+                raise_if_cancelled()
                 _log.warning("routes not written: %s", error)
             await asyncio.sleep(_PAUSE_S)
 
@@ -154,7 +154,7 @@ class RouteStream:
             self._is_retry = not self._is_retry
             raise
         self._is_retry = False
-        cancelling.heed()
+        raise_if_cancelled()
 
     async def _follow(self) -> None:
         while True:
@@ -165,7 +165,7 @@ class RouteStream:
                     while True:
                         await self._read(client)
             except _REDIS_ERRORS as error:
-                cancelling.heed()
+                raise_if_cancelled()
                 _log.warning("routes not followed: %s", error)
             await asyncio.sleep(_PAUSE_S)
 
@@ -178,7 +178,7 @@ class RouteStream:
         async with asyncio.timeout(_CALL_S):
             seconds, _ = await client.time()
             newest: Any = await client.xrevrange(self._stream, count=1)
-        cancelling.heed()
+        raise_if_cancelled()
         if not self._last_id or (newest and _id_parts(newest[0][0].decode()) < _id_parts(self._last_id)):
             self._last_id = f"{max(0, int((seconds - LOOK_BACK_S) * 1000))}-0"
 
@@ -187,7 +187,7 @@ class RouteStream:
         block = _BLOCK_MS if self._caught_up.is_set() else None
         async with asyncio.timeout(_READ_S):
             found: Any = await client.xread({self._stream: self._last_id}, count=_READ_ENTRIES, block=block)
-        cancelling.heed()
+        raise_if_cancelled()
         if not found:
             self._caught_up.set()
             return
@@ -211,7 +211,7 @@ class RouteStream:
 
     def _client(self) -> Redis:
         # The calls here set deadlines themselves: the client's own can swallow a cancellation on Python 3.11.
-        return primary.client(self._url, self._stream)
+        return client(self._url, self._stream)
 
 
 def pack(record: Record) -> bytes:

@@ -37,7 +37,7 @@ class Keys:
         return self.prefix + "replicas"
 
     @property
-    def lanes(self) -> str:
+    def queue_snapshot(self) -> str:
         return self.prefix + "lanes"
 
     @property

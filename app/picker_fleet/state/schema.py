@@ -7,6 +7,7 @@ docs/upgrading.md says which of the layouts two versions share during a rolling 
 """
 
 import re
+import struct
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -33,10 +34,10 @@ UNPICKABLE = 10**9
 # Rows that one call returns: a page of fifty, and whether there are more.
 VIEW_LIMIT = 51
 
-# One arrival: texts that end in byte 0, then doubles (state/arrival.py).
+# One arrival: texts that end in byte 0, then doubles (state/schema.py).
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
 ARRIVAL_NUMBERS = ("band", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
-# The accounting token (admission/accounting token.py): fields joined by tabs. Those that follow are optional.
+# The accounting token (admission/accounting_token.py): fields joined by tabs. Those that follow are optional.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip
@@ -67,7 +68,7 @@ ITEMS = {
     "cancel": ("id", "attempt", "why"),
     "mark_endpoint": ("address", "mark", "on"),
 }
-# Rows of what an operator reads, field -> its format; fields are separated by byte 31 (state/rows.py).
+# Rows of what an operator reads, field -> its format; fields are separated by byte 31 (state/reads.py).
 FLOW_QUEUE_ROW = {
     "group": "%d", "name": "%s", "start": "%s", "queued": "%d", "arrived_us": "%.17g", "weight": "%.17g",
     "share": "%.17g", "in_flight": "%s",
@@ -83,6 +84,16 @@ WORKLOAD_ROW = {
     "last_request_ms": "%.17g", "rate": "%.17g",
 }  # fmt: skip
 _BYTE_31 = r"\31"  # as Lua spells it
+
+_PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
+
+
+def pack_arrival(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
+    """ARRIVAL_TEXTS and ARRIVAL_NUMBERS in their order. Raises ValueError where a text holds byte 0."""
+    packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
+    if packed.count(0) != len(ARRIVAL_TEXTS):
+        raise ValueError("byte 0 in a text")
+    return packed + _PACKED_NUMBERS.pack(*numbers)
 
 
 def lua_source() -> str:

@@ -22,7 +22,7 @@ _CLOCK = re.compile(r"^-- \[clock\].*^-- \[/clock\]$", re.MULTILINE | re.DOTALL)
 _PACKAGED = Path(__file__).parent.parent / "_lua"  # in a wheel
 _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua"
 
-# In the order in which a message carries them (state/link.py).
+# In the order in which a message carries them (state/batching.py).
 NAMES = (
     "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "cancel",
     "mark_endpoint", "evict", "heartbeat", "publish", "tune", "sweep", "claim_queue_snapshot", "state",

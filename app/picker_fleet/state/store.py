@@ -11,15 +11,11 @@ from typing import Any
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.request import InferenceRequest, Outcome
 from picker_fleet.signing import Keyring
-from picker_fleet.state.arrival import arrival
-from picker_fleet.state.awake import AwakeClock
-from picker_fleet.state.calls import CallMetrics
+from picker_fleet.state.batching import BatchingClient, CallMetrics
+from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys, joined
-from picker_fleet.state.link import Link
-from picker_fleet.state.reads import Reads
-from picker_fleet.state.schema import UNPICKABLE
-from picker_fleet.state.silence import Silence
-from picker_fleet.state.survey import Survey
+from picker_fleet.state.reads import QueueSnapshots, Reads
+from picker_fleet.state.schema import UNPICKABLE, pack_arrival
 
 _ALL = "*"
 _BANDS = ("Critical", "Default", "Sheddable")
@@ -27,56 +23,56 @@ _ADOPTED = " adopted"
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Reply about one request: `what` it is told, and `detail` (endpoints, a time, a reason, a model). Of a
-    choice made just now, `live` has the loads it was made from, as `lua/place.lua` gives them.
+class Decision:
+    """Reply about one request: its `status`, and `detail` (endpoints, a time, a reason, a model). Of a
+    choice made just now, `loads` has the loads it was made from, as `lua/place.lua` gives them.
 
     Not frozen: each request makes one, and a frozen one takes three times as long to make."""
 
-    what: str
+    status: str
     detail: str
-    live: str = field(default="", compare=False)
+    loads: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
-    """What a heartbeat learns. `born` identifies the life of the shared state; 0 while it is unknown."""
+class HeartbeatReply:
+    """What a heartbeat learns. `epoch` identifies the life of the shared state; 0 while it is unknown."""
 
-    born: str
+    epoch: str
     was_known: bool
     leader: bool
-    live: int
+    live_replicas: int
     config_version: str
     endpoints_version: str
     stock: float
     queued: int
     upper: float
     lower: float
-    ready: int
+    ready_endpoints: int
     tuned_version: str
     paused: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepReply:
     ran: bool
     expired: int
     reclaimed: int
     more: bool
-    ghosts: int = 0  # requests given up before their lease ended
+    given_up: int = 0  # requests given up before their lease ended
     suspects: tuple[str, ...] = ()  # endpoints whose pages may show more of them
 
 
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_news(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
+    `on_notification(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
-    was already known; `on_away(cause, why)` when Redis is given up (state/link.py).
+    was already known; `on_away(cause, why)` when Redis is given up (state/batching.py).
     `reads` is what an operator sees, `survey` what of it is read once for all replicas. Heartbeats keep
     `signing` in step with the fleet's keys.
     Every method raises StateFault where Redis does not do it: StateUnavailable if it is away, the others if
-    it answers with an error (state/link.py).
+    it answers with an error (state/batching.py).
     """
 
     def __init__(
@@ -85,11 +81,11 @@ class Store:
         *,
         pool: str,
         replica: str,
-        silence: Silence,
-        awake: AwakeClock,
+        failure_detector: FailureDetector,
+        pause_detector: PauseDetector,
         connect_timeout_s: float,
         metrics: CallMetrics,
-        on_news: Callable[[str, str], object],
+        on_notification: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
         on_away: Callable[[str, str], object],
@@ -97,62 +93,62 @@ class Store:
     ) -> None:
         self.keys = Keys.of(pool)
         self._signing = signing or Keyring()
-        self.born = "0"
+        self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
         self._told_us: tuple[str, int, float] | None = None  # life and clock of the shared state, when heard
         self._replica = replica
-        self._on_news = on_news
+        self._on_notification = on_notification
         self._on_dequeued = on_dequeued
         self._on_adopted = on_adopted
         self._on_strays = metrics.strays
-        self._link = Link(
+        self._client = BatchingClient(
             url,
             key=self.keys.pool,
             caller=replica,
-            silence=silence,
-            awake=awake,
+            failure_detector=failure_detector,
+            pause_detector=pause_detector,
             connect_timeout_s=connect_timeout_s,
             metrics=metrics,
             on_batch=self._take_head,
             on_away=on_away,
         )
-        self.reads = Reads(self._link, self.keys.log)
-        self.survey = Survey(self._link, self.reads, self.keys.lanes)
+        self.reads = Reads(self._client, self.keys.log)
+        self.queue_snapshots = QueueSnapshots(self._client, self.reads, self.keys.queue_snapshot)
 
     async def run(self) -> None:
         """Carry calls until cancelled."""
-        await self._link.run()
+        await self._client.run()
 
     @property
     def fault(self) -> str | None:
         """Why the shared state cannot be reached at the moment; None while it can."""
-        return self._link.fault
+        return self._client.fault
 
     @property
-    def lives(self) -> int:
+    def connection_epoch(self) -> int:
         """Connections made so far: after another one, what the last server took may be lost (a failover)."""
-        return self._link.lives
+        return self._client.connection_epoch
 
     def unsent_ends(self) -> list[str]:
         """Ids of ends that the shared state cannot have seen yet, oldest first."""
-        return [str(args[0]) for args in self._link.unsent("settle")]
+        return [str(args[0]) for args in self._client.unsent("settle")]
 
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Verdict:
+    ) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
         """
-        reply: str = await self._link.submit("admit", (arrival(request, attempt, candidates, age_s),))
+        reply: str = await self._client.submit("admit", (_arrival(request, attempt, candidates, age_s),))
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
             self._on_adopted()
         return _verdict(reply)
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Verdict:
+    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        return _verdict(await self._link.submit("place", (request_id, attempt, candidates)))
+        return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
 
     def settle(
         self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
@@ -163,24 +159,24 @@ class Store:
         had, for the estimate of later ones. None: not known.
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
-        return self._link.submit("settle", (request_id, outcome.value, *known), lasting=True)
+        return self._client.submit("settle", (request_id, outcome.value, *known), durable=True)
 
-    def bury(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         """buried | back (buried, and it counts, having been restored): nobody restores a request that was
         last seen alive before its end, which was heard `ago_s` ago."""
-        return self._link.submit("tombstone", (request_id, _milliseconds(ago_s)))
+        return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
-    def suspect(self, request_id: str) -> asyncio.Future[str]:
+    def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
         """suspected | unknown: the request's client may have gone; its endpoint's next pages decide."""
-        return self._link.submit("report_client_gone", (request_id,))
+        return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
-        return self._link.submit("cancel", (request_id, attempt, why), lasting=True)
+        return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
-    def disclaim(self, request_id: str) -> asyncio.Future[str]:
+    def return_grant(self, request_id: str) -> asyncio.Future[str]:
         """Give back a grant that nobody here waits for: ended | foreign | unknown. Told of again if lost."""
-        return self._link.submit("cancel", (request_id, "", "unclaimed"))
+        return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
@@ -188,11 +184,13 @@ class Store:
         """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it. It was
         last seen alive `ago_s` ago."""
         mine = "" if attempt is None else attempt
-        return self._link.submit("renew", (request_id, mine, served, accounting_token, _milliseconds(ago_s)))
+        return self._client.submit(
+            "renew", (request_id, mine, served, accounting_token, _milliseconds(ago_s))
+        )
 
-    async def heartbeat(self, about: str, silence_s: float) -> Pulse:
+    async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         signing = self._signing
-        reply = await self._link.call(
+        reply = await self._client.call(
             "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer(), *self._now_at_least()
         )
         self._take_head(reply)
@@ -203,7 +201,7 @@ class Store:
         self._told_us = (reply[0], int(now_us), self._clock())
         signing.take(signing_keys)
         signing.accepts_unsigned = older == 1
-        return Pulse(
+        return HeartbeatReply(
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
         )  # fmt: skip
@@ -220,14 +218,14 @@ class Store:
         told = self._now_at_least()
         return int(told[1]) // 1000 if told else 0
 
-    async def news(self) -> list[tuple[str, str]]:
+    async def notifications(self) -> list[tuple[str, str]]:
         """What waits in this replica's inbox, each as (what, request id). It stays there."""
-        flat = await self._link.command("HGETALL", self.keys.inbox(self._replica))
+        flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         return [(what, request_id) for request_id, what in zip(flat[::2], flat[1::2], strict=True)]
 
     async def leave(self) -> None:
         """Take this replica off the list of live ones; the sweep looks after what it may have left."""
-        await self._link.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
+        await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
 
     async def publish(
         self,
@@ -246,49 +244,49 @@ class Store:
             if endpoint.max_inflight is not None:
                 about["max_inflight"] = endpoint.max_inflight
             pairs += [endpoint.address, json.dumps(about, separators=(",", ":"))]
-        reply = await self._link.call(
+        reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
         self._take_head(reply)
 
-    async def tune(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
+    async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
         """Change settings for the whole fleet; the version that results, '' while the pool is unknown.
 
         `overrides` are named as `publish` names them, `note` says the same in the operator's words; None
         takes a change back.
         """
-        reply = await self._link.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
+        reply = await self._client.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
         self._take_head(reply)
         return str(reply[4])
 
-    async def tuned(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    async def live_config(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
         """The live changes in force: their version, the settings they override, and their note."""
-        version, overrides, note = await self._link.command(
+        version, overrides, note = await self._client.command(
             "HMGET", self.keys.pool, "tuned_version", "overrides", "tuned"
         )
         return version or "", json.loads(overrides or "{}"), json.loads(note or "{}")
 
-    def mark(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
+    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
-        return self._link.submit("mark_endpoint", (address, what, int(on)))
+        return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> str:
         """Take a request out of the queue: evicted | running (too late) | unknown"""
-        reply = await self._link.call("evict", self._replica, request_id)
+        reply = await self._client.call("evict", self._replica, request_id)
         self._take_head(reply)
         return str(reply[4])
 
-    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> Sweep:
+    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
         times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s, unseen_s))
-        reply = await self._link.call("sweep", self._replica, *times)
+        reply = await self._client.call("sweep", self._replica, *times)
         self._take_head(reply)
         ran, expired, reclaimed, more, ghosts, suspects = reply[4:]
-        return Sweep(ran == 1, expired, reclaimed, more == 1, ghosts, tuple(suspects))
+        return SweepReply(ran == 1, expired, reclaimed, more == 1, ghosts, tuple(suspects))
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
-        told = await self._link.command("HGETALL", self.keys.endpoints)
-        marks = set((await self._link.command("HGETALL", self.keys.marks))[::2])
+        told = await self._client.command("HGETALL", self.keys.endpoints)
+        marks = set((await self._client.command("HGETALL", self.keys.marks))[::2])
         found = []
         for address, text in sorted(zip(told[::2], told[1::2], strict=True)):
             about = json.loads(text)
@@ -300,7 +298,7 @@ class Store:
 
     async def state(self, silence_s: float) -> dict[str, Any]:
         """What the scripts hold at this moment, under the names of the contract's `state`."""
-        reply = await self._link.call("state", int(silence_s * 1000))
+        reply = await self._client.call("state", int(silence_s * 1000))
         born, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
         vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
@@ -332,7 +330,7 @@ class Store:
         }
 
     def _take_head(self, head: Sequence[Any]) -> None:
-        self.born = head[0]
+        self.epoch = head[0]
         if head[2]:
             self._on_dequeued(head[2], head[3])
         for item in head[1]:
@@ -340,7 +338,7 @@ class Store:
             if what == "strays":
                 self._on_strays(int(about))
             else:
-                self._on_news(what, about)
+                self._on_notification(what, about)
 
 
 def _milliseconds(seconds: float) -> int:
@@ -356,8 +354,36 @@ def _told(text: str) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _verdict(reply: str) -> Verdict:
+def _verdict(reply: str) -> Decision:
     what, _, detail = reply.partition(" ")
     if what == "placed":
-        return Verdict(what, *detail.split(" "))
-    return Verdict(what, detail)
+        return Decision(what, *detail.split(" "))
+    return Decision(what, detail)
+
+
+def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0) -> bytes:
+    """Packed for Redis; times in ms, the age to the µs: it orders those that come again in one message.
+
+    ValueError where a text holds byte 0, which would end it early.
+    """
+    workload = request.workload
+    return pack_arrival(
+        (
+            request.id,
+            str(attempt),
+            request.flow,
+            workload.id if workload.registered else "",
+            request.model,
+            candidates,
+        ),
+        (
+            int(request.band),
+            request.weight,
+            request.cost,
+            int(request.ttl_s * 1000),
+            round(age_s * 1000, 3),
+            workload.criticality,
+            request.limit,
+            request.learn,
+        ),
+    )

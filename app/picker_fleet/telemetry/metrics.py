@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Band, Completion, Outcome
-from picker_fleet.state.error_replies import NO_ANSWER, Meaning
+from picker_fleet.state.connection import NO_ANSWER, Meaning
 from picker_fleet.telemetry.pool import PoolMetrics
 from picker_fleet.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, Page, PairCap
 
@@ -240,7 +240,7 @@ class Metrics:
         self._items.observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
-        """`kind`: no-answer, or what the error that was answered means (state/error_replies.py)."""
+        """`kind`: no-answer, or what the error that was answered means (state/connection.py)."""
         self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float) -> None:
@@ -271,10 +271,10 @@ class Metrics:
         """Show shared state, as `Membership.state` returns it."""
         self._pool.show(state)
 
-    def redis_silence(self, seconds: float, stood_s: float) -> None:
-        """Redis last answered anything `seconds` ago; this replica has stood still for `stood_s` in all."""
+    def redis_silence(self, seconds: float, paused_s: float) -> None:
+        """Redis last answered anything `seconds` ago; this replica has stood still for `paused_s` in all."""
         self._unheard.set(seconds)
-        self._stood.follow(stood_s)
+        self._stood.follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
         """The side this replica is on (failover/gate.py), and what made it change to it."""

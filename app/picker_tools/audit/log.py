@@ -17,8 +17,8 @@ from redis.retry import Retry
 
 from picker_fleet.errors import PickerError
 from picker_fleet.state.address import Address
+from picker_fleet.state.connection import find
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.primary import find
 
 TURN, GUARD = "turn", "guard"
 ENDS = frozenset({

@@ -10,12 +10,14 @@ primary any more is over. So whoever connects again after a fault follows the pr
 
 import asyncio
 import contextlib
+import enum
 import random
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import hiredis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 from redis.asyncio.connection import (
@@ -26,8 +28,60 @@ from redis.asyncio.connection import (
 )
 from redis.crc import key_slot
 
-from picker_fleet.state import cancelling
 from picker_fleet.state.address import Address
+
+
+def raise_if_cancelled() -> None:
+    """Raise the CancelledError that the current task was owed."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+ERROR_REPLIES = (
+    # Not, or not now, the server to ask.
+    ("MOVED ", "elsewhere"),
+    ("ASK ", "elsewhere"),
+    ("TRYAGAIN ", "elsewhere"),
+    ("READONLY ", "elsewhere"),
+    ("MASTERDOWN ", "elsewhere"),
+    ("UNBLOCKED ", "elsewhere"),
+    ("NOREPLICAS ", "elsewhere"),  # `min-replicas-to-write`: another primary may have been chosen
+    ("CLUSTERDOWN ", "elsewhere"),
+    ("LOADING ", "elsewhere"),
+    ("NOAUTH ", "elsewhere"),
+    ("DENIED ", "elsewhere"),
+    ("ERR max number of clients", "elsewhere"),
+    # The one to ask, but it does not do this for anyone.
+    ("BUSY ", "denied"),
+    ("NOPERM ", "denied"),
+    ("ERR ACL failure in script", "denied"),
+    ("ERR unknown command", "denied"),
+    ("ERR Function not found", "denied"),  # and it cannot be given the library
+    # It takes nothing that would add to what it holds, or nothing at all that it would have to write down.
+    ("OOM ", "full"),
+    ("MISCONF ", "full"),
+)
+NO_ANSWER = "no-answer"  # among the metrics' kinds of errors, beside the meanings of those that are answered
+
+
+class Meaning(enum.Enum):
+    """ELSEWHERE: asked once more, on a new connection, which leads to whoever is the primary by then. DENIED:
+    asked once more a moment later. Either, if it lasts, is as if Redis had not answered. FULL: it takes no
+    writes for now. ITEM: a script's error, on a damaged record for example."""
+
+    ELSEWHERE = "elsewhere"
+    DENIED = "denied"
+    FULL = "full"
+    ITEM = "item"
+
+
+def meaning_of(error: str) -> Meaning:
+    """What `error`, the text of an error reply, means; ITEM unless it is known to mean something else."""
+    return next(
+        (Meaning(meaning) for prefix, meaning in ERROR_REPLIES if error.startswith(prefix)), Meaning.ITEM
+    )
+
 
 Node = tuple[str, int]
 
@@ -211,7 +265,7 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-    cancelling.heed()
+    raise_if_cancelled()
     if not votes:
         # Some may only be slow: that is no proof that there is no primary.
         kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
@@ -233,3 +287,82 @@ async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | N
     finally:
         with contextlib.suppress(*_FAULTS):
             await connection.disconnect(nowait=True)
+
+
+DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
+
+
+class RedisConnection(asyncio.Protocol):
+    """An open connection. `on_reply` gets each reply in order, errors as `hiredis.ReplyError`; `on_lost` is
+    called once, if the connection ends other than by `close`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        on_reply: Callable[[Any], None],
+        on_lost: Callable[[str], None],
+        *,
+        text: bool,
+    ) -> None:
+        self._connection = connection
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._reader = hiredis.Reader(encoding="utf-8", errors="replace") if text else hiredis.Reader()
+        self._closed = False
+        self._transport = cast(asyncio.Transport, connection._writer.transport)  # type: ignore[union-attr]
+        self._transport.set_protocol(self)
+
+    @classmethod
+    async def connect(
+        cls,
+        pool: ConnectionPool,
+        on_reply: Callable[[Any], None],
+        on_lost: Callable[[str], None],
+        *,
+        text: bool = True,
+    ) -> "RedisConnection":
+        """A new connection of `pool`, whose protocol must be RESP2; replies as str, or as bytes.
+
+        Raises:
+            one of DOWN: it cannot be had.
+        """
+        connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.connect()  # type: ignore[no-untyped-call]
+            raise_if_cancelled()
+        except BaseException:
+            with contextlib.suppress(*DOWN):
+                await connection.disconnect(nowait=True)
+            raise
+        return cls(connection, on_reply, on_lost, text=text)
+
+    def write(self, message: bytes) -> None:
+        self._transport.write(message)
+
+    async def close(self) -> None:
+        """Drop the connection at once; nothing is reported of it any more."""
+        self._closed = True
+        self._transport.abort()
+        with contextlib.suppress(*DOWN):
+            await self._connection.disconnect(nowait=True)
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while not self._closed:
+            try:
+                reply = self._reader.gets()
+            except hiredis.ProtocolError as fault:
+                self._lose(f"not a Redis reply: {fault}")
+                return
+            if reply is False:  # no script returns a boolean over RESP2
+                return
+            self._on_reply(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(str(exc) if exc else "the connection was closed")
+
+    def _lose(self, why: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self._transport.abort()
+            self._on_lost(why)

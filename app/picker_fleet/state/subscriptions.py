@@ -1,0 +1,189 @@
+"""A Redis channel, followed for as long as it takes. What is said while nobody listens is missed."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import hiredis
+from redis import exceptions as redis_errors
+
+from picker_fleet.errors import StateUnavailable
+from picker_fleet.state.connection import (
+    DOWN,
+    Meaning,
+    RedisConnection,
+    connections,
+    meaning_of,
+    raise_if_cancelled,
+)
+
+CHECK_S = 1.0  # how often a silent channel is asked whether it lives; it has as long to answer
+_CONNECT_S = 2.0
+_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+OnSubscribed = Callable[[], Awaitable[object]]
+
+
+async def follow(
+    url: str,
+    channel: str,
+    on_message: Callable[[bytes], object],
+    *,
+    what: str,
+    on_subscribed: OnSubscribed | None = None,
+    check_s: float = CHECK_S,
+) -> None:
+    """Pass each message of `channel` to `on_message` until cancelled, reconnecting as needed.
+
+    A connection of its own, since a subscriber gets nothing else. One that is silent is asked for a sign of
+    life every `check_s`: nothing else notices a peer that has vanished. `on_subscribed` is awaited each time
+    messages begin to come, so that it can ask for what was missed; StateUnavailable from it reconnects.
+    `what` the messages are is for the log.
+    """
+    while True:
+        try:
+            await _Subscription(channel, on_message).follow(url, on_subscribed, check_s)
+        except (*DOWN, StateUnavailable) as fault:
+            raise_if_cancelled()
+            _log.warning("%s interrupted: %s", what, str(fault) or "no answer in time")
+        await asyncio.sleep(_PAUSE_S)
+
+
+class _Subscription:
+    """One connection that has subscribed to `channel`."""
+
+    def __init__(self, channel: str, on_message: Callable[[bytes], object]) -> None:
+        loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._on_message = on_message
+        self._heard = True  # anything since the last look
+        self._linked: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[str] = loop.create_future()
+
+    async def follow(self, url: str, on_subscribed: OnSubscribed | None, check_s: float) -> None:
+        """Raises one of wire.DOWN when the connection has ended, or been silent for twice `check_s`."""
+        async with asyncio.timeout(_CONNECT_S):
+            wire = await RedisConnection.connect(
+                connections(url, self._channel), self._take, self._end, text=False
+            )
+        try:
+            subscribe: tuple[Any, ...] = ("SUBSCRIBE", self._channel)
+            wire.write(hiredis.pack_command(subscribe))
+            await asyncio.wait(
+                (self._linked, self._ended), timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if on_subscribed is not None and self._linked.done():
+                await on_subscribed()
+                raise_if_cancelled()
+            while not self._ended.done():
+                if not self._heard:
+                    raise TimeoutError("the connection is silent")
+                self._heard = False
+                wire.write(hiredis.pack_command(("PING",)))
+                await asyncio.wait((self._ended,), timeout=check_s)
+        finally:
+            await wire.close()
+        raise ConnectionError(self._ended.result())
+
+    def _take(self, reply: Any) -> None:
+        self._heard = True
+        if isinstance(reply, hiredis.ReplyError):
+            self._end(str(reply))
+        elif reply[0] == b"message":
+            self._on_message(reply[2])
+        elif reply[0] == b"subscribe" and not self._linked.done():
+            self._linked.set_result(None)
+
+    def _end(self, why: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(why)
+
+
+async def listen(
+    url: str, name: str, on_notification: Callable[[str, str], object], *, check_s: float = CHECK_S
+) -> None:
+    """Pass each line `WHAT ID` of the channel `name` to `on_notification` until cancelled."""
+
+    def take(message: bytes) -> None:
+        for line in message.decode(errors="replace").split("\n"):
+            what, _, request_id = line.partition(" ")
+            on_notification(what, request_id)
+
+    await follow(url, name, take, what="wake-ups", check_s=check_s)
+
+
+Command = tuple[Any, ...]
+
+
+class CommandClient:
+    """Asks the server that holds `key`. Its connection is made when first needed, and anew after a fault.
+    One event loop; who asks while another's commands are under way waits for their replies."""
+
+    def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
+        self._pool = connections(url, key)
+        self._deadline_s = deadline_s
+        self._wire: RedisConnection | None = None
+        self._lost = False
+        self._turn = asyncio.Lock()
+        self._replies: list[Any] = []
+        self._answer: asyncio.Future[None] | None = None
+        self._left = 0
+
+    async def execute(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies to `commands`, texts as bytes; all are sent at once, and an error to one fails all.
+
+        Raises:
+            StateUnavailable: no answer within the deadline, no server, or what it refused and why.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s), self._turn:
+                replies = await self._ask(commands)
+            raise_if_cancelled()
+        except DOWN as fault:
+            raise_if_cancelled()
+            raise StateUnavailable(str(fault) or "no answer in time") from None
+        return replies
+
+    async def close(self) -> None:
+        """End the connection, if there is one."""
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            await wire.close()
+
+    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        if self._lost:
+            await self.close()
+        if self._wire is None:
+            self._wire = await RedisConnection.connect(self._pool, self._take, self._lose, text=False)
+            self._lost = False
+        self._replies, self._left = [], len(commands)
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            self._wire.write(b"".join([hiredis.pack_command(command) for command in commands]))
+            await self._answer
+        except BaseException:
+            # What is still to come on this connection belongs to nobody.
+            await self.close()
+            raise
+        finally:
+            self._answer = None
+        for reply in self._replies:
+            if isinstance(reply, hiredis.ReplyError):
+                if meaning_of(str(reply)) is Meaning.ELSEWHERE:
+                    await self.close()
+                raise redis_errors.ResponseError(str(reply))
+        return self._replies
+
+    def _take(self, reply: Any) -> None:
+        self._replies.append(reply)
+        self._left -= 1
+        if self._left == 0 and self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    def _lose(self, why: str) -> None:
+        self._lost = True
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError(why))
