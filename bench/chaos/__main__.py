@@ -190,8 +190,7 @@ def main() -> int:
     here = look(sys.argv[1:])
     with server() as redis:
         began = time.monotonic()
-        run = ChaosRun(redis.port, options.seed, options.replicas)
-        asyncio.run(run.run(options.requests))
+        actions = asyncio.run(_chaos(redis.port, options.seed, options.replicas, options.requests))
         lasted_s = time.monotonic() - began
         url = f"redis://{LOOPBACK}:{redis.port}/0"
         audit = subprocess.run(
@@ -202,11 +201,17 @@ def main() -> int:
             timeout=_AUDIT_S,
         )
     command = " ".join(["python -m bench.chaos", *sys.argv[1:]])
-    page = _page(command, here.date, options.replicas, lasted_s, run.actions, audit)
+    page = _page(command, here.date, options.replicas, lasted_s, actions, audit)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "chaos.md").write_text(page, encoding="utf-8")
     print(page, audit.stderr)
     return audit.returncode
+
+
+async def _chaos(port: int, seed: int, replicas: int, requests: int) -> Actions:
+    run = ChaosRun(port, seed, replicas)
+    await run.run(requests)
+    return run.actions
 
 
 def _page(

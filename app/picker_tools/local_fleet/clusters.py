@@ -5,53 +5,18 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 
 from picker_tools.local_fleet.envoy_types import (
-    ApiConfigSource,
-    ApiConfigSourceApiType,
-    ApiVersion,
-    BackoffStrategy,
-    BindConfig,
-    CircuitBreakers,
-    CircuitBreakersThresholds,
-    Cluster,
-    ClusterCommonLbConfig,
-    ClusterDiscoveryType,
-    ClusterEdsClusterConfig,
-    ClusterLbPolicy,
-    ClusterLoadAssignment,
-    CommonHttpProtocolOptions,
-    ConfigSource,
-    Endpoint,
-    GrpcService,
-    GrpcServiceEnvoyGrpc,
-    HealthCheck,
-    HealthCheckGrpcHealthCheck,
-    HealthStatus,
-    HealthStatusSet,
-    Http1ProtocolOptions,
-    Http2ProtocolOptions,
-    HttpProtocolOptions,
-    HttpProtocolOptionsExplicitHttpConfig,
-    KeepaliveSettings,
-    LbEndpoint,
-    LeastRequest,
-    LoadBalancingPolicy,
-    LoadBalancingPolicyPolicy,
-    LocalityLbEndpoints,
-    MetadataKey,
-    MetadataKeyPathSegment,
-    OverrideHost,
-    OverrideHostOverrideHostSource,
-    Percent,
-    RetryPolicy,
-    RoutingPriority,
-    SocketOption,
-    SocketOptionSocketState,
-    TcpKeepalive,
-    UpstreamConnectionOptions,
     address,
+    cluster_v3,
+    core_v3,
+    endpoint_v3,
     extension,
+    least_request_v3,
+    metadata_v3,
+    override_host_v3,
     packed,
     seconds,
+    type_v3,
+    upstream_http_v3,
 )
 
 POOL = "pool"  # also the name the fleet's endpoint discovery answers to
@@ -68,57 +33,59 @@ _IDLE_S = 4  # uvicorn, which most model servers run on, closes what was idle fo
 _LOST_MS = 20_000
 
 
-def pool(namespace: str) -> Cluster:
+def pool(namespace: str) -> cluster_v3.Cluster:
     """The model servers, told by the fleet itself, tried in the order the picker's header names them.
 
     The metadata `namespace` tells who served.
     """
-    override = OverrideHost(
-        override_host_sources=[OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
-        selected_host_key=MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=SERVED_KEY)]),
-        fallback_policy=LoadBalancingPolicy(
-            policies=[_policy("envoy.load_balancing_policies.least_request", LeastRequest())]
+    override = override_host_v3.OverrideHost(
+        override_host_sources=[override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
+        selected_host_key=metadata_v3.MetadataKey(
+            key=namespace, path=[metadata_v3.MetadataKeyPathSegment(key=SERVED_KEY)]
+        ),
+        fallback_policy=cluster_v3.LoadBalancingPolicy(
+            policies=[_policy("envoy.load_balancing_policies.least_request", least_request_v3.LeastRequest())]
         ),
     )
-    return Cluster(
+    return cluster_v3.Cluster(
         name=POOL,
-        type=ClusterDiscoveryType.EDS,
-        eds_cluster_config=ClusterEdsClusterConfig(service_name=POOL, eds_config=_fleet_source()),
+        type=cluster_v3.ClusterDiscoveryType.EDS,
+        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(service_name=POOL, eds_config=_fleet_source()),
         connect_timeout=seconds(1),
-        upstream_connection_options=UpstreamConnectionOptions(
-            tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
+        upstream_connection_options=cluster_v3.UpstreamConnectionOptions(
+            tcp_keepalive=core_v3.TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
         ),
-        upstream_bind_config=BindConfig(socket_options=_lost_data()),
+        upstream_bind_config=core_v3.BindConfig(socket_options=_lost_data()),
         typed_extension_protocol_options={
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
-                HttpProtocolOptions(
-                    common_http_protocol_options=CommonHttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
-                    explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-                        http_protocol_options=Http1ProtocolOptions()
+                upstream_http_v3.HttpProtocolOptions(
+                    common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+                    explicit_http_config=upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
+                        http_protocol_options=core_v3.Http1ProtocolOptions()
                     ),
                 )
             )
         },
         circuit_breakers=_no_circuit_breakers(),
-        common_lb_config=ClusterCommonLbConfig(
-            healthy_panic_threshold=Percent(value=0),
+        common_lb_config=cluster_v3.ClusterCommonLbConfig(
+            healthy_panic_threshold=type_v3.Percent(value=0),
             # A draining endpoint gets nothing new from the picker, but what it was given still goes there.
-            override_host_status=HealthStatusSet(
+            override_host_status=core_v3.HealthStatusSet(
                 statuses=[
-                    HealthStatus.UNKNOWN,
-                    HealthStatus.HEALTHY,
-                    HealthStatus.DEGRADED,
-                    HealthStatus.DRAINING,
+                    core_v3.HealthStatus.UNKNOWN,
+                    core_v3.HealthStatus.HEALTHY,
+                    core_v3.HealthStatus.DEGRADED,
+                    core_v3.HealthStatus.DRAINING,
                 ]
             ),
         ),
-        load_balancing_policy=LoadBalancingPolicy(
+        load_balancing_policy=cluster_v3.LoadBalancingPolicy(
             policies=[_policy("envoy.load_balancing_policies.override_host", override)]
         ),
     )
 
 
-def _lost_data() -> list[SocketOption]:
+def _lost_data() -> list[core_v3.SocketOption]:
     """What a model server has not acknowledged is given up, where the system can: else TCP tries for 15 min.
 
     A host that vanishes says nothing. Keepalive finds it where Envoy only waits, this where it has sent.
@@ -127,103 +94,112 @@ def _lost_data() -> list[SocketOption]:
     if option is None:
         return []
     return [
-        SocketOption(
+        core_v3.SocketOption(
             description="TCP_USER_TIMEOUT",
             level=socket.IPPROTO_TCP,
             name=option,
             int_value=_LOST_MS,
-            state=SocketOptionSocketState.STATE_PREBIND,
+            state=core_v3.SocketOptionSocketState.STATE_PREBIND,
         )
     ]
 
 
-def picker(hosts: Sequence[tuple[str, int]]) -> Cluster:
+def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
     """The replicas at `hosts`; names are resolved again and again, addresses are taken as they are."""
-    http2 = Http2ProtocolOptions(
-        connection_keepalive=KeepaliveSettings(interval=seconds(5), timeout=seconds(2)),
+    http2 = core_v3.Http2ProtocolOptions(
+        connection_keepalive=core_v3.KeepaliveSettings(interval=seconds(5), timeout=seconds(2)),
         initial_stream_window_size=_STREAM_WINDOW_BYTES,
         initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
     )
     every_s = seconds(1)
-    return Cluster(
+    return cluster_v3.Cluster(
         name=PICKER,
         type=_discovery_type(hosts),
         connect_timeout=seconds(1),
-        lb_policy=ClusterLbPolicy.LEAST_REQUEST,
-        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
+        lb_policy=cluster_v3.ClusterLbPolicy.LEAST_REQUEST,
+        common_lb_config=cluster_v3.ClusterCommonLbConfig(healthy_panic_threshold=type_v3.Percent(value=0)),
         circuit_breakers=_no_circuit_breakers(),
         typed_extension_protocol_options={
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
-                HttpProtocolOptions(
-                    explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2)
+                upstream_http_v3.HttpProtocolOptions(
+                    explicit_http_config=upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
+                        http2_protocol_options=http2
+                    )
                 )
             )
         },
         health_checks=[
-            HealthCheck(
+            core_v3.HealthCheck(
                 timeout=seconds(1),
                 interval=every_s,
                 # A cluster without traffic is otherwise looked at once a minute.
                 no_traffic_interval=every_s,
                 unhealthy_threshold=2,
                 healthy_threshold=1,
-                grpc_health_check=HealthCheckGrpcHealthCheck(service_name=_HEALTH_SERVICE),
+                grpc_health_check=core_v3.HealthCheckGrpcHealthCheck(service_name=_HEALTH_SERVICE),
             )
         ],
-        load_assignment=ClusterLoadAssignment(
+        load_assignment=endpoint_v3.ClusterLoadAssignment(
             cluster_name=PICKER,
             endpoints=[
-                LocalityLbEndpoints(
-                    lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=address(*host))) for host in hosts]
+                endpoint_v3.LocalityLbEndpoints(
+                    lb_endpoints=[
+                        endpoint_v3.LbEndpoint(endpoint=endpoint_v3.Endpoint(address=address(*host)))
+                        for host in hosts
+                    ]
                 )
             ],
         ),
     )
 
 
-def picker_grpc(retry: RetryPolicy | None = None) -> GrpcService:
+def picker_grpc(retry: core_v3.RetryPolicy | None = None) -> core_v3.GrpcService:
     """gRPC to any healthy replica."""
-    return GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER), retry_policy=retry)
-
-
-def _fleet_source() -> ConfigSource:
-    # Reconnecting is quick: the default back-off of up to 30 s would leave Envoy with a stale pool.
-    retry = RetryPolicy(
-        retry_back_off=BackoffStrategy(base_interval=seconds(0.1), max_interval=seconds(1)),
+    return core_v3.GrpcService(
+        envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=PICKER), retry_policy=retry
     )
-    return ConfigSource(
-        resource_api_version=ApiVersion.V3,
-        api_config_source=ApiConfigSource(
-            api_type=ApiConfigSourceApiType.GRPC,
-            transport_api_version=ApiVersion.V3,
+
+
+def _fleet_source() -> core_v3.ConfigSource:
+    # Reconnecting is quick: the default back-off of up to 30 s would leave Envoy with a stale pool.
+    retry = core_v3.RetryPolicy(
+        retry_back_off=core_v3.BackoffStrategy(base_interval=seconds(0.1), max_interval=seconds(1)),
+    )
+    return core_v3.ConfigSource(
+        resource_api_version=core_v3.ApiVersion.V3,
+        api_config_source=core_v3.ApiConfigSource(
+            api_type=core_v3.ApiConfigSourceApiType.GRPC,
+            transport_api_version=core_v3.ApiVersion.V3,
             grpc_services=[picker_grpc(retry)],
         ),
     )
 
 
-def _policy(name: str, message: LeastRequest | OverrideHost) -> LoadBalancingPolicyPolicy:
-    return LoadBalancingPolicyPolicy(typed_extension_config=extension(name, message))
+def _policy(
+    name: str, message: least_request_v3.LeastRequest | override_host_v3.OverrideHost
+) -> cluster_v3.LoadBalancingPolicyPolicy:
+    return cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=extension(name, message))
 
 
-def _no_circuit_breakers() -> CircuitBreakers:
-    return CircuitBreakers(
+def _no_circuit_breakers() -> cluster_v3.CircuitBreakers:
+    return cluster_v3.CircuitBreakers(
         thresholds=[
-            CircuitBreakersThresholds(
+            cluster_v3.CircuitBreakersThresholds(
                 priority=priority,
                 max_connections=_NO_LIMIT,
                 max_pending_requests=_NO_LIMIT,
                 max_requests=_NO_LIMIT,
                 max_retries=_NO_LIMIT,
             )
-            for priority in (RoutingPriority.DEFAULT, RoutingPriority.HIGH)
+            for priority in (core_v3.RoutingPriority.DEFAULT, core_v3.RoutingPriority.HIGH)
         ]
     )
 
 
-def _discovery_type(hosts: Sequence[tuple[str, int]]) -> ClusterDiscoveryType:
+def _discovery_type(hosts: Sequence[tuple[str, int]]) -> cluster_v3.ClusterDiscoveryType:
     for host, _ in hosts:
         try:
             ip_address(host)
         except ValueError:
-            return ClusterDiscoveryType.STRICT_DNS
-    return ClusterDiscoveryType.STATIC
+            return cluster_v3.ClusterDiscoveryType.STRICT_DNS
+    return cluster_v3.ClusterDiscoveryType.STATIC

@@ -9,18 +9,12 @@ import yaml
 from picker_fleet.config import Settings
 from picker_tools.local_fleet.clusters import PICKER, POOL, picker, pool
 from picker_tools.local_fleet.envoy_types import (
-    Admin,
-    Bootstrap,
-    BootstrapStaticResources,
-    DownstreamConnectionsConfig,
-    FixedHeapConfig,
-    Node,
-    OverloadAction,
-    OverloadManager,
-    ResourceMonitor,
-    ThresholdTrigger,
-    Trigger,
     address,
+    bootstrap_v3,
+    connections_v3,
+    core_v3,
+    fixed_heap_v3,
+    overload_v3,
     packed,
     seconds,
 )
@@ -35,20 +29,24 @@ _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
 _ACTIONS = {"shrink_heap": 0.9, "stop_accepting_requests": 0.95, "stop_accepting_connections": 0.98}
 
 
-def overload_manager(*, max_connections: int, max_heap_bytes: int) -> OverloadManager:
+def overload_manager(*, max_connections: int, max_heap_bytes: int) -> overload_v3.OverloadManager:
     """At most `max_connections` of clients, further ones are closed; at most about `max_heap_bytes`."""
-    connections = DownstreamConnectionsConfig(max_active_downstream_connections=max_connections)
-    heap = FixedHeapConfig(max_heap_size_bytes=max_heap_bytes)
-    return OverloadManager(
+    connections = connections_v3.DownstreamConnectionsConfig(
+        max_active_downstream_connections=max_connections
+    )
+    heap = fixed_heap_v3.FixedHeapConfig(max_heap_size_bytes=max_heap_bytes)
+    return overload_v3.OverloadManager(
         refresh_interval=seconds(0.25),
         resource_monitors=[
-            ResourceMonitor(name=_HEAP, typed_config=packed(heap)),
-            ResourceMonitor(name=_CONNECTIONS, typed_config=packed(connections)),
+            overload_v3.ResourceMonitor(name=_HEAP, typed_config=packed(heap)),
+            overload_v3.ResourceMonitor(name=_CONNECTIONS, typed_config=packed(connections)),
         ],
         actions=[
-            OverloadAction(
+            overload_v3.OverloadAction(
                 name=f"envoy.overload_actions.{action}",
-                triggers=[Trigger(name=_HEAP, threshold=ThresholdTrigger(value=share))],
+                triggers=[
+                    overload_v3.Trigger(name=_HEAP, threshold=overload_v3.ThresholdTrigger(value=share))
+                ],
             )
             for action, share in _ACTIONS.items()
         ],
@@ -79,12 +77,12 @@ def build_bootstrap(
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
     """
-    bootstrap = Bootstrap(
-        node=Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
+    bootstrap = bootstrap_v3.Bootstrap(
+        node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
         # Whoever looks whether it is well still gets through when its clients do not.
-        admin=Admin(address=address(*admin), ignore_global_conn_limit=True),
+        admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
-        static_resources=BootstrapStaticResources(
+        static_resources=bootstrap_v3.BootstrapStaticResources(
             listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
             clusters=[picker(pickers), pool(settings.extproc.metadata_namespace)],
         ),

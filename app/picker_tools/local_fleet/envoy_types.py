@@ -11,259 +11,74 @@ from datetime import timedelta
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import betterproto2
-    from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
-    from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
-    from envoy_data_plane.envoy.config.cluster.v3 import (
-        CircuitBreakers,
-        CircuitBreakersThresholds,
-        Cluster,
-        ClusterCommonLbConfig,
-        ClusterDiscoveryType,
-        ClusterEdsClusterConfig,
-        ClusterLbPolicy,
-        LoadBalancingPolicy,
-        LoadBalancingPolicyPolicy,
-        UpstreamConnectionOptions,
+    from envoy_data_plane.envoy.config.accesslog import v3 as accesslog_v3
+    from envoy_data_plane.envoy.config.bootstrap import v3 as bootstrap_v3
+    from envoy_data_plane.envoy.config.cluster import v3 as cluster_v3
+    from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation_rules_v3
+    from envoy_data_plane.envoy.config.core import v3 as core_v3
+    from envoy_data_plane.envoy.config.endpoint import v3 as endpoint_v3
+    from envoy_data_plane.envoy.config.listener import v3 as listener_v3
+    from envoy_data_plane.envoy.config.overload import v3 as overload_v3
+    from envoy_data_plane.envoy.config.route import v3 as route_v3
+    from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_access_log_v3
+    from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser_v3
+    from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
+    from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_rules_v3
+    from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router_v3
+    from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata import v3 as sse_rules_v3
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (
+        v3 as hcm_v3,
     )
-    from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation
-    from envoy_data_plane.envoy.config.core.v3 import (
-        Address,
-        ApiConfigSource,
-        ApiConfigSourceApiType,
-        ApiVersion,
-        BackoffStrategy,
-        BindConfig,
-        CidrRange,
-        ConfigSource,
-        DataSource,
-        GrpcService,
-        GrpcServiceEnvoyGrpc,
-        HeaderValue,
-        HeaderValueOption,
-        HeaderValueOptionHeaderAppendAction,
-        HealthCheck,
-        HealthCheckGrpcHealthCheck,
-        HealthStatus,
-        HealthStatusSet,
-        Http1ProtocolOptions,
-        Http2ProtocolOptions,
-        KeepaliveSettings,
-        Node,
-        RetryPolicy,
-        RetryPolicyRetryHostPredicate,
-        RoutingPriority,
-        SocketAddress,
-        SocketOption,
-        SocketOptionSocketState,
-        TcpKeepalive,
-        TypedExtensionConfig,
+    from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import (
+        v3 as early_mutation_v3,
     )
-    from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpProtocolOptions
-    from envoy_data_plane.envoy.config.endpoint.v3 import (
-        ClusterLoadAssignment,
-        Endpoint,
-        LbEndpoint,
-        LocalityLbEndpoints,
+    from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request_v3
+    from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host_v3
+    from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import (
+        v3 as connections_v3,
     )
-    from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
-    from envoy_data_plane.envoy.config.overload.v3 import (
-        OverloadAction,
-        OverloadManager,
-        ResourceMonitor,
-        ThresholdTrigger,
-        Trigger,
-    )
-    from envoy_data_plane.envoy.config.route.v3 import (
-        DirectResponseAction,
-        FilterConfig,
-        HeaderMatcher,
-        Route,
-        RouteAction,
-        RouteConfiguration,
-        RouteMatch,
-        VirtualHost,
-    )
-    from envoy_data_plane.envoy.config.route.v3 import RetryPolicy as RouteRetryPolicy
-    from envoy_data_plane.envoy.config.route.v3 import (
-        RetryPolicyRetryHostPredicate as RouteRetryHostPredicate,
-    )
-    from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
-        CommonGrpcAccessLogConfig,
-        HttpGrpcAccessLogConfig,
-    )
-    from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import (
-        JsonContentParser,
-        JsonContentParserRuleConfig,
-    )
-    from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-        ExternalProcessor,
-        HeaderForwardingRules,
-        MetadataOptions,
-        MetadataOptionsMetadataNamespaces,
-        ProcessingMode,
-        ProcessingModeBodySendMode,
-        ProcessingModeHeaderSendMode,
-    )
-    from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
-        JsonToMetadata,
-        JsonToMetadataKeyValuePair,
-        JsonToMetadataMatchRules,
-        JsonToMetadataRule,
-        JsonToMetadataSelector,
-        JsonToMetadataValueType,
-    )
-    from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-    from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
-        SseToMetadata,
-        SseToMetadataProcessingRules,
-    )
-    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
-        HttpConnectionManager,
-        HttpConnectionManagerHcmAccessLogOptions,
-        HttpConnectionManagerInternalAddressConfig,
-        HttpConnectionManagerPathWithEscapedSlashesAction,
-        HttpFilter,
-    )
-    from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
-        HeaderMutation as EarlyHeaderMutation,
-    )
-    from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
-    from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
-        OverrideHost,
-        OverrideHostOverrideHostSource,
-    )
-    from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
-        DownstreamConnectionsConfig,
-    )
-    from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
-    from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
-    from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
-        HttpProtocolOptions,
-        HttpProtocolOptionsExplicitHttpConfig,
-    )
-    from envoy_data_plane.envoy.type.matcher.v3 import ListStringMatcher, RegexMatcher, StringMatcher
-    from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
-    from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
-    from envoy_data_plane.google.protobuf import Any, Value
+    from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap import v3 as fixed_heap_v3
+    from envoy_data_plane.envoy.extensions.retry.host.previous_hosts import v3 as previous_hosts_v3
+    from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream_http_v3
+    from envoy_data_plane.envoy.type import v3 as type_v3
+    from envoy_data_plane.envoy.type.matcher import v3 as matcher_v3
+    from envoy_data_plane.envoy.type.metadata import v3 as metadata_v3
+    from envoy_data_plane.google import protobuf
 
 __all__ = [
-    "AccessLog",
-    "Address",
-    "Admin",
-    "Any",
-    "ApiConfigSource",
-    "ApiConfigSourceApiType",
-    "ApiVersion",
-    "BackoffStrategy",
-    "BindConfig",
-    "Bootstrap",
-    "BootstrapStaticResources",
-    "CidrRange",
-    "CircuitBreakers",
-    "CircuitBreakersThresholds",
-    "Cluster",
-    "ClusterCommonLbConfig",
-    "ClusterDiscoveryType",
-    "ClusterEdsClusterConfig",
-    "ClusterLbPolicy",
-    "ClusterLoadAssignment",
-    "CommonGrpcAccessLogConfig",
-    "CommonHttpProtocolOptions",
-    "ConfigSource",
-    "DataSource",
-    "DirectResponseAction",
-    "DownstreamConnectionsConfig",
-    "EarlyHeaderMutation",
-    "Endpoint",
-    "ExternalProcessor",
-    "Filter",
-    "FilterChain",
-    "FilterConfig",
-    "FixedHeapConfig",
-    "GrpcService",
-    "GrpcServiceEnvoyGrpc",
-    "HeaderForwardingRules",
-    "HeaderMatcher",
-    "HeaderMutation",
-    "HeaderValue",
-    "HeaderValueOption",
-    "HeaderValueOptionHeaderAppendAction",
-    "HealthCheck",
-    "HealthCheckGrpcHealthCheck",
-    "HealthStatus",
-    "HealthStatusSet",
-    "Http1ProtocolOptions",
-    "Http2ProtocolOptions",
-    "HttpConnectionManager",
-    "HttpConnectionManagerHcmAccessLogOptions",
-    "HttpConnectionManagerInternalAddressConfig",
-    "HttpConnectionManagerPathWithEscapedSlashesAction",
-    "HttpFilter",
-    "HttpGrpcAccessLogConfig",
-    "HttpProtocolOptions",
-    "HttpProtocolOptionsExplicitHttpConfig",
-    "HttpStatus",
-    "JsonContentParser",
-    "JsonContentParserRuleConfig",
-    "JsonToMetadata",
-    "JsonToMetadataKeyValuePair",
-    "JsonToMetadataMatchRules",
-    "JsonToMetadataRule",
-    "JsonToMetadataSelector",
-    "JsonToMetadataValueType",
-    "KeepaliveSettings",
-    "LbEndpoint",
-    "LeastRequest",
-    "ListStringMatcher",
-    "Listener",
-    "LoadBalancingPolicy",
-    "LoadBalancingPolicyPolicy",
-    "LocalityLbEndpoints",
-    "MetadataKey",
-    "MetadataKeyPathSegment",
-    "MetadataOptions",
-    "MetadataOptionsMetadataNamespaces",
-    "Node",
-    "OverloadAction",
-    "OverloadManager",
-    "OverrideHost",
-    "OverrideHostOverrideHostSource",
-    "Percent",
-    "PreviousHostsPredicate",
-    "ProcessingMode",
-    "ProcessingModeBodySendMode",
-    "ProcessingModeHeaderSendMode",
-    "RegexMatcher",
-    "ResourceMonitor",
-    "RetryPolicy",
-    "RetryPolicyRetryHostPredicate",
-    "Route",
-    "RouteAction",
-    "RouteConfiguration",
-    "RouteMatch",
-    "RouteRetryHostPredicate",
-    "RouteRetryPolicy",
-    "Router",
-    "RoutingPriority",
-    "SocketAddress",
-    "SocketOption",
-    "SocketOptionSocketState",
-    "SseToMetadata",
-    "SseToMetadataProcessingRules",
-    "StatusCode",
-    "StringMatcher",
-    "TcpKeepalive",
-    "ThresholdTrigger",
-    "Trigger",
-    "UpstreamConnectionOptions",
-    "Value",
-    "VirtualHost",
+    "OTHER_HOST_DRAWS",
+    "accesslog_v3",
     "address",
+    "bootstrap_v3",
+    "cluster_v3",
+    "connections_v3",
+    "core_v3",
+    "early_mutation_v3",
+    "endpoint_v3",
+    "ext_proc_v3",
     "extension",
+    "fixed_heap_v3",
+    "grpc_access_log_v3",
+    "hcm_v3",
+    "json_parser_v3",
+    "json_rules_v3",
+    "least_request_v3",
+    "listener_v3",
+    "matcher_v3",
+    "metadata_v3",
+    "mutation_rules_v3",
+    "overload_v3",
+    "override_host_v3",
     "packed",
+    "previous_hosts_v3",
+    "protobuf",
+    "route_v3",
+    "router_v3",
     "seconds",
+    "sse_rules_v3",
+    "type_v3",
+    "upstream_http_v3",
 ]
-
 
 # How often balancing is asked for a host that a retry has not been to. A dead one has the fewest streams, so
 # of two hosts it is drawn three times in four: with five draws more, one retry in six still went to it, and
@@ -271,19 +86,19 @@ __all__ = [
 OTHER_HOST_DRAWS = 30
 
 
-def packed(message: betterproto2.Message) -> Any:
+def packed(message: betterproto2.Message) -> protobuf.Any:
     """`message` with its type URL, as Envoy nests extensions."""
-    return Any.pack(message)
+    return protobuf.Any.pack(message)
 
 
-def extension(name: str, message: betterproto2.Message) -> TypedExtensionConfig:
+def extension(name: str, message: betterproto2.Message) -> core_v3.TypedExtensionConfig:
     """The extension `name`, configured by `message`."""
-    return TypedExtensionConfig(name=name, typed_config=packed(message))
+    return core_v3.TypedExtensionConfig(name=name, typed_config=packed(message))
 
 
-def address(host: str, port: int) -> Address:
+def address(host: str, port: int) -> core_v3.Address:
     """A TCP address; port 0 lets Envoy take any free one."""
-    return Address(socket_address=SocketAddress(address=host, port_value=port))
+    return core_v3.Address(socket_address=core_v3.SocketAddress(address=host, port_value=port))
 
 
 def seconds(value_s: float) -> timedelta:

@@ -15,68 +15,27 @@ from picker_fleet.scheduling.chooser import SESSION_HEADER
 from picker_tools.local_fleet.clusters import DESTINATION_HEADER, POOL, picker_grpc
 from picker_tools.local_fleet.envoy_types import (
     OTHER_HOST_DRAWS,
-    AccessLog,
-    ApiVersion,
-    BackoffStrategy,
-    CidrRange,
-    CommonGrpcAccessLogConfig,
-    CommonHttpProtocolOptions,
-    DataSource,
-    DirectResponseAction,
-    EarlyHeaderMutation,
-    ExternalProcessor,
-    Filter,
-    FilterChain,
-    FilterConfig,
-    HeaderForwardingRules,
-    HeaderMatcher,
-    HeaderMutation,
-    HeaderValue,
-    HeaderValueOption,
-    HeaderValueOptionHeaderAppendAction,
-    HttpConnectionManager,
-    HttpConnectionManagerHcmAccessLogOptions,
-    HttpConnectionManagerInternalAddressConfig,
-    HttpConnectionManagerPathWithEscapedSlashesAction,
-    HttpFilter,
-    HttpGrpcAccessLogConfig,
-    HttpStatus,
-    JsonContentParser,
-    JsonContentParserRuleConfig,
-    JsonToMetadata,
-    JsonToMetadataKeyValuePair,
-    JsonToMetadataMatchRules,
-    JsonToMetadataRule,
-    JsonToMetadataSelector,
-    JsonToMetadataValueType,
-    Listener,
-    ListStringMatcher,
-    MetadataOptions,
-    MetadataOptionsMetadataNamespaces,
-    PreviousHostsPredicate,
-    ProcessingMode,
-    ProcessingModeBodySendMode,
-    ProcessingModeHeaderSendMode,
-    RegexMatcher,
-    RetryPolicy,
-    RetryPolicyRetryHostPredicate,
-    Route,
-    RouteAction,
-    RouteConfiguration,
-    RouteMatch,
-    Router,
-    RouteRetryHostPredicate,
-    RouteRetryPolicy,
-    SseToMetadata,
-    SseToMetadataProcessingRules,
-    StatusCode,
-    StringMatcher,
-    Value,
-    VirtualHost,
+    accesslog_v3,
     address,
+    core_v3,
+    early_mutation_v3,
+    ext_proc_v3,
     extension,
+    grpc_access_log_v3,
+    hcm_v3,
+    json_parser_v3,
+    json_rules_v3,
+    listener_v3,
+    matcher_v3,
+    mutation_rules_v3,
     packed,
+    previous_hosts_v3,
+    protobuf,
+    route_v3,
+    router_v3,
     seconds,
+    sse_rules_v3,
+    type_v3,
 )
 from picker_tools.local_fleet.parts import Mode
 
@@ -91,10 +50,10 @@ _BODY_READERS = (_EXT_PROC, _JSON_TO_METADATA)  # that want a request's body
 
 # All that may steer: what is not trusted is removed from clients, or passed over by the picker.
 _STEERING = frozenset(name for pair in STEERING for name in pair)
-_SEND = ProcessingModeHeaderSendMode.SEND
-_SKIP = ProcessingModeHeaderSendMode.SKIP
-_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
-_NONE = ProcessingModeBodySendMode.NONE
+_SEND = ext_proc_v3.ProcessingModeHeaderSendMode.SEND
+_SKIP = ext_proc_v3.ProcessingModeHeaderSendMode.SKIP
+_DUPLEX = ext_proc_v3.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+_NONE = ext_proc_v3.ProcessingModeBodySendMode.NONE
 
 # The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
@@ -114,7 +73,7 @@ _USAGE_IN_EVENTS = {
 }
 
 
-def _http_filters(mode: Mode, settings: Settings) -> list[HttpFilter]:
+def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
     """The filters of `mode` in the order a request meets them; answers meet them in reverse.
 
     Raises:
@@ -126,31 +85,33 @@ def _http_filters(mode: Mode, settings: Settings) -> list[HttpFilter]:
             "fair_request_queue.queue_ttl: in headers mode Envoy waits an hour at most; "
             f"valid: up to {longest_s:g}s"
         )
-    filters: list[HttpFilter] = []
+    filters: list[hcm_v3.HttpFilter] = []
     if mode != "standard":  # there the picker reads the answer itself
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
     filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
-    filters.append(_named("envoy.filters.http.router", Router()))
+    filters.append(_named("envoy.filters.http.router", router_v3.Router()))
     return filters
 
 
-def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
+def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
     namespace = settings.extproc.metadata_namespace
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
     elif mode == "standard":
         forwarded.append(namespace)  # with an answer: who served
-    return ExternalProcessor(
+    return ext_proc_v3.ExternalProcessor(
         grpc_service=picker_grpc(_redrive()),
         # A request that goes on without a decision names no endpoint: the pool's own balancing takes it.
         failure_mode_allow=settings.extproc.on_failure == "balance",
-        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+        status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
         message_timeout=seconds(_MESSAGE_TIMEOUT_S),
-        metadata_options=MetadataOptions(
-            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=forwarded),
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[namespace, PICKER_NAMESPACE]),
+        metadata_options=ext_proc_v3.MetadataOptions(
+            forwarding_namespaces=ext_proc_v3.MetadataOptionsMetadataNamespaces(untyped=forwarded),
+            receiving_namespaces=ext_proc_v3.MetadataOptionsMetadataNamespaces(
+                untyped=[namespace, PICKER_NAMESPACE]
+            ),
         ),
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
@@ -158,15 +119,15 @@ def _ext_proc(mode: Mode, settings: Settings) -> ExternalProcessor:
     )
 
 
-def _only(names: Iterable[str]) -> HeaderForwardingRules:
-    patterns = [StringMatcher(exact=name) for name in sorted(names)]
-    return HeaderForwardingRules(allowed_headers=ListStringMatcher(patterns=patterns))
+def _only(names: Iterable[str]) -> ext_proc_v3.HeaderForwardingRules:
+    patterns = [matcher_v3.StringMatcher(exact=name) for name in sorted(names)]
+    return ext_proc_v3.HeaderForwardingRules(allowed_headers=matcher_v3.ListStringMatcher(patterns=patterns))
 
 
-def _processing_mode(mode: Mode) -> ProcessingMode:
+def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
     body = _NONE if mode == "headers" else _DUPLEX
     answer = mode == "standard"
-    return ProcessingMode(
+    return ext_proc_v3.ProcessingMode(
         request_header_mode=_SEND,
         request_body_mode=body,
         request_trailer_mode=_SKIP if mode == "headers" else _SEND,
@@ -176,57 +137,59 @@ def _processing_mode(mode: Mode) -> ProcessingMode:
     )
 
 
-def _redrive() -> RetryPolicy:
+def _redrive() -> core_v3.RetryPolicy:
     """A request queued on a replica that dies is asked again of another (G7).
 
     Never of the same one: until its health check fails, a dead replica has the fewest streams and would
     be chosen again and again.
     """
-    return RetryPolicy(
+    return core_v3.RetryPolicy(
         retry_on="reset,connect-failure,unavailable,refused-stream,cancelled,internal",
         num_retries=3,
-        retry_back_off=BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(0.5)),
+        retry_back_off=core_v3.BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(0.5)),
         retry_host_predicate=[
-            RetryPolicyRetryHostPredicate(
+            core_v3.RetryPolicyRetryHostPredicate(
                 name="envoy.retry_host_predicates.previous_hosts",
-                typed_config=packed(PreviousHostsPredicate()),
+                typed_config=packed(previous_hosts_v3.PreviousHostsPredicate()),
             )
         ],
         host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
     )
 
 
-def _sse_usage() -> SseToMetadata:
-    rules = [JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(_USAGE_IN_EVENTS)]
-    return SseToMetadata(
-        response_rules=SseToMetadataProcessingRules(
-            content_parser=extension("envoy.content_parsers.json", JsonContentParser(rules=rules)),
+def _sse_usage() -> sse_rules_v3.SseToMetadata:
+    rules = [json_parser_v3.JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(_USAGE_IN_EVENTS)]
+    return sse_rules_v3.SseToMetadata(
+        response_rules=sse_rules_v3.SseToMetadataProcessingRules(
+            content_parser=extension(
+                "envoy.content_parsers.json", json_parser_v3.JsonContentParser(rules=rules)
+            ),
             max_event_size=_MAX_EVENT_BYTES,
         )
     )
 
 
-def _json(*, read_request: bool) -> JsonToMetadata:
+def _json(*, read_request: bool) -> json_rules_v3.JsonToMetadata:
     request = None
     if read_request:
         # Any content type: a body is JSON or the picker refuses it, whatever it says it is.
-        request = JsonToMetadataMatchRules(
+        request = json_rules_v3.JsonToMetadataMatchRules(
             rules=_request_rules(),
             allow_empty_content_type=True,
-            allow_content_types_regex=RegexMatcher(regex=".*"),
+            allow_content_types_regex=matcher_v3.RegexMatcher(regex=".*"),
         )
-    answer = JsonToMetadataMatchRules(
+    answer = json_rules_v3.JsonToMetadataMatchRules(
         rules=_usage_rules(_USAGE_IN_ANSWER),
-        allow_content_types_regex=RegexMatcher(regex=r"(?i)application/json\s*(;.*)?"),
+        allow_content_types_regex=matcher_v3.RegexMatcher(regex=r"(?i)application/json\s*(;.*)?"),
     )
-    return JsonToMetadata(request_rules=request, response_rules=answer)
+    return json_rules_v3.JsonToMetadata(request_rules=request, response_rules=answer)
 
 
-def _request_rules() -> list[JsonToMetadataRule]:
+def _request_rules() -> list[json_rules_v3.JsonToMetadataRule]:
     model = _rule(("model",), REQUEST_NAMESPACE, "model")
     model.on_missing = _constant("model", "")
     model.on_error = _constant("error", "invalid-json")
-    number = JsonToMetadataValueType.NUMBER
+    number = json_rules_v3.JsonToMetadataValueType.NUMBER
     return [
         model,
         _rule(("stream",), REQUEST_NAMESPACE, "stream"),
@@ -235,8 +198,10 @@ def _request_rules() -> list[JsonToMetadataRule]:
     ]
 
 
-def _usage_rules(paths: Mapping[str, Sequence[tuple[str, ...]]]) -> list[JsonToMetadataRule]:
-    number = JsonToMetadataValueType.NUMBER
+def _usage_rules(
+    paths: Mapping[str, Sequence[tuple[str, ...]]],
+) -> list[json_rules_v3.JsonToMetadataRule]:
+    number = json_rules_v3.JsonToMetadataValueType.NUMBER
     return [_rule(path, USAGE_NAMESPACE, key, number) for key, ways in paths.items() for path in ways]
 
 
@@ -244,22 +209,28 @@ def _rule(
     path: tuple[str, ...],
     namespace: str,
     key: str,
-    kind: JsonToMetadataValueType = JsonToMetadataValueType.PROTOBUF_VALUE,
-) -> JsonToMetadataRule:
-    return JsonToMetadataRule(
-        selectors=[JsonToMetadataSelector(key=step) for step in path],
-        on_present=JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
+    kind: json_rules_v3.JsonToMetadataValueType = json_rules_v3.JsonToMetadataValueType.PROTOBUF_VALUE,
+) -> json_rules_v3.JsonToMetadataRule:
+    return json_rules_v3.JsonToMetadataRule(
+        selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path],
+        on_present=json_rules_v3.JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
     )
 
 
-def _constant(key: str, text: str) -> JsonToMetadataKeyValuePair:
-    return JsonToMetadataKeyValuePair(
-        metadata_namespace=REQUEST_NAMESPACE, key=key, value=Value(string_value=text)
+def _constant(key: str, text: str) -> json_rules_v3.JsonToMetadataKeyValuePair:
+    return json_rules_v3.JsonToMetadataKeyValuePair(
+        metadata_namespace=REQUEST_NAMESPACE, key=key, value=protobuf.Value(string_value=text)
     )
 
 
-def _named(name: str, message: ExternalProcessor | JsonToMetadata | SseToMetadata | Router) -> HttpFilter:
-    return HttpFilter(name=name, typed_config=packed(message))
+def _named(
+    name: str,
+    message: ext_proc_v3.ExternalProcessor
+    | json_rules_v3.JsonToMetadata
+    | sse_rules_v3.SseToMetadata
+    | router_v3.Router,
+) -> hcm_v3.HttpFilter:
+    return hcm_v3.HttpFilter(name=name, typed_config=packed(message))
 
 
 # What Envoy reads at once, and so the largest part of a body that reaches the picker as one message.
@@ -284,18 +255,18 @@ def listener(
     *,
     trusted: Iterable[str],
     debug_headers: bool,
-) -> Listener:
+) -> listener_v3.Listener:
     """The listener of `mode` at `listen` (host, port). Of the headers that steer clients may
     set those of `trusted`."""
     manager = _manager(mode, settings, trusted, debug_headers=debug_headers)
-    return Listener(
+    return listener_v3.Listener(
         name=mode,
         address=address(*listen),
         per_connection_buffer_limit_bytes=_CHUNK_BYTES,
         filter_chains=[
-            FilterChain(
+            listener_v3.FilterChain(
                 filters=[
-                    Filter(
+                    listener_v3.Filter(
                         name="envoy.filters.network.http_connection_manager",
                         typed_config=packed(manager),
                     )
@@ -325,17 +296,17 @@ def _debug(namespace: str) -> dict[str, str]:
 
 def _manager(
     mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool
-) -> HttpConnectionManager:
+) -> hcm_v3.HttpConnectionManager:
     # Envoy's clock for a body runs on while the request waits in the queue.
     waits_s = settings.fair_request_queue.queue_ttl + _BODY_S
-    manager = HttpConnectionManager(
+    manager = hcm_v3.HttpConnectionManager(
         stat_prefix=mode,
         # Whose address is internal keeps its own x-request-id, and what names a request in the shared
         # state must come from Envoy alone. An empty list would mean every private address; so it lists
         # one that no client can have.
         use_remote_address=True,
-        internal_address_config=HttpConnectionManagerInternalAddressConfig(
-            cidr_ranges=[CidrRange(address_prefix="255.255.255.255", prefix_len=32)]
+        internal_address_config=hcm_v3.HttpConnectionManagerInternalAddressConfig(
+            cidr_ranges=[core_v3.CidrRange(address_prefix="255.255.255.255", prefix_len=32)]
         ),
         generate_request_id=True,
         preserve_external_request_id=False,
@@ -343,7 +314,9 @@ def _manager(
         early_header_mutation_extensions=[
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
-                EarlyHeaderMutation(mutations=[HeaderMutation(remove=name) for name in untrusted(trusted)]),
+                early_mutation_v3.HeaderMutation(
+                    mutations=[mutation_rules_v3.HeaderMutation(remove=name) for name in untrusted(trusted)]
+                ),
             )
         ],
         # How long a request may wait is the picker's to say, and a model may think long before its next byte.
@@ -352,44 +325,44 @@ def _manager(
         request_headers_timeout=seconds(_HEADERS_S),
         request_timeout=seconds(waits_s),
         stream_flush_timeout=seconds(_BODY_S),
-        common_http_protocol_options=CommonHttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
         # One spelling of a path for Envoy's routes, the picker and the model server. An escaped slash stays:
         # the list of paths has it in names of models only.
         normalize_path=True,
         merge_slashes=True,
-        path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
+        path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
         route_config=_routes(mode, settings, debug_headers=debug_headers),
         http_filters=_http_filters(mode, settings),
     )
     if mode != "standard":
         manager.access_log = [_access_log()]
-        manager.access_log_options = HttpConnectionManagerHcmAccessLogOptions(
+        manager.access_log_options = hcm_v3.HttpConnectionManagerHcmAccessLogOptions(
             access_log_flush_interval=seconds(settings.leases.access_log_interval)
         )
     return manager
 
 
-def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> RouteConfiguration:
+def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.RouteConfiguration:
     served = [_served(rule) for rule in rules(settings.extproc.paths)]
-    host = VirtualHost(
+    host = route_v3.VirtualHost(
         name=POOL,
         domains=["*"],
         routes=[*served, _elsewhere()],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
-        retry_policy=RouteRetryPolicy(
+        retry_policy=route_v3.RetryPolicy(
             # `reset` too: an endpoint may die after it took the request and before its first byte.
             retry_on="connect-failure,refused-stream,reset-before-request,reset",
             num_retries=settings.scheduling.fallbacks,  # one try for each endpoint that the picker lists
             retry_host_predicate=[
-                RouteRetryHostPredicate(
+                route_v3.RetryPolicyRetryHostPredicate(
                     name="envoy.retry_host_predicates.previous_hosts",
-                    typed_config=packed(PreviousHostsPredicate()),
+                    typed_config=packed(previous_hosts_v3.PreviousHostsPredicate()),
                 )
             ],
             host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
         ),
     )
-    return RouteConfiguration(
+    return route_v3.RouteConfiguration(
         name=POOL,
         virtual_hosts=[host],
         response_headers_to_add=_added(
@@ -399,42 +372,52 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> RouteConf
     )
 
 
-def _served(rule: PathRule) -> Route:
-    match = RouteMatch(
-        headers=[HeaderMatcher(name=":method", string_match=StringMatcher(exact=rule.method))],
-        **({"path": rule.path} if rule.is_exact else {"safe_regex": RegexMatcher(regex=rule.regex)}),
+def _served(rule: PathRule) -> route_v3.Route:
+    match = route_v3.RouteMatch(
+        headers=[
+            route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(exact=rule.method))
+        ],
+        **(
+            {"path": rule.path}
+            if rule.is_exact
+            else {"safe_regex": matcher_v3.RegexMatcher(regex=rule.regex)}
+        ),
     )
-    return Route(match=match, route=RouteAction(cluster=POOL, timeout=_NEVER))
+    return route_v3.Route(match=match, route=route_v3.RouteAction(cluster=POOL, timeout=_NEVER))
 
 
-def _elsewhere() -> Route:
+def _elsewhere() -> route_v3.Route:
     """Anything else: 404 from Envoy itself, which neither reads the body nor asks a picker."""
-    return Route(
-        match=RouteMatch(prefix="/"),
-        direct_response=DirectResponseAction(status=404, body=DataSource(inline_bytes=_NOT_FOUND)),
+    return route_v3.Route(
+        match=route_v3.RouteMatch(prefix="/"),
+        direct_response=route_v3.DirectResponseAction(
+            status=404, body=core_v3.DataSource(inline_bytes=_NOT_FOUND)
+        ),
         response_headers_to_add=_added({"content-type": "application/json"}),
-        typed_per_filter_config={name: packed(FilterConfig(disabled=True)) for name in _BODY_READERS},
+        typed_per_filter_config={
+            name: packed(route_v3.FilterConfig(disabled=True)) for name in _BODY_READERS
+        },
     )
 
 
-def _added(texts: Mapping[str, str]) -> list[HeaderValueOption]:
+def _added(texts: Mapping[str, str]) -> list[core_v3.HeaderValueOption]:
     """Headers of answers; what the request has no value for is left out."""
-    once = HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+    once = core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     return [
-        HeaderValueOption(header=HeaderValue(key=key, value=text), append_action=once)
+        core_v3.HeaderValueOption(header=core_v3.HeaderValue(key=key, value=text), append_action=once)
         for key, text in texts.items()
     ]
 
 
-def _access_log() -> AccessLog:
+def _access_log() -> accesslog_v3.AccessLog:
     """One entry a flush interval while a request lives, one at its end, to any one replica."""
-    return AccessLog(
+    return accesslog_v3.AccessLog(
         name="envoy.access_loggers.http_grpc",
         typed_config=packed(
-            HttpGrpcAccessLogConfig(
-                common_config=CommonGrpcAccessLogConfig(
+            grpc_access_log_v3.HttpGrpcAccessLogConfig(
+                common_config=grpc_access_log_v3.CommonGrpcAccessLogConfig(
                     log_name="picker",
-                    transport_api_version=ApiVersion.V3,
+                    transport_api_version=core_v3.ApiVersion.V3,
                     buffer_flush_interval=seconds(0.01),
                     buffer_size_bytes=16 * 1024,
                     grpc_service=picker_grpc(),
