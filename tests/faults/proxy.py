@@ -1,10 +1,10 @@
 """A TCP proxy that can fail: between a replica and Redis, an endpoint, or anything else on the loopback.
 
-In a test it is an object whose attributes and methods take effect at once, on connections old and new:
+Its attributes and methods take effect at once, on connections old and new:
 
     async with proxy(port) as between:      # between.port is where clients go
-        between.delay_s = 0.05              # what the server says comes this much later
-        between.stalled = True              # both directions stand still; all of it comes later
+        between.delay_s = 0.05              # replies arrive this much later
+        between.stalled = True              # both directions stall; nothing is lost
         between.vanished = True             # half-open: both directions are swallowed, nothing is closed
         between.refusing = True             # new connections are closed at once
         between.lose_replies = 3            # each of the next replies is swallowed and its connection cut,
@@ -14,35 +14,18 @@ In a test it is an object whose attributes and methods take effect at once, on c
         between.drop_messages = True        # published messages are swallowed, and nothing else
         between.cut()                       # every connection is reset
         between.strand()                    # every connection is half-open for good; new ones work
-
-In a process of its own, `python proxy.py HOST:PORT` prints a line of JSON with its `port` and its `control`
-port; the latter takes lines `NAME VALUE` (VALUE as JSON), `cut` or `strand`, and answers each with all
-values.
 """
 
 import asyncio
 import contextlib
-import json
-import sys
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any
 
 LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
 _SUBSCRIBE = b"SUBSCRIBE"
 _CALL = b"FCALL\r\n"
 _MESSAGES = (b"\r\n$7\r\nmessage\r\n", b"\r\n$8\r\npmessage\r\n", b"\r\n$8\r\nsmessage\r\n")
-_SETTINGS = (
-    "delay_s",
-    "stalled",
-    "vanished",
-    "refusing",
-    "lose_replies",
-    "lose_script_replies",
-    "drop_messages",
-)
-_COUNTS = ("connections", "lost", "dropped")
 
 
 class Proxy:
@@ -92,9 +75,6 @@ class Proxy:
         """Every connection there is now is swallowed in both directions and never closed."""
         for link in self._links:
             link.stranded = True
-
-    def values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_SETTINGS, *_COUNTS, "open")}
 
     async def flow(self) -> None:
         await self._flowing.wait()
@@ -268,31 +248,3 @@ async def proxy(port: int, host: str = LOOPBACK) -> AsyncIterator[Proxy]:
         listener.close()
         await between.close()
         await listener.wait_closed()
-
-
-async def _control(between: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while line := (await reader.readline()).decode().strip():
-            name, _, value = line.partition(" ")
-            if name in ("cut", "strand"):
-                getattr(between, name)()
-            elif name in _SETTINGS:
-                setattr(between, name, json.loads(value))
-            writer.write(json.dumps(between.values()).encode() + b"\n")
-    finally:
-        writer.close()
-
-
-async def _serve(target: str) -> None:
-    host, _, port = target.rpartition(":")
-    async with proxy(int(port), host) as between:
-        controls = await asyncio.start_server(lambda *ends: _control(between, *ends), LOOPBACK, 0)
-        async with controls:
-            ports = {"port": between.port, "control": controls.sockets[0].getsockname()[1]}
-            print(json.dumps(ports), flush=True)
-            await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(sys.argv[1]))

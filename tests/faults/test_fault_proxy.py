@@ -1,14 +1,9 @@
-"""The fault proxy itself: what it does to bytes, and its control port."""
+"""The fault proxy itself: what it does to bytes."""
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any
 
-import proxy as fault_proxy
 from proxy import LOOPBACK, frame_end, proxy
 from script_fleet import until
 
@@ -120,35 +115,3 @@ async def test_only_a_scripts_reply_is_lost_and_only_after_those_it_is_to_spare(
         assert received.count(call) == 3
         assert (between.lost, between.lose_script_replies) == (1, 0)
         writer.close()
-
-
-async def test_a_proxy_of_its_own_process_is_told_what_to_do() -> None:
-    async with echoing() as (port, _):
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(fault_proxy.__file__)),
-            f"{LOOPBACK}:{port}",
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            assert child.stdout is not None
-            ports: dict[str, int] = json.loads(await child.stdout.readline())
-            answers, control = await asyncio.open_connection(LOOPBACK, ports["control"])
-
-            async def set_value(line: bytes) -> dict[str, Any]:
-                control.write(line + b"\n")
-                values: dict[str, Any] = json.loads(await answers.readline())
-                return values
-
-            # It applies each setting and answers with all of them.
-            assert (await set_value(b"delay_s 0.01"))["delay_s"] == 0.01
-            reader, writer = await asyncio.open_connection(LOOPBACK, ports["port"])
-            writer.write(b"hello")
-            assert await reader.readexactly(5) == b"hello"
-            assert (await set_value(b"lose_replies 1"))["open"] == 1
-            assert (await set_value(b"cut"))["connections"] == 1
-            writer.close()
-            control.close()
-        finally:
-            child.terminate()
-            await child.wait()

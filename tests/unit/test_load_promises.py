@@ -10,25 +10,37 @@ from queue_simulator import QueueSimulator
 
 from picker_fleet.request import Band
 from picker_tools.load.checks import GENERAL_CHECKS, SCENARIO_CHECKS, Verdict, check_promises
+from picker_tools.load.client import Answer
 from picker_tools.load.result import Dispatch, EndpointSample, FaultsInjected, LogAudit, RunResult
 from picker_tools.load.scenarios import SCENARIOS
 
 KEPT, BROKEN, UNKNOWN = Verdict.KEPT, Verdict.BROKEN, Verdict.UNKNOWN
 
 
-def answers(scenario: str, **changed: dict[str, Any]) -> tuple[Any, ...]:
-    """Those of a good run, with `changed` in those of each source that it names (`_` for `-`)."""
-    given = {name.replace("_", "-"): fields for name, fields in changed.items()}
-    return tuple(replace(each, **given.get(each.source, {})) for each in run(scenario).answers)
+def first(scenario: str, instead: Answer) -> RunResult:
+    """A good run whose first answer is `instead`."""
+    return run(scenario, answers=(instead, *run(scenario).answers[1:]))
 
 
-def some(scenario: str, *instead: Any) -> tuple[Any, ...]:
-    """A good run's answers, the first of them replaced by `instead`."""
-    return (*instead, *run(scenario).answers[len(instead) :])
+def outage(**fields: Any) -> RunResult:
+    return run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, 10.0)]), **fields)
+
+
+def steady_with(**parameters: float) -> RunResult:
+    return run(parameters=replace(run().parameters, **parameters))
+
+
+def refused_in_outage(but: int = -1) -> RunResult:
+    """An outage in which every request is refused, except those of number `but`."""
+    return outage(
+        answers=tuple(
+            refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != but else each
+            for each in run("redis-outage").answers
+        )
+    )
 
 
 LATE = {"reason": "rejected-ttl-expired", "first_s": 31.5, "last_s": 31.5}
-OUTAGE = FaultsInjected(outages=[(5.0, 10.0)])
 QUEUED = {"Critical": 0, "Default": 5, "Sheddable": 0}
 BACK = tuple(sample(10 + 0.25 * number) for number in range(40))
 AWAY = tuple(sample(5 + 0.25 * number, degraded=True) for number in range(20))
@@ -57,155 +69,73 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
     return replace(base, log_audits=(LogAudit(None, dispatches),), samples=waiting)
 
 
-def starved(evidence: RunResult, flow: str, kept: int) -> RunResult:
+def starved(result: RunResult, flow: str, kept: int) -> RunResult:
     """The same, but of the requests of `flow` only every `kept`th was ever dispatched."""
     dispatches = tuple(
-        turn
-        for number, turn in enumerate(evidence.log_audits[0].dispatches)
-        if turn.flow != flow or number % kept == 0
+        dispatch
+        for number, dispatch in enumerate(result.log_audits[0].dispatches)
+        if dispatch.flow != flow or number % kept == 0
     )
-    return replace(evidence, log_audits=(LogAudit(None, dispatches),))
+    return replace(result, log_audits=(LogAudit(None, dispatches),))
 
 
-# scenario's promise, a run that breaks it, words that name how
+# A promise, a run that breaks it, words that name how.
 FAULTS: list[tuple[str, RunResult, str]] = [
-    ("one-answer", run(answers=some("steady", answer("client-1", answers=2))), "client-1 #0"),
-    (
-        "one-answer",
-        run(answers=some("steady", answer("client-1", answers=0, fault="no whole answer"))),
-        "no whole",
-    ),
+    ("one-answer", first("steady", answer("client-1", answers=2)), "client-1 #0"),
+    ("one-answer", first("steady", answer("client-1", answers=0, fault="no whole answer")), "no whole"),
     ("one-answer", run(sent=161), "161 requests were sent and 160 ended"),
     ("one-answer", run(surplus_answers=1), "1 answers came beyond"),
-    ("one-answer", run(answers=some("steady", answer("client-1", tokens=15))), "15 tokens of 16"),
-    ("refusals-explained", run(answers=some("steady", refusal("client-1", reason=""))), "reason none"),
-    (
-        "refusals-explained",
-        run(answers=some("steady", refusal("client-1", retry_after_s=None))),
-        "retry-after None",
-    ),
-    ("deadline", run(answers=some("steady", refusal("client-1", **LATE))), "after 31.500 s"),
+    ("one-answer", first("steady", answer("client-1", tokens=15)), "15 tokens of 16"),
+    ("refusals-explained", first("steady", refusal("client-1", reason="")), "reason none"),
+    ("refusals-explained", first("steady", refusal("client-1", retry_after_s=None)), "retry-after None"),
+    ("deadline", first("steady", refusal("client-1", **LATE)), "after 31.500 s"),
     ("at-rest", run(rest=None), "stock 8"),
     ("stock-in-bounds", run(samples=(sample(1.0), sample(1.25, stock=9))), "9 of 8.8"),
-    ("slo-ttft", run(parameters=replace(run().parameters, slo_ttft_p95_s=0.05)), "0.100 s is above 0.05 s"),
-    (
-        "slo-latency",
-        run(parameters=replace(run().parameters, slo_latency_p95_s=0.2)),
-        "0.300 s is above 0.2 s",
-    ),
-    ("no-errors", run(answers=some("steady", answer("client-1", status=500))), "500"),
-    ("no-errors", run(answers=some("steady", refusal("client-1"))), "rejected-saturated"),
-    (
-        "no-errors",
-        run("replica-crash", answers=some("replica-crash", answer("client-1", fault="cut"))),
-        "cut",
-    ),
-    ("nothing-expires", run(answers=some("steady", refusal("client-1", **LATE))), "rejected-ttl-expired"),
+    ("slo-ttft", steady_with(slo_ttft_p95_s=0.05), "0.100 s is above 0.05 s"),
+    ("slo-latency", steady_with(slo_latency_p95_s=0.2), "0.300 s is above 0.2 s"),
+    ("no-errors", first("steady", answer("client-1", status=500)), "500"),
+    ("no-errors", first("steady", refusal("client-1")), "rejected-saturated"),
+    ("no-errors", first("replica-crash", answer("client-1", fault="cut")), "cut"),
+    ("nothing-expires", first("steady", refusal("client-1", **LATE)), "rejected-ttl-expired"),
     ("queue-drains", run("burst", samples=tuple(sample(n / 4, queued=QUEUED) for n in range(80))), "burst 1"),
     ("quiet-share", starved(overload("noisy-neighbour", noisy=2.0), "quiet", 2), "fair share was"),
     ("quiet-wait", overload("noisy-neighbour", noisy=2.0, quiet=1.0), "quiet 1.000 s, noisy 2.000 s"),
-    (
-        "quiet-not-refused",
-        run("noisy-neighbour", answers=some("noisy-neighbour", refusal("quiet"))),
-        "quiet #0",
-    ),
-    (
-        "critical-not-refused",
-        run("priority-overload", answers=some("priority-overload", refusal("critical"))),
-        "critical #0",
-    ),
+    ("quiet-not-refused", first("noisy-neighbour", refusal("quiet")), "quiet #0"),
+    ("critical-not-refused", first("priority-overload", refusal("critical")), "critical #0"),
     (
         "waits-by-band",
         overload("priority-overload", critical=1, default=0.5, sheddable_1=2),
         "1.000 s before 0.500",
     ),
+    ("low-not-starved", first("starvation", refusal("low", **LATE)), "low #0"),
     (
         "low-not-starved",
-        run("starvation", answers=some("starvation", refusal("low", **LATE))),
-        "low #0",
-    ),
-    (
-        "low-not-starved",
-        run(
-            "starvation",
-            answers=tuple(each for each in run("starvation").answers if each.source != "sheddable"),
-        ),
+        run("starvation", answers=[each for each in run("starvation").answers if each.source != "sheddable"]),
         "sheddable: nothing was served",
     ),
     ("urgent-first", overload("workload-aware", urgent=1.0, busy_1=2.0), "urgent 1.000 s, busy-1 2.000 s"),
     ("seldom-first", overload("workload-aware", quiet=1.0, busy_1=2.0), "quiet 1.000 s, busy-1 2.000 s"),
     ("short-share", starved(overload("long-prompts", long=2.0), "short", 3), "fair share was"),
     ("short-wait", overload("long-prompts", short=2.0, long=2.0), "short 2.000 s"),
-    (
-        "no-errors-but-overload",
-        run("long-prompts", answers=some("long-prompts", answer("long", status=502))),
-        "502",
-    ),
-    (
-        "only-overload-errors",
-        run("redis-outage", answers=some("redis-outage", answer("client-1", status=500))),
-        "500",
-    ),
-    (
-        "outage-serves",
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            answers=tuple(
-                refusal(each.source, each.number) if 5 <= each.sent_s <= 10 else each
-                for each in run("redis-outage").answers
-            ),
-        ),
-        "0.0 requests a second were served without",
-    ),
-    (
-        "outage-serves",  # one in three seconds is not going on
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            answers=tuple(
-                refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != 14 else each
-                for each in run("redis-outage").answers
-            ),
-        ),
-        "before it went",
-    ),
+    ("no-errors-but-overload", first("long-prompts", answer("long", status=502)), "502"),
+    ("only-overload-errors", first("redis-outage", answer("client-1", status=500)), "500"),
+    ("outage-serves", refused_in_outage(), "0.0 requests a second were served without"),
+    ("outage-serves", refused_in_outage(but=14), "before it went"),  # one in three seconds is too few
     (
         "outage-bound",
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4)),
-        ),
+        outage(endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4))),
         "at 7.00 s: 9",
     ),
     (
         "outage-bound",
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            samples=BEFORE,
-            endpoint_samples=(EndpointSample(11.0, 12, 4),),
-        ),
+        outage(samples=BEFORE, endpoint_samples=(EndpointSample(11.0, 12, 4),)),
         "at 11.00 s: 12",
     ),
+    ("shared-again", outage(samples=(*BEFORE, *AWAY)), "no sample after"),
+    ("shared-again", outage(samples=(*BEFORE, *AWAY, sample(16.0))), "shared again 6.00 s"),
     (
         "shared-again",
-        run("redis-outage", faults_injected=OUTAGE, samples=(*BEFORE, *AWAY)),
-        "no sample after",
-    ),
-    (
-        "shared-again",
-        run("redis-outage", faults_injected=OUTAGE, samples=(*BEFORE, *AWAY, sample(16.0))),
-        "shared again 6.00 s",
-    ),
-    (
-        "shared-again",
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK)),
-        ),
+        outage(samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK))),
         "no sample after",
     ),
     (
@@ -224,17 +154,17 @@ FAULTS: list[tuple[str, RunResult, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "evidence", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
+    ("name", "result", "words"), FAULTS, ids=[f"{name}: {words}" for name, _, words in FAULTS]
 )
-def test_a_planted_fault_is_found_and_named(name: str, evidence: RunResult, words: str) -> None:
-    found = verdict(evidence, name)
+def test_a_planted_fault_is_found_and_named(name: str, result: RunResult, words: str) -> None:
+    found = verdict(result, name)
     assert found.verdict is BROKEN
     assert words in "\n".join([found.evidence, *found.cases])
 
 
 def test_every_promise_of_a_scenario_has_a_planted_fault() -> None:
     planted = {name for name, _, _ in FAULTS}
-    # The audit's own are planted below; these two tell whether the others can be judged at all.
+    # Faults of the log are planted below; the first three say whether other promises can be checked.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
     assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
     assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()
@@ -251,7 +181,7 @@ def test_a_good_run_breaks_nothing(name: str) -> None:
     ("queue", "promise"),
     [(OverAdmits, "G1"), (IgnoresWeights, "G2"), (ServesLowBandsFirst, "G4"), (EndsTwice, "G6")],
 )
-def test_what_the_audit_finds_breaks_the_run(queue: type[QueueSimulator], promise: str) -> None:
+def test_a_fault_in_the_decision_log_breaks_its_promise(queue: type[QueueSimulator], promise: str) -> None:
     faulty = queue()
     for number in range(40):
         faulty.admit(f"r{number}", "ab"[number % 2], weight=1 + number % 2, band=number % 3)
@@ -271,10 +201,10 @@ def test_a_log_from_before_an_outage_counts_too() -> None:
     assert verdict(run(log_audits=(audited(good.log),)), "G1").verdict is KEPT
 
 
-def unserved(evidence: RunResult, band: Band) -> RunResult:
+def unserved(result: RunResult, band: Band) -> RunResult:
     """The same, but nobody of `band` was ever dispatched."""
-    dispatches = tuple(turn for turn in evidence.log_audits[0].dispatches if turn.band != band)
-    return replace(evidence, log_audits=(LogAudit(None, dispatches),))
+    dispatches = tuple(dispatch for dispatch in result.log_audits[0].dispatches if dispatch.band != band)
+    return replace(result, log_audits=(LogAudit(None, dispatches),))
 
 
 def good_log() -> LogAudit:
@@ -288,16 +218,11 @@ def good_log() -> LogAudit:
 NOT_PROVABLE: list[tuple[str, RunResult]] = [
     ("G1", run(log_audits=(good_log(), LogAudit(None, why="the log ended in the middle")))),
     (
-        "outage-bound",  # not all endpoints answered when they were asked
-        run(
-            "redis-outage",
-            faults_injected=OUTAGE,
-            samples=BEFORE,
-            endpoint_samples=(EndpointSample(1.0, 8, 4), EndpointSample(6.0, 2, 1)),
-        ),
+        "outage-bound",  # not all endpoints answered
+        outage(samples=BEFORE, endpoint_samples=(EndpointSample(1.0, 8, 4), EndpointSample(6.0, 2, 1))),
     ),
     (
-        "waits-by-band",  # of the highest band nobody was served
+        "waits-by-band",  # nobody of the highest band was served
         unserved(overload("priority-overload", default=1, sheddable_1=2, sheddable_2=2), Band.CRITICAL),
     ),
     ("G1", run()),  # no log
@@ -311,40 +236,34 @@ NOT_PROVABLE: list[tuple[str, RunResult]] = [
     ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
     ("faults-happened", run("replica-crash")),
     ("outage-serves", run("redis-outage")),
-    ("outage-bound", run("redis-outage", faults_injected=OUTAGE)),  # endpoints were not seen
+    ("outage-bound", outage()),  # endpoints were not seen
     ("shared-again", run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, None)]))),
     ("turns-stay", run("multi-turn")),  # no second turns
-    ("load-as-planned", run(answers=answers("steady", client_1={"due_s": -1.0}))),  # a late generator
+    ("load-as-planned", run(answers=[replace(each, due_s=-1.0) for each in run().answers])),  # sent late
     (
-        "no-errors",  # streams of a dead replica are cut in this mode, as promised
-        run(
-            "replica-crash",
+        "no-errors",  # streams of a killed replica are cut in this mode, as promised
+        replace(
+            first("replica-crash", answer("client-1", fault="cut")),
             parameters=replace(run().parameters, mode="standard"),
-            answers=some("replica-crash", answer("client-1", fault="cut")),
         ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "evidence"), NOT_PROVABLE, ids=[name for name, _ in NOT_PROVABLE])
-def test_what_cannot_be_judged_is_not_called_held(name: str, evidence: RunResult) -> None:
-    assert verdict(evidence, name).verdict is UNKNOWN
+@pytest.mark.parametrize(("name", "result"), NOT_PROVABLE, ids=[name for name, _ in NOT_PROVABLE])
+def test_a_promise_that_a_run_cannot_prove_is_neither_kept_nor_broken(name: str, result: RunResult) -> None:
+    assert verdict(result, name).verdict is UNKNOWN
 
 
-def test_who_hung_up_at_an_interrupt_is_no_error() -> None:
-    evidence = run(
-        answers=some("steady", answer("client-1", fault="the client hung up", left=True)), interrupted=True
-    )
-    assert [promise for promise in check_promises(evidence) if promise.verdict is BROKEN] == []
+def test_a_client_that_hangs_up_at_an_interrupt_is_no_error() -> None:
+    hung_up = answer("client-1", fault="the client hung up", left=True)
+    result = replace(first("steady", hung_up), interrupted=True)
+    assert [promise for promise in check_promises(result) if promise.verdict is BROKEN] == []
 
 
-def test_an_outage_held_by_the_fleet() -> None:
-    evidence = run(
-        "redis-outage",
-        faults_injected=OUTAGE,
-        samples=(*BEFORE, *AWAY, *BACK),
-        endpoint_samples=(EndpointSample(6.0, 8, 4),),
-        rest=rest(21.0),
+def test_an_outage_that_the_fleet_survives_breaks_no_promise() -> None:
+    result = outage(
+        samples=(*BEFORE, *AWAY, *BACK), endpoint_samples=(EndpointSample(6.0, 8, 4),), rest=rest(21.0)
     )
     names = ("outage-serves", "outage-bound", "shared-again", "only-overload-errors")
-    assert {verdict(evidence, name).verdict for name in names} == {KEPT}
+    assert {verdict(result, name).verdict for name in names} == {KEPT}
