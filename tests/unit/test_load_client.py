@@ -92,7 +92,7 @@ async def test_an_answer_is_what_it_is(reply: bytes, streamed: bool, kind: Kind,
         with Client(url) as client:
             answer = await sent(client, streamed)
     assert answer.kind is kind
-    assert answer.what.startswith(what)
+    assert answer.outcome.startswith(what)
     if kind is Kind.REFUSED:
         assert answer.retry_after_s == 3
     if kind is Kind.SERVED:

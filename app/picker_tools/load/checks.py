@@ -13,7 +13,7 @@ from picker_tools.load.client import Answer, Kind
 from picker_tools.load.result import RunResult, fair, latest_before, mean, quantile, violations
 from picker_tools.load.scenarios import Fault, Source
 
-MAX_CASES = 5  # cases of one broken promise that are told
+MAX_CASES = 5  # reported cases of one broken promise
 
 
 class Verdict(StrEnum):
@@ -24,7 +24,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """`says` what is promised, `evidence` what the verdict rests on, `cases` the first that broke it."""
+    """`says`: the promise in words. `evidence`: the reason of the verdict. `cases`: the first that break it."""
 
     name: str
     says: str
@@ -35,7 +35,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a judge has to say; `checks` adds the name and the words of the promise."""
+    """The result of one check."""
 
     verdict: Verdict
     evidence: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
-    """Held where there are no `cases` against it."""
+    """Kept if there are no `cases` against it."""
     if not cases:
         return Finding(Verdict.KEPT, evidence)
     return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} against it", tuple(map(str, cases[:MAX_CASES])))
@@ -58,10 +58,10 @@ def unknown(why: str) -> Finding:
 
 
 EXPIRED = "rejected-ttl-expired"
-_LATE_S = 1.0  # after its TTL a client has its answer (G5)
-RECOUNTED_S = 10.0  # after Redis came back empty: what runs has been seen again (two access-log intervals)
-_LATENESS_S = 0.25  # of the load generator itself: more than that, and the load was not what it was to be
-_FEW = 20  # answers that an objective needs to be judged
+_LATE_S = 1.0  # a client has its answer so soon after its TTL (G5)
+RECOUNTED_S = 10.0  # after Redis is back, empty, until all that runs is counted (two access-log intervals)
+_LATENESS_S = 0.25  # of the load generator; above it the load is not the planned one
+_FEW = 20  # answers that the check of an objective needs
 
 
 def one_answer(run: RunResult) -> Finding:
@@ -87,7 +87,7 @@ def refusals_explained(run: RunResult) -> Finding:
     bad = [
         f"{answer} (retry-after {answer.retry_after_s}, reason {answer.reason or 'none'})"
         for answer in refused
-        # An answer given without Redis is not one of the queue: it needs no reason of the queue's.
+        # A refusal without Redis needs no reason of the shared queue.
         if answer.retry_after_s is None or (not answer.reason and not _overlaps_outage(run, answer))
     ]
     return kept_unless(bad, f"{len(refused)} refusals")
@@ -161,7 +161,7 @@ def objective_latency(run: RunResult) -> Finding:
 
 
 def audited(promise: str) -> Callable[[RunResult], Finding]:
-    """A judge that takes the word of the decision log's audit for G1 to G6, or `log`."""
+    """A check by the audit of the decision log: G1 to G6, or `log`."""
 
     def check(run: RunResult) -> Finding:
         if not any(log_audit.report for log_audit in run.log_audits):
@@ -213,16 +213,14 @@ def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
     return run.disturbed(answer.sent_s + answer.last_s, RECOUNTED_S)
 
 
-_NEAR = 0.9  # of a fair share counts as it,
-_EDGE = 3  # less so many requests: they may wait when the counting begins or ends
-_SHORTER = 0.25  # of the other's mean wait is at most what a client within its share waits
-_AT_ONCE_S = 1.0  # a refusal after a longer time is of one that had been let in, and made way
-_STAY = 0.6  # of later turns go where an earlier one went
-_GOES_ON = (
-    0.5  # of what was served before is served without Redis: each replica has its share of the bound (G8)
-)
-_AGAIN_S = 5.0  # after Redis is back, the fleet shares again (G8)
-_OVER_S = 1.0  # after Redis went: who was in the middle of a call has been told
+_NEAR = 0.9  # of its fair share a flow must get,
+_EDGE = 3  # less so many requests, which may wait when counting begins or ends
+_SHORTER = 0.25  # of the other's mean wait: the most that a client within its share waits
+_AT_ONCE_S = 1.0  # a later refusal is of a request that was admitted and preempted
+_STAY = 0.6  # of repeated turns go to an endpoint of an earlier one
+_GOES_ON = 0.5  # of the throughput with Redis is kept without it (G8)
+_AGAIN_S = 5.0  # after Redis is back, until the fleet shares again (G8)
+_OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 
 
 def no_errors(run: RunResult) -> Finding:
@@ -273,7 +271,7 @@ def queue_drains(run: RunResult) -> Finding:
 
 
 def keeps_share(name: str) -> Callable[[RunResult], Finding]:
-    """Source `name` is served about what it is due."""
+    """Source `name` gets about its fair share."""
 
     def check(run: RunResult) -> Finding:
         service, total = run.service(), sum(run.service().values())
@@ -335,7 +333,7 @@ def waits_by_band(run: RunResult) -> Finding:
 
 
 def low_not_starved(run: RunResult) -> Finding:
-    """G3's words about clients: what was let into the queue is served within its TTL."""
+    """G3: what the queue has admitted is served within its TTL."""
     low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
     cases: list[object] = []
     text: list[str] = []
@@ -357,9 +355,11 @@ def low_not_starved(run: RunResult) -> Finding:
 
 def faults_were_injected(run: RunResult) -> Finding:
     kills, outages = run.faults_injected.kills, run.faults_injected.outages
-    told = [f"{name} killed at {at_s:.1f} s" for at_s, name in kills]
-    told += [f"Redis away from {a:.1f} s to {'the end' if b is None else f'{b:.1f} s'}" for a, b in outages]
-    return kept_unless([], "; ".join(told)) if told else unknown("nothing was done to the fleet")
+    happened = [f"{name} killed at {at_s:.1f} s" for at_s, name in kills]
+    happened += [
+        f"Redis away from {a:.1f} s to {'the end' if b is None else f'{b:.1f} s'}" for a, b in outages
+    ]
+    return kept_unless([], "; ".join(happened)) if happened else unknown("nothing was done to the fleet")
 
 
 def outage_serves(run: RunResult) -> Finding:
@@ -380,7 +380,7 @@ def outage_serves(run: RunResult) -> Finding:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Of what was sent in a time, how much was served within it; None if nothing was sent."""
+    """Requests sent and served between two moments, a second; None if none was sent."""
     sent = [each for each in run.answers if from_s <= each.sent_s < to_s]
     served = [each for each in sent if each.kind is Kind.SERVED and each.sent_s + (each.head_s or 0) < to_s]
     return len(served) / (to_s - from_s) if sent else None
@@ -392,7 +392,7 @@ def outage_bound(run: RunResult) -> Finding:
     began_s, ended_s = run.faults_injected.outages[0]
     before = latest_before(run.samples, began_s)
     end_s = run.parameters.duration_s if ended_s is None else ended_s
-    # Also while the shared state is filled again: it could let others in before it knows who runs.
+    # Also while the shared state is rebuilt: it could admit before it counts what runs.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [
         each
@@ -427,25 +427,27 @@ def shared_again(run: RunResult) -> Finding:
 
 def turns_stay(run: RunResult) -> Finding:
     places: dict[tuple[str, int], set[str]] = {}
-    later = stayed = 0
-    known = 0  # places that later turns could have found by chance, one in `endpoints` each
+    repeated = stayed = 0
+    visited = 0  # endpoints of earlier turns, summed over repeated turns
     for answer in sorted(run.answers, key=lambda each: each.turn):
         if answer.kind is not Kind.SERVED or not answer.served_by:
             continue
         been = places.setdefault((answer.source, answer.number), set())
-        later += bool(been)
-        known += len(been)
+        repeated += bool(been)
+        visited += len(been)
         stayed += answer.served_by in been
         been.add(answer.served_by)
-    if not later:
+    if not repeated:
         return unknown("no conversation had a second turn, or endpoints do not say who they are")
     endpoints = len({place for been in places.values() for place in been})
     if endpoints < 2:
         return unknown("there is one endpoint only")
-    text = f"{stayed} of {later} later turns ({stayed / later:.0%}) went where an earlier one had been; "
-    chance = known / endpoints / later
+    text = (
+        f"{stayed} of {repeated} later turns ({stayed / repeated:.0%}) went where an earlier one had been; "
+    )
+    chance = visited / endpoints / repeated
     return kept_if(
-        stayed >= max(_STAY, (1 + chance) / 2) * later,
+        stayed >= max(_STAY, (1 + chance) / 2) * repeated,
         f"{text}{endpoints} endpoints, of which chance finds one in {chance:.0%}",
     )
 
@@ -496,7 +498,7 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 
 
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
-    """What its scenario is to show first, then objectives that were given, then what always holds."""
+    """Checks of the scenario, then of the given objectives, then those of any load."""
     wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
     parameters = run.parameters
     if parameters.slo_ttft_p95_s is not None:

@@ -19,7 +19,7 @@ import httptools
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """One request as it goes out. `answer_tokens` is what it asks for."""
+    """A request to send. `answer_tokens` is what it asks for."""
 
     path: str
     headers: tuple[tuple[str, str], ...]
@@ -41,9 +41,10 @@ class Kind(StrEnum):
 class Answer:
     """Times are seconds; `due_s` and `sent_s` since the load began, the others since the request was sent.
 
-    `due_s` is when it was to be sent. `head_s` is the answer's head, `first_s` the first byte of its body
-    (None: it did not come). `served_by` is the endpoint's own word for who it is. `tokens` is what the
-    answer's usage tells, `asked_tokens` what was asked for. `turn` counts within a conversation, from 0.
+    `due_s` is the planned time of sending. `head_s` is when the answer's head arrived, `first_s` the
+    first byte of its body (None: never). `served_by` is the address that the endpoint itself gives.
+    `tokens` is from the answer's usage, `asked_tokens` from the request. `turn` counts within a
+    conversation, from 0.
     """
 
     source: str
@@ -77,8 +78,8 @@ class Answer:
         return Kind.REFUSED if self.status in (429, 503) else Kind.FAILED
 
     @property
-    def what(self) -> str:
-        """How it ended, in a word or two, to count by."""
+    def outcome(self) -> str:
+        """How it ended, in a few words, to count by."""
         if self.kind is Kind.SERVED or self.left:
             return self.kind.value
         if self.fault:
@@ -88,7 +89,7 @@ class Answer:
     def __str__(self) -> str:
         turn = f" turn {self.turn}" if self.turn else ""
         return (
-            f"{self.source} #{self.number}{turn}: sent at {self.sent_s:.3f} s, {self.what} after "
+            f"{self.source} #{self.number}{turn}: sent at {self.sent_s:.3f} s, {self.outcome} after "
             f"{self.last_s:.3f} s"
         )
 
@@ -100,7 +101,7 @@ _TAIL_BYTES = 2048  # of an answer; its end says whether it is whole
 
 
 class Exchange:
-    """An answer as it comes in. `over` is set at its end, whatever that is; times are of `perf_counter`."""
+    """An answer while it arrives. `over` is set at its end, good or bad; times are of `perf_counter`."""
 
     __slots__ = (
         "answers",
@@ -139,18 +140,18 @@ class Exchange:
 
     @property
     def tokens(self) -> int | None:
-        """Of the answer's usage, the last that it tells; None if it tells none."""
-        told = _USAGE.findall(self.tail)
-        return int(told[-1]) if told else None
+        """The last completion tokens in the answer's usage; None if there are none."""
+        counts = _USAGE.findall(self.tail)
+        return int(counts[-1]) if counts else None
 
     @property
     def is_done(self) -> bool:
-        """Whether a stream of events came to its own end."""
+        """Whether a stream of events has its final event."""
         return _DONE in self.tail
 
 
 class Connection(asyncio.Protocol):
-    """Sends what it is told and reads one answer to each; `surplus` is called at any answer beyond that."""
+    """Carries one request at a time; `surplus` is called for each answer beyond one a request."""
 
     def __init__(self, surplus: Callable[[], None]) -> None:
         self._surplus = surplus
@@ -160,7 +161,7 @@ class Connection(asyncio.Protocol):
         self.reusable = True
 
     def send(self, request: bytes, exchange: Exchange) -> None:
-        """Write `request` and go on; its answer comes into `exchange`."""
+        """Write `request`; its answer arrives in `exchange`."""
         self._exchange = exchange
         if self._transport is None or self._transport.is_closing():
             self.reusable = False
@@ -169,7 +170,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(request)
 
     def hang_up(self) -> None:
-        """Close, as a client does that no longer wants its answer."""
+        """Close, as a client that leaves."""
         self._fail(HUNG_UP)
         self.close()
 
@@ -179,7 +180,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by type
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not typed as such
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -233,7 +234,7 @@ _PAGE_BYTES = 8 * 1024 * 1024
 
 
 class Client:
-    """Of one `http://host:port`; to be closed by its user (`with`). One event loop."""
+    """A client of one `http://host:port`; close it with `with`. One event loop."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -252,7 +253,7 @@ class Client:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close all connections. What is still waited for ends as its client's own doing."""
+        """Close all connections. Open requests end as left by their client."""
         for connection in list(self._all):
             connection.hang_up()
 
@@ -269,8 +270,8 @@ class Client:
         return None if exchange.fault else (exchange.status, bytes(exchange.tail))
 
     async def send(self, ask: HttpRequest, *, within_s: float, kept_bytes: int = _TAIL_BYTES) -> Exchange:
-        """Send `ask` and wait for the end of its answer, `within_s` at most: then the connection is closed,
-        which tells the fleet that the client has gone.
+        """Send `ask` and wait for the end of its answer. After `within_s` the connection is closed,
+        as by a client that leaves.
         """
         lines = [f"POST {ask.path} HTTP/1.1", f"host: {self._netloc}", "content-type: application/json"]
         lines += [f"{name}: {value}" for name, value in ask.headers]
@@ -290,7 +291,7 @@ class Client:
     ) -> None:
         connection.send(request, exchange)
         try:
-            # Not awaited itself: a timeout would cancel it, and it would pass for an answer.
+            # Not awaited itself: a timeout would cancel it, which would look like an answer.
             await asyncio.wait([exchange.over], timeout=within_s)
             exchange.timed_out = not exchange.over.done()
             exchange.end(f"no whole answer within {within_s:g} s")
@@ -325,7 +326,7 @@ class Client:
 def answer_of(
     exchange: Exchange, ask: HttpRequest, *, source: str, number: int, turn: int, due_s: float, began: float
 ) -> Answer:
-    """What `exchange` amounts to. `began` is the load's beginning, of `perf_counter`."""
+    """The `Answer` of `exchange`. `began` is the start of the load, by `perf_counter`."""
     fault = exchange.fault
     if not fault and exchange.status == 200 and ask.streamed and not exchange.is_done:
         fault = "a stream that ended without [DONE]"

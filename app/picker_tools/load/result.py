@@ -1,4 +1,4 @@
-"""What one run of a load has recorded, and the figures that checks, plots and the report take from it.
+"""The record of one run, and the figures that checks, plots and the report take from it.
 
 A `Session` makes a `RunResult`.
 """
@@ -38,8 +38,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
-    """What each flow was due of `served`, by flow: the higher band first, in a band by weight, and nobody
-    more than its `demand` (max-min fairness; what one does not want, the others share).
+    """Each flow's fair part of `served`: the higher band first, in a band by weight, and no flow more
+    than its `demand` (weighted max-min fairness).
     """
     due = dict.fromkeys(demand, 0.0)
     for band in sorted({source.band for source in sources}):
@@ -51,7 +51,7 @@ def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) 
 
 
 def _filled(demand: Mapping[str, float], weights: Mapping[str, float], amount: float) -> dict[str, float]:
-    """`amount` poured over flows of such weights, each up to its demand."""
+    """`amount` divided by weight, each flow up to its demand."""
     got: dict[str, float] = {}
     open_flows = set(demand)
     while open_flows:
@@ -66,7 +66,7 @@ def _filled(demand: Mapping[str, float], weights: Mapping[str, float], amount: f
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A request was dispatched. Times are seconds of Redis's clock; `cost` is in the stock's unit."""
+    """The dispatch of a request. Times are seconds of Redis's clock; `cost` is in the stock's unit."""
 
     at_s: float
     request: str
@@ -80,7 +80,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """One stretch of the log. `why` says why there is none; '' if there is."""
+    """The audit of a decision log. `why` says why there is no report; '' if there is."""
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
@@ -94,7 +94,7 @@ class LogAudit:
 
 
 def read(url: str, pool: str = "default") -> LogAudit:
-    """All of the log that Redis has now. Synchronous: to be called in a thread."""
+    """Audit all of the log that Redis has now. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
     events: dict[str, int] = {}
     begins_s = 0.0
@@ -118,7 +118,7 @@ def read(url: str, pool: str = "default") -> LogAudit:
 
 
 def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
-    """How often `promise` (G1 to G6, log) was checked and broken in `ledgers`, and the first cases."""
+    """How often `promise` (G1 to G6, log) was checked and broken in `log_audits`, and the first cases."""
     checked = broken = 0
     cases: list[str] = []
     for log_audit in log_audits:
@@ -148,7 +148,7 @@ def _turn(entry: Entry) -> Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The shared state as one replica told it. `at_s` is since the load began."""
+    """The shared state by the admin API of a replica. `at_s` is since the load began."""
 
     at_s: float
     stock: float
@@ -171,7 +171,7 @@ class Sample:
 
     @classmethod
     def read(cls, at_s: float, page: bytes) -> "Sample | None":
-        """Of an answer of `GET /api/v1/state`; None if it is none."""
+        """From an answer of `GET /api/v1/state`; None if it is not one."""
         try:
             state = json.loads(page)
             return cls(
@@ -191,7 +191,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSample:
-    """How many requests the endpoints themselves have, running and waiting there, of the `answered` ones."""
+    """The requests that run and wait at the `answered` endpoints, by their own metrics."""
 
     at_s: float
     requests: int
@@ -200,21 +200,20 @@ class EndpointSample:
 
 @dataclass(slots=True)
 class FaultsInjected:
-    """What was done, and when, in seconds since the load began. An outage that has no end goes on."""
+    """The faults, in seconds since the load began. An outage without an end goes on."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
     outages: list[tuple[float, float | None]] = field(default_factory=list)
-    log_audits: list[LogAudit] = field(default_factory=list)  # the log as it was before it was lost
+    log_audits: list[LogAudit] = field(default_factory=list)  # of logs that an outage has deleted
 
 
-_SETTLING = 0.25  # of the duration: shares are counted after it, when the queue is as it stays
+_SETTLING = 0.25  # of the duration: shares are counted after it, when the queue is steady
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What was asked for. `capacity_per_s` is what `load` 1 stands for (requests, mixed as the sources are),
-    `rates_per_s` each source's arrivals. `mode`, `replicas` and `endpoints` are '' and 0 where they are not
-    known. The objectives are None where none was given.
+    """The run's parameters. `capacity_per_s` is the rate of load 1, `rates_per_s` each source's arrivals.
+    `mode`, `replicas` and `endpoints` are '' and 0 if unknown, the objectives None if not given.
     """
 
     seed: int
@@ -233,7 +232,7 @@ class Parameters:
 class RunResult:
     """Times in seconds since the load began. `wall_s` is that moment by the clock of the machine.
 
-    `sent` requests went out. `rest` is the first look at the fleet, after the last answer, at which all its
+    `sent` requests went out. `rest` is the first sample of the fleet, after the last answer, in which all its
     counts were 0 (None: there was none in `rest_within_s`). `ledgers` are stretches of the decision log,
     empty for a fleet that was found.
     """
@@ -329,7 +328,7 @@ def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
     return next((each for each in reversed(samples) if each.at_s < at_s and not each.degraded), None)
 
 
-def shares(run: RunResult) -> dict[str, dict[str, float]]:
+def flow_shares(run: RunResult) -> dict[str, dict[str, float]]:
     """Of each flow, while the load was settled: its part of the demand, of the service, and what was fair."""
     service, demand = run.service(), run.demand()
     served, asked = sum(service.values()), sum(demand.values())

@@ -85,7 +85,8 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`config` is laid over the defaults for a fleet of its own; `promises` name judges of `checks`.
+    """`config` is laid over the defaults for a fleet of its own; `promises` name entries of
+    `SCENARIO_CHECKS`.
 
     `needs` are settings (dotted key, value) without which a given fleet cannot show what it is about.
     """

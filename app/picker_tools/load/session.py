@@ -61,7 +61,7 @@ async def inject_faults(
     seed: int,
     now_s: Callable[[], float],
 ) -> None:
-    """Do to `fleet` what `fault` says while the load runs, and note it in `harm`."""
+    """Inject `fault` into `fleet` while the load runs, and record it in `faults_injected`."""
     if fault is Fault.KILL_REPLICAS:
         for at_s, number in kill_moments(duration_s, len(target.admins), seed):
             await asyncio.sleep(max(0.0, at_s - now_s()))
@@ -103,14 +103,14 @@ class Sampler:
             while True:
                 next_s = self._now_s() + INTERVAL_S
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self.look())
-                    tasks.create_task(self._look_at_endpoints())
+                    tasks.create_task(self.take_sample())
+                    tasks.create_task(self._sample_endpoints())
                 await asyncio.sleep(max(0.0, next_s - self._now_s()))
         finally:
             self.close()
 
-    async def look(self) -> Sample | None:
-        """The state now, kept; None if nobody told it."""
+    async def take_sample(self) -> Sample | None:
+        """Take a sample; None if no replica answers."""
         for _ in self._admins:
             client = self._admins[self._turn % len(self._admins)]
             self._turn += 1
@@ -125,7 +125,7 @@ class Sampler:
         for client in (*self._admins, *self._endpoints):
             client.hang_up()
 
-    async def _look_at_endpoints(self) -> None:
+    async def _sample_endpoints(self) -> None:
         if not self._endpoints:
             return
         asked = (client.get("/metrics", within_s=_CALL_S) for client in self._endpoints)
@@ -136,7 +136,7 @@ class Sampler:
 
 _REST_S = 20.0  # a lease, and some for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _PROBES = 3  # requests of each source, one at a time, to learn how long an answer takes
 _PROBE_S = 30.0
 _LOG_S = 60.0
@@ -207,18 +207,18 @@ class Session:
             sampler = Sampler(self._target.admins, endpoints, lambda: generator.now_s)
             wall_s = time.time()
             async with asyncio.TaskGroup() as tasks:
-                beside = [
+                background = [
                     tasks.create_task(sampler.run()),
                     tasks.create_task(self._show_on(generator, sampler)),
                 ]
-                harming = tasks.create_task(self._harm(faults_injected, generator))
+                injecting = tasks.create_task(self._inject_faults(faults_injected, generator))
                 await generator.run(coming)
                 if generator.is_stopped:
-                    harming.cancel()
-                await asyncio.wait([harming])
+                    injecting.cancel()
+                await asyncio.wait([injecting])
                 rest_within_s = _REST_LEFT_S if generator.is_stopped else _REST_S
                 rest = await self._rest(sampler, generator, rest_within_s)
-                for task in beside:
+                for task in background:
                     task.cancel()
             log_audits = (*faults_injected.log_audits, *await self._log())
             return RunResult(
@@ -280,11 +280,11 @@ class Session:
     async def _state(self) -> Sample | None:
         sampler = Sampler(self._target.admins, (), lambda: 0.0)
         try:
-            return await sampler.look()
+            return await sampler.take_sample()
         finally:
             sampler.close()
 
-    async def _harm(self, faults_injected: FaultsInjected, generator: LoadGenerator) -> None:
+    async def _inject_faults(self, faults_injected: FaultsInjected, generator: LoadGenerator) -> None:
         if self._fleet is not None:
             await inject_faults(
                 self._plan.scenario.fault,
@@ -311,7 +311,7 @@ class Session:
                     last = sampler.samples[-1] if sampler.samples else None
                     if last is not None and last.at_s > since_s and last.at_rest and not last.degraded:
                         return last
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return None
 

@@ -55,7 +55,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
         raise ConfigError(f"{option}: {url!r} is no http://host:port")
     if not allow_remote and not (parts.hostname == "localhost" or is_loopback(parts.hostname)):
         raise ConfigError(
-            f"{option}: {parts.hostname} is not this machine's loopback. A load can harm whoever uses that "
+            f"{option}: {parts.hostname} is not this machine's loopback. A load can harm the users of that "
             "fleet; if it is yours to load, say so with --allow-remote"
         )
     return f"http://{parts.netloc}"
@@ -74,7 +74,7 @@ def url_from_state_file(state_file: Path) -> str:
 
 
 async def found(url: str, *, admin: str | None, state_file: Path | None, allow_remote: bool) -> Target:
-    """The running fleet at `url`, with what `state_file` or `admin` tell of it.
+    """The running fleet at `url`, with what `state_file` or `admin` say of it.
 
     Raises:
         ConfigError: it does not answer, or the file is no state file.
@@ -149,16 +149,16 @@ class LineReport(Report):
     """What the parts of the fleet have to say, handed to `say` line by line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._tell = say
+        self._print_line = say
 
     def ready(self, name: str, where: str) -> None:
-        self._tell(f"ready {name:<12} {where}")
+        self._print_line(f"ready {name:<12} {where}")
 
     def trouble(self, name: str, what: str) -> None:
-        self._tell(f"DOWN  {name:<12} {what}")
+        self._print_line(f"DOWN  {name:<12} {what}")
 
     def text(self, text: str) -> None:
-        self._tell(text)
+        self._print_line(text)
 
 
 class OwnFleet:
@@ -246,7 +246,7 @@ class OwnFleet:
         return f"replica-{number + 1}"
 
     async def stop_redis(self) -> None:
-        """End the Valkey at once: what it held is gone."""
+        """End the Valkey at once; its data is lost."""
         await self._valkeys.stop([self._valkey], 0.0)
 
     async def start_redis(self) -> None:
@@ -258,7 +258,7 @@ class OwnFleet:
 
 
 async def stop_shielded(fleet: OwnFleet) -> None:
-    """Stop `fleet`, also when whoever waits is cancelled meanwhile: then at once."""
+    """Stop `fleet`; kill it if the caller is cancelled meanwhile."""
     ending = asyncio.ensure_future(fleet.stop())
     try:
         await asyncio.shield(ending)

@@ -34,9 +34,9 @@ _LOST_MS = 20_000
 
 
 def pool(namespace: str) -> cluster_v3.Cluster:
-    """The model servers, told by the fleet itself, tried in the order the picker's header names them.
+    """The model servers, discovered from the fleet, tried in the order of the picker's header.
 
-    The metadata `namespace` tells who served.
+    The metadata `namespace` names the endpoint that served.
     """
     override = override_host_v3.OverrideHost(
         override_host_sources=[override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],

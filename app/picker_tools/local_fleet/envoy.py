@@ -79,7 +79,7 @@ def build_bootstrap(
     """
     bootstrap = bootstrap_v3.Bootstrap(
         node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
-        # Whoever looks whether it is well still gets through when its clients do not.
+        # Health checks get through when clients do not.
         admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=bootstrap_v3.BootstrapStaticResources(
@@ -165,13 +165,13 @@ class Envoy:
         ]
 
     async def ready(self, child: Child) -> str:
-        # Its listener is bound, which is not serving yet: that needs the replicas, see `missing`.
+        # The listener is bound, but serves only with replicas: see `missing`.
         self._admin_port = await child.until(self._look_admin, within_s=READY_S, what="its admin port")
         self._port = await child.until(self._look_listener, within_s=READY_S, what="its listener")
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
-        """What it still lacks to serve: healthy replicas, or `endpoints` model servers (None: any number)."""
+        """What it lacks to serve, in words: healthy replicas, or `endpoints` model servers (None: any)."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
             return "Envoy waits for a replica to tell it the endpoints"

@@ -1,4 +1,4 @@
-"""`picker envoy-config`: the bootstrap for an Envoy of one's own, on stdout."""
+"""`picker envoy-config`: prints the bootstrap for an Envoy that the user runs."""
 
 import argparse
 import os
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    from picker_tools.local_fleet.envoy import (  # slow to import: not before the configuration is good
+    from picker_tools.local_fleet.envoy import (  # slow to import: only for a valid configuration
         build_bootstrap,
         to_yaml,
     )

@@ -1,8 +1,8 @@
 """Envoy's configuration messages, as `envoy-data-plane` types them, and how extensions are packed.
 
-The one place that imports the package, for two reasons: it takes half a second, so only the commands
-that configure Envoy may come here; and its generated classes still use a form that pydantic has
-deprecated, which is silenced here for the import alone.
+The only module that imports the package: it takes half a second, so only commands that configure Envoy
+import this; and its generated classes use a form that pydantic has deprecated, which is silenced here for the
+import alone.
 """
 
 import warnings
@@ -80,9 +80,9 @@ __all__ = [
     "upstream_http_v3",
 ]
 
-# How often balancing is asked for a host that a retry has not been to. A dead one has the fewest streams, so
-# of two hosts it is drawn three times in four: with five draws more, one retry in six still went to it, and
-# six of 900 requests were lost that came just after a kill.
+# How often balancing draws again to find a host that a retry has not tried. A dead host has the fewest
+# streams, so of two hosts it is drawn three times in four: with five draws, one retry in six still goes to
+# it.
 OTHER_HOST_DRAWS = 30
 
 

@@ -46,9 +46,9 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
 _EXT_PROC = "envoy.filters.http.ext_proc"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
-_BODY_READERS = (_EXT_PROC, _JSON_TO_METADATA)  # that want a request's body
+_BODY_READERS = (_EXT_PROC, _JSON_TO_METADATA)  # filters that need a request's body
 
-# All that may steer: what is not trusted is removed from clients, or passed over by the picker.
+# All steering headers; untrusted ones are removed, or ignored by the picker.
 _STEERING = frozenset(name for pair in STEERING for name in pair)
 _SEND = ext_proc_v3.ProcessingModeHeaderSendMode.SEND
 _SKIP = ext_proc_v3.ProcessingModeHeaderSendMode.SKIP
@@ -57,8 +57,8 @@ _NONE = ext_proc_v3.ProcessingModeBodySendMode.NONE
 
 # The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
-# Only `headers` mode is bound by it: while a request waits in the queue, Envoy waits for this one message.
-# Envoy takes no longer one; the picker answers before it.
+# It limits `headers` mode only, in which Envoy waits for this message while a request queues. It is the
+# longest that Envoy accepts; the picker answers before it.
 _MESSAGE_TIMEOUT_S = 3600.0
 _ANSWER_MARGIN_S = 60.0
 
@@ -74,7 +74,7 @@ _USAGE_IN_EVENTS = {
 
 
 def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
-    """The filters of `mode` in the order a request meets them; answers meet them in reverse.
+    """The filters of `mode` in the order of a request; answers pass them in reverse.
 
     Raises:
         ConfigError: requests may queue for longer than Envoy waits in this mode.
@@ -86,7 +86,7 @@ def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
             f"valid: up to {longest_s:g}s"
         )
     filters: list[hcm_v3.HttpFilter] = []
-    if mode != "standard":  # there the picker reads the answer itself
+    if mode != "standard":  # in which the picker reads the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
     filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
@@ -100,10 +100,10 @@ def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
     if mode == "headers":
         forwarded.append(REQUEST_NAMESPACE)
     elif mode == "standard":
-        forwarded.append(namespace)  # with an answer: who served
+        forwarded.append(namespace)  # it names the endpoint that served
     return ext_proc_v3.ExternalProcessor(
         grpc_service=picker_grpc(_redrive()),
-        # A request that goes on without a decision names no endpoint: the pool's own balancing takes it.
+        # A request without a decision names no endpoint: the pool's own balancing places it.
         failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
         message_timeout=seconds(_MESSAGE_TIMEOUT_S),
@@ -114,7 +114,8 @@ def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
             ),
         ),
         processing_mode=_processing_mode(mode),
-        # Each header costs the picker time; gateways that speak `standard` send them all, so there it is so.
+        # Each header costs the picker time. Gateways that use `standard` send all of them, so this
+        # Envoy does too.
         forward_rules=None if mode == "standard" else _only(wanted_headers(settings) | _STEERING),
     )
 
@@ -138,9 +139,9 @@ def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
 
 
 def _redrive() -> core_v3.RetryPolicy:
-    """A request queued on a replica that dies is asked again of another (G7).
+    """Send a request queued on a replica that dies to another (G7).
 
-    Never of the same one: until its health check fails, a dead replica has the fewest streams and would
+    Never to the same one: until its health check fails, a dead replica has the fewest streams and would
     be chosen again and again.
     """
     return core_v3.RetryPolicy(
@@ -172,7 +173,7 @@ def _sse_usage() -> sse_rules_v3.SseToMetadata:
 def _json(*, read_request: bool) -> json_rules_v3.JsonToMetadata:
     request = None
     if read_request:
-        # Any content type: a body is JSON or the picker refuses it, whatever it says it is.
+        # Any content type: the picker refuses a body that is not JSON.
         request = json_rules_v3.JsonToMetadataMatchRules(
             rules=_request_rules(),
             allow_empty_content_type=True,
@@ -233,10 +234,11 @@ def _named(
     return hcm_v3.HttpFilter(name=name, typed_config=packed(message))
 
 
-# What Envoy reads at once, and so the largest part of a body that reaches the picker as one message.
+# What Envoy reads at once, and so the largest message with a part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Bodies are held whole for retries (G9) and, in `headers` mode, to be read; plain answers to be read for
-# their usage. Past it a request is refused in that mode (413) and a plain answer outside `standard` (500).
+# Envoy buffers whole bodies for retries (G9) and, in `headers` mode, to read them; plain answers to read
+# their usage. A longer request is refused in that mode (413), a longer plain answer outside `standard`
+# (500).
 _BODY_BYTES = 32 * 1024 * 1024
 _NEVER = seconds(0)
 _HEADERS_S = 10.0  # from a request's first byte to the end of its headers
@@ -256,8 +258,8 @@ def listener(
     trusted: Iterable[str],
     debug_headers: bool,
 ) -> listener_v3.Listener:
-    """The listener of `mode` at `listen` (host, port). Of the headers that steer clients may
-    set those of `trusted`."""
+    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted`
+    steering headers."""
     manager = _manager(mode, settings, trusted, debug_headers=debug_headers)
     return listener_v3.Listener(
         name=mode,
@@ -276,16 +278,16 @@ def listener(
     )
 
 
-# The token of a session, where the picker gives one (picker_fleet/scheduling/chooser.py), and how full the
-# queue was. In `standard` the picker tells both itself.
-_TOLD = {
+# The session token, where the picker gives one (picker_fleet/scheduling/chooser.py), and the pressure of the
+# queue. In `standard` the picker sets both.
+_PICKER_HEADERS = {
     SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%",
     PRESSURE_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:pressure)%",
 }
 
 
 def _debug(namespace: str) -> dict[str, str]:
-    """What the picker chose, as header and as metadata, and who served: for tests and for looking."""
+    """The picker's choice as header and as metadata, and the endpoint that served, for debugging."""
     return {
         "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
         "x-picker-endpoint": f"%DYNAMIC_METADATA({namespace}:{DESTINATION_HEADER})%",
@@ -297,20 +299,19 @@ def _debug(namespace: str) -> dict[str, str]:
 def _manager(
     mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool
 ) -> hcm_v3.HttpConnectionManager:
-    # Envoy's clock for a body runs on while the request waits in the queue.
+    # Envoy's timeout for a body includes the time in the queue.
     waits_s = settings.fair_request_queue.queue_ttl + _BODY_S
     manager = hcm_v3.HttpConnectionManager(
         stat_prefix=mode,
-        # Whose address is internal keeps its own x-request-id, and what names a request in the shared
-        # state must come from Envoy alone. An empty list would mean every private address; so it lists
-        # one that no client can have.
+        # A client with an internal address keeps its own x-request-id, but request ids must come from Envoy
+        # alone. An empty list means every private address, so it lists one that no client can have.
         use_remote_address=True,
         internal_address_config=hcm_v3.HttpConnectionManagerInternalAddressConfig(
             cidr_ranges=[core_v3.CidrRange(address_prefix="255.255.255.255", prefix_len=32)]
         ),
         generate_request_id=True,
         preserve_external_request_id=False,
-        # What steers is gone before any filter could take it for the gateway's word, or the picker's.
+        # Untrusted steering headers are removed before any filter reads them.
         early_header_mutation_extensions=[
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
@@ -319,15 +320,16 @@ def _manager(
                 ),
             )
         ],
-        # How long a request may wait is the picker's to say, and a model may think long before its next byte.
+        # The picker decides how long a request waits, and a model may pause long before its next byte.
         stream_idle_timeout=seconds(max(_SILENT_S, waits_s)),
-        # What a client sends comes soon, and it takes what it is sent: else it would hold its place for ever.
+        # A client that sends or reads too slowly is disconnected, so that it does not hold its
+        # place for ever.
         request_headers_timeout=seconds(_HEADERS_S),
         request_timeout=seconds(waits_s),
         stream_flush_timeout=seconds(_BODY_S),
         common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
-        # One spelling of a path for Envoy's routes, the picker and the model server. An escaped slash stays:
-        # the list of paths has it in names of models only.
+        # One spelling of a path for Envoy's routes, the picker and the model server. An escaped
+        # slash stays: the allowed paths have it in model names only.
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
@@ -350,7 +352,7 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.
         routes=[*served, _elsewhere()],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
         retry_policy=route_v3.RetryPolicy(
-            # `reset` too: an endpoint may die after it took the request and before its first byte.
+            # `reset` too: an endpoint may die between the request and its first byte.
             retry_on="connect-failure,refused-stream,reset-before-request,reset",
             num_retries=settings.scheduling.fallbacks,  # one try for each endpoint that the picker lists
             retry_host_predicate=[
@@ -366,7 +368,7 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.
         name=POOL,
         virtual_hosts=[host],
         response_headers_to_add=_added(
-            ({} if mode == "standard" else _TOLD)
+            ({} if mode == "standard" else _PICKER_HEADERS)
             | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
         ),
     )
@@ -387,7 +389,7 @@ def _served(rule: PathRule) -> route_v3.Route:
 
 
 def _elsewhere() -> route_v3.Route:
-    """Anything else: 404 from Envoy itself, which neither reads the body nor asks a picker."""
+    """Any other path: 404 from Envoy, which neither reads the body nor calls a picker."""
     return route_v3.Route(
         match=route_v3.RouteMatch(prefix="/"),
         direct_response=route_v3.DirectResponseAction(
@@ -401,7 +403,7 @@ def _elsewhere() -> route_v3.Route:
 
 
 def _added(texts: Mapping[str, str]) -> list[core_v3.HeaderValueOption]:
-    """Headers of answers; what the request has no value for is left out."""
+    """Headers of answers; those without a value are left out."""
     once = core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     return [
         core_v3.HeaderValueOption(header=core_v3.HeaderValue(key=key, value=text), append_action=once)
@@ -410,7 +412,7 @@ def _added(texts: Mapping[str, str]) -> list[core_v3.HeaderValueOption]:
 
 
 def _access_log() -> accesslog_v3.AccessLog:
-    """One entry a flush interval while a request lives, one at its end, to any one replica."""
+    """One entry a flush interval during a request and one at its end, to any one replica."""
     return accesslog_v3.AccessLog(
         name="envoy.access_loggers.http_grpc",
         typed_config=packed(

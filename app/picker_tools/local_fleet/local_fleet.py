@@ -1,8 +1,7 @@
 """The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
 
-Started in the order of what they need to know of each other: Valkey and the simulators, which need
-nothing; the replicas, told where those are; Envoy, told where the replicas are. Within a step all start at
-once. Stopped the other way round, so that nothing new arrives at a part that is leaving.
+Valkey and the simulators start first, then the replicas, which need their addresses, then Envoy, which needs
+the replicas' addresses. They stop in reverse order, so that nothing new arrives at a part that stops.
 """
 
 import asyncio
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
-_REPLICA_GRACE_S = 10.0  # they announce that they leave, and have nothing left to finish
+_REPLICA_GRACE_S = 10.0  # they leave the pool, and have nothing to finish
 _REST_GRACE_S = 4.0
-_VALKEY_ATTEMPTS = 3  # its free port may be taken between being found and being used
+_VALKEY_ATTEMPTS = 3  # another process may take its port before it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +76,19 @@ class LocalFleet:
         self._envoy: Envoy | None = None
 
     async def start(self) -> None:
-        """Bring everything up; the state file is there and a request goes through when this returns.
+        """Start everything; when this returns, the state file is written and requests are served.
 
         Raises:
             MissingExtra: there is no Envoy to run.
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
-        envoy_binary()  # before anything runs, and before what needs Envoy's types is imported
+        envoy_binary()  # fails before anything runs or imports Envoy's types
         ensure_free(self._wanted_ports())
-        self._tree()  # what is wrong with it is told before anything runs
+        self._tree()  # a fault in it is reported before anything runs
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
-        # Importing Envoy's types takes a second of its own; it is done while the others start.
+        # Importing Envoy's types takes a second; it is done while the others start.
         imported = asyncio.to_thread(importlib.import_module, "picker_tools.local_fleet.envoy")
         await together(imported, self._bring_up_pickers())
         await self._bring_up_envoy()
@@ -97,16 +96,16 @@ class LocalFleet:
         self._write_state()
 
     async def watch(self) -> None:
-        """Look after the parts until cancelled."""
+        """Report and restart parts that end, until cancelled."""
         await self._supervisor.watch(restart=self._options.restart, changed=self._write_state)
-        await asyncio.Event().wait()  # every part has ended and stays so; the user ends the rest
+        await asyncio.Event().wait()  # every part has ended; the user ends this
 
     async def stop(self) -> None:
         """Stop whatever runs; returns with every child gone."""
         if self._envoy is not None:
             await self._supervisor.stop([self._envoy], _ENVOY_GRACE_S)
         await self._supervisor.stop(self._replicas, _REPLICA_GRACE_S)
-        await self._supervisor.stop(self._ground(), _REST_GRACE_S)
+        await self._supervisor.stop(self._first_parts(), _REST_GRACE_S)
 
     def kill(self) -> None:
         """End all children now; `stop` returns soon after."""
@@ -138,7 +137,7 @@ class LocalFleet:
     def _redis_url(self) -> str:
         return self._valkey.url if self._valkey is not None else self._options.redis or ""
 
-    def _ground(self) -> list[Part]:
+    def _first_parts(self) -> list[Part]:
         return [*([self._valkey] if self._valkey is not None else []), *self._simulators]
 
     def _wanted_ports(self) -> dict[int, str]:
@@ -161,7 +160,7 @@ class LocalFleet:
         return overlaid(self._settings, redis_url=nearest, endpoints=endpoints or None)
 
     async def _bring_up_pickers(self) -> None:
-        """The replicas, and before them what they are told of."""
+        """The replicas, after the parts whose addresses they need."""
         works = [self._supervisor.bring_up(self._simulators)]
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
@@ -237,7 +236,7 @@ class LocalFleet:
 
 
 def _replace_file(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace `path` by `state` in one step: a reader sees the old file or the new one, whole."""
+    """Replace `path` by `state` atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     draft.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     draft.replace(path)

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port nobody listens on now. Another process may take it before it is used: be ready to retry."""
+    """A port that nobody listens on now. Another process may take it first, so callers retry."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
@@ -25,9 +25,9 @@ def free_port() -> int:
 
 
 def ensure_free(wanted: Mapping[int, str]) -> None:
-    """Check that each port of `wanted` can be listened on; its value says for what, and by which option.
+    """Check that each port of `wanted` can be listened on; its value says for what and by which option.
 
-    Asked here and not left to the parts: Envoy shares its port with any other Envoy that is there.
+    The parts do not check it: Envoy would share its port with another Envoy.
 
     Raises:
         StartupError: one is in use, or not allowed; one line a port.

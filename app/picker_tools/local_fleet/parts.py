@@ -1,4 +1,4 @@
-"""The parts of a local fleet but Envoy: the embedded Valkey, simulated model servers, and replicas.
+"""The parts of a local fleet except Envoy: the embedded Valkey, simulated model servers, and replicas.
 
 Imports nothing of Envoy's types, which take half a second to load.
 """
@@ -24,7 +24,7 @@ from picker_tools.local_fleet.processes import READY_S, Child, picker_command, v
 Mode = Literal["standard", "lean", "headers"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# Whoever runs a local fleet is tenant and operator in one. The workload is anyone's to name.
+# The user of a local fleet is tenant and operator in one. The workload header needs no trust.
 TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
 
 
@@ -44,11 +44,11 @@ VALKEY_SETTINGS = (
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # bytes: the kernel's own limit, with its end, is 108 on Linux and 104 elsewhere
+_LONGEST_SOCKET_PATH = 100  # bytes: the kernel's limit is 108 on Linux and 104 elsewhere
 
 
 class Valkey:
-    """A Valkey on the loopback. It takes no port 0: a free one is found, another if it does not start."""
+    """A Valkey on the loopback, on a free port; if it does not start, on another."""
 
     name = "valkey"
 
@@ -65,7 +65,7 @@ class Valkey:
 
     @property
     def socket_url(self) -> str:
-        """For replicas beside it: a trip over a socket takes less CPU than over TCP. `url` if none fits."""
+        """For replicas on this machine: a socket costs less CPU than TCP. `url` if its path is too long."""
         return f"unix://{quote(str(self._socket))}" if self._has_socket else self.url
 
     @property
@@ -137,8 +137,8 @@ class Simulator:
 def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | None) -> dict[str, Any]:
     """`settings` as a plain tree of what was set, with `redis_url` and `endpoints` (`ip:port`) in it.
 
-    `endpoints` None keeps the discovery of `settings`. The replicas trust what this fleet's Envoy lets
-    through. Environment variables are in `settings` already, so the replicas are started without them.
+    `endpoints` None keeps the discovery of `settings`. The replicas trust the headers that this
+    fleet's Envoy trusts. `settings` includes the environment, so the replicas start without it.
 
     Raises:
         ConfigError: the result is not valid.
@@ -155,7 +155,7 @@ def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | N
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """The names that reach a model server under `settings`, base models first; none: any it likes."""
+    """The model names that reach a model server under `settings`, base models first; none: any."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
     return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.capitalize()
     if isinstance(value, Path):
-        return str(value.absolute())  # a replica's own file stands elsewhere
+        return str(value.absolute())  # a replica's own file is in another folder
     return value
 
 
@@ -183,7 +183,7 @@ class Announcement:
 
 
 class Replica:
-    """Replica `number`. `tree` gives its configuration but for the listeners, asked for at each start."""
+    """Replica `number`. `tree` gives its configuration but for the listeners, called at each start."""
 
     def __init__(
         self, number: int, admin_port: int, folder: Path, tree: Callable[[], Mapping[str, Any]]
@@ -197,7 +197,7 @@ class Replica:
 
     @property
     def announced(self) -> Announcement:
-        """What it last said of itself; its id is new at each start, its addresses stay."""
+        """Its last announcement: the id is new at each start, the addresses stay."""
         return self._announced
 
     @property

@@ -51,21 +51,21 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
     """Run `works` side by side until all are done; one that fails cancels the rest.
 
     Raises:
-        PickerError: the first that one of them raised, out of whatever group it came in.
+        PickerError: the first that one of them raised, without its exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
     except BaseExceptionGroup as faults:
-        told = on_purpose(faults)
-        if told is None:
+        expected = expected_error(faults)
+        if expected is None:
             raise
-        raise told from None
+        raise expected from None
 
 
-def on_purpose(faults: BaseExceptionGroup[BaseException]) -> PickerError | None:
-    """The first fault in the group, however deep, that was raised on purpose; None if none was."""
+def expected_error(faults: BaseExceptionGroup[BaseException]) -> PickerError | None:
+    """The first PickerError in the group, at any depth; None if there is none."""
     return next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
 
 
@@ -84,7 +84,7 @@ _TAIL_LINES = 15
 
 
 class Process(Protocol):
-    """Of a process that was started, what is used; `returncode` is None until it has ended."""
+    """The used part of a started process; `returncode` is None until it has ended."""
 
     @property
     def pid(self) -> int: ...
@@ -98,7 +98,7 @@ class Process(Protocol):
 
 
 async def start_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """Run `command`, tied to this process' life (see `die_with_parent`), in a session of its own."""
+    """Run `command` in a session of its own; it dies with this process (see `die_with_parent`)."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command),
         stdin=asyncio.subprocess.DEVNULL,
@@ -116,11 +116,11 @@ class Child:
         self.name = name
         self.log = log
         self._process = process
-        self._log_start = log_start  # where this process' own output begins; earlier ones wrote before it
+        self._log_start = log_start  # output of earlier processes is before it
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
-        """Run `command`. Ctrl-C reaches `picker up` alone, which then stops each in its turn."""
+        """Run `command`. Ctrl-C reaches `picker up` alone, which stops its children in order."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PICKER_")}
         with log.open("ab") as output:
             log_start = output.tell()
@@ -139,7 +139,7 @@ class Child:
         return _in_words(await self._process.wait())
 
     def check(self) -> None:
-        """Raise StartupError, with the end of its log, if it has ended: it should not have so early."""
+        """Raise StartupError, with the end of its log, if it has ended already."""
         code = self._process.returncode
         if code is not None:
             raise StartupError(self.fault(f"{_in_words(code)} before the fleet was ready"))
@@ -147,7 +147,7 @@ class Child:
     async def until(
         self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
     ) -> Found:
-        """The first thing `look` finds that is not None; it is asked again and again.
+        """Poll `look` until its answer is not None, and return that.
 
         Raises:
             StartupError: the process ended before that, or `within_s` passed; the message names the part
@@ -202,11 +202,11 @@ def _in_words(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-READY_S = 30.0  # generous: a part that needs longer has failed
+READY_S = 30.0  # a part that needs longer has failed
 
 
 class Part(Protocol):
-    """One child process. It may be started again: it then keeps the addresses that it had."""
+    """One child process. If it is started again, it keeps its addresses."""
 
     @property
     def name(self) -> str:
@@ -221,13 +221,13 @@ class Part(Protocol):
         """Wait until it serves; where it does, in words for the user.
 
         Raises:
-            StartupError: it ended, or said nothing in time.
+            StartupError: it ended, or was not ready in time.
         """
         ...
 
 
 def picker_command(*arguments: str) -> list[str]:
-    """`picker ARGUMENTS…` of this very installation; `-P` keeps the working folder off the path."""
+    """`picker ARGUMENTS…` of this installation; `-P` keeps the working folder off the path."""
     return [sys.executable, "-P", "-m", "picker_fleet.cli", *arguments]
 
 
@@ -256,7 +256,7 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # having lived so long, its next end is no longer the same trouble
+_SETTLED_S = 30.0  # after such a time without an end, the pauses before restarts begin anew
 
 
 class Supervisor:
@@ -280,7 +280,7 @@ class Supervisor:
         await together(*(self._bring_up(part, attempts) for part in parts))
 
     def check(self) -> None:
-        """Raise StartupError if a part has ended: for the time before `watch` looks after them."""
+        """Raise StartupError if a part has ended, for use before `watch`."""
         for _, child in self._running.values():
             child.check()
 
@@ -292,12 +292,12 @@ class Supervisor:
         await together(*(self._keep(part, restart, changed) for part, _ in self._running.values()))
 
     async def stop(self, parts: Iterable[Part], grace_s: float) -> None:
-        """TERM to those of `parts` that were started; KILL to what lives after `grace_s`."""
+        """TERM to those of `parts` that were started; KILL to those that run after `grace_s`."""
         children = [self._running[part.name][1] for part in parts if part.name in self._running]
         await together(*(child.stop(grace_s) for child in children))
 
     def kill(self) -> None:
-        """KILL to all; what waits for their end goes on."""
+        """KILL to all."""
         for _, child in self._running.values():
             child.kill()
 

@@ -93,7 +93,7 @@ async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> No
         report.text("stopping")
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, fleet.kill)  # asked twice: at once
+            loop.add_signal_handler(number, fleet.kill)  # a second signal kills at once
         await fleet.stop()
 
 
