@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# The fleet stops with `make`, also when the signal is for `make` alone.
+DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent.py $$PPID SIGTERM
 # A fleet starts ten Python processes: each would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,10 +26,10 @@ $(VENV)/.installed: $(VENV)/.local
 	@touch $@
 
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
-	@exec $(BIN)/picker up $(ARGS)
+	@exec $(DIE_WITH_MAKE) $(BIN)/picker up $(ARGS)
 
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
-	@exec $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
+	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
 # Three files at a time, whole fleets among them, which wait more than they work; the longest come first and
 # the many short ones fill the end. Then those that bear no company.

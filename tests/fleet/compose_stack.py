@@ -125,6 +125,7 @@ class Stack:
             "-S",
             die_with_parent.__file__,
             str(os.getpid()),
+            "SIGKILL",
             *self._found(command),
         ]
         with (container.folder / "log").open("wb") as log:

@@ -24,7 +24,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """`says`: the promise in words. `evidence`: the reason of the verdict. `cases`: the first that break it."""
+    """`says`: the promise. `evidence`: the reason of the verdict. `cases`: the first that break it."""
 
     name: str
     says: str

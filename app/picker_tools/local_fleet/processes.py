@@ -100,7 +100,7 @@ class Process(Protocol):
 async def start_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
     """Run `command` in a session of its own; it dies with this process (see `die_with_parent`)."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command),
+        *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGKILL", *command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=output,
