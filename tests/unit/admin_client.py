@@ -22,22 +22,22 @@ from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
+NO_LISTS = cast(FleetLists, None)  # of tests that ask for none
 
 
 class View:
-    """A replica whose state, readiness and faults the test sets."""
+    """A replica whose state, readiness and faults the test sets; without an answer, it never answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: dict[str, Any] | Exception | None = STATE) -> None:
         self.components = {"redis": "ok", "grpc": "ok"}
         self.is_ready = True
-        self.answer: dict[str, Any] | Exception | None = dict(STATE)
+        self.answer = answer
 
     async def state(self) -> State:
         if self.answer is None:
             await asyncio.Event().wait()
         if isinstance(self.answer, Exception):
             raise self.answer
-        assert self.answer is not None
         return State.model_validate(self.answer)
 
     async def endpoints(self) -> list[Endpoint]:
@@ -49,11 +49,15 @@ class View:
     def health(self, status: str, components: dict[str, str]) -> Health:
         return Health(status=status, components=components, replica="r-1", pool="default")
 
+
+class CountingMembership:
+    """Counts how often it is to send a heartbeat at once."""
+
+    def __init__(self) -> None:
+        self.heartbeats = 0
+
     def heartbeat_now(self) -> None:
-        """As a membership's."""
-
-
-NO_LISTS = cast(FleetLists, None)  # of tests that ask for none
+        self.heartbeats += 1
 
 
 class NoEvents:
@@ -76,12 +80,12 @@ def api(
     rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
     """The API of a replica whose shared state is `store`."""
-    settings, view = settings or Settings(), view or View()
-    controls = FleetControls(cast(Store, store or ScriptedStore()), cast(Membership, view), settings)
+    settings = settings or Settings()
+    membership = cast(Membership, CountingMembership())
     return create(
-        cast(FleetView, view),
+        cast(FleetView, view or View()),
         lists or NO_LISTS,
-        controls,
+        FleetControls(cast(Store, store or ScriptedStore()), membership, settings),
         metrics or Metrics(),
         settings,
         events or Events(NoEvents()),

@@ -1,52 +1,54 @@
-"""The event stream: one look for all, only while somebody listens; nobody is waited for."""
+"""The event stream: one read for all listeners, only while there are any; a slow listener delays no other."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
-from admin_client import api, asking, problem
+from admin_client import STATE, api, asking, problem
 from pydantic import BaseModel
 from scripted_store import until
 
-from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener
+from picker_fleet.admin import models
+from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener, SnapshotReader
 from picker_fleet.admin.server import serving
 from picker_fleet.errors import StateUnavailable
 
 
-class Said(BaseModel):
+class Numbered(BaseModel):
     number: int
     name: str
 
 
-class Look:
-    """Counts the looks; each tells of its number, unless there is a fault."""
+class CountingSource:
+    """Counts the reads; each returns its number, unless there is a fault."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.reads = 0
         self.fault: Exception | None = None
         self.name = "a\nb"
 
     async def read(self) -> list[Event]:
-        self.count += 1
+        self.reads += 1
         if self.fault is not None:
             raise self.fault
-        return [Event("snapshot", Said(number=self.count, name=self.name))]
+        return [Event("snapshot", Numbered(number=self.reads, name=self.name))]
 
     def recent(self) -> list[Event]:
         return []
 
 
 @pytest.fixture
-def look() -> Look:
-    return Look()
+def source() -> CountingSource:
+    return CountingSource()
 
 
 @pytest.fixture
-async def events(look: Look) -> AsyncIterator[Events]:
-    """Running, with little pause between two looks."""
-    made = Events(look, interval_s=0.005)
+async def events(source: CountingSource) -> AsyncIterator[Events]:
+    """Running, with a short interval between two reads."""
+    made = Events(source, interval_s=0.005)
     running = asyncio.create_task(made.run())
     yield made
     running.cancel()
@@ -54,135 +56,163 @@ async def events(look: Look) -> AsyncIterator[Events]:
         await running
 
 
-async def told(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
+def joined(events: Events) -> Listener:
+    listener = events.join()
+    assert listener is not None
+    return listener
+
+
+async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
     async with asyncio.timeout(10):
         return [await anext(stream) for _ in range(count)]
 
 
-async def met(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.005)
-
-
-async def test_given_no_listener_then_nobody_looks(events: Events, look: Look) -> None:
+async def test_the_state_is_read_only_while_somebody_listens(events: Events, source: CountingSource) -> None:
     for _ in range(20):
         await asyncio.sleep(0)
-    assert look.count == 0
-    # When one comes and goes again, then looking ends with it
-    listener = events.join()
-    assert listener is not None
-    await until(lambda: look.count > 1)
+    assert source.reads == 0
+    listener = joined(events)
+    await until(lambda: source.reads > 1)
     events.leave(listener)
-    seen = look.count
-    await asyncio.sleep(0.05)  # ten looks' time
-    assert look.count <= seen + 1
+    seen = source.reads
+    await asyncio.sleep(0.05)  # ten intervals
+    assert source.reads <= seen + 1
 
 
-async def test_given_two_listeners_then_both_are_sent_the_same_bytes(events: Events) -> None:
-    first, second = events.join(), events.join()
-    assert first is not None
-    assert second is not None
-    one, other = await asyncio.gather(told(first.stream(), 3), told(second.stream(), 3))
+async def test_all_listeners_get_the_same_bytes(events: Events) -> None:
+    one, other = await asyncio.gather(*(first(joined(events).stream(), 3) for _ in range(2)))
     assert one[0].startswith(b"retry:")
     assert one == other
-    assert one[1] == Event("snapshot", Said(number=1, name="a\nb")).encode()
+    assert one[1] == Event("snapshot", Numbered(number=1, name="a\nb")).encode()
     assert one[1].count(b"\n") == 3
 
 
-async def test_given_a_listener_that_does_not_read_then_it_is_dropped_and_others_go_on(
-    events: Events,
-) -> None:
-    slow, quick = events.join(), events.join()
-    assert slow is not None
-    assert quick is not None
-    stream = quick.stream()
-    await told(stream, MAX_UNREAD + 3)
+async def test_a_listener_that_does_not_read_is_dropped_and_others_continue(events: Events) -> None:
+    slow, quick = joined(events), joined(events)
+    await first(quick.stream(), MAX_UNREAD + 3)
     assert slow.dropped.is_set()
     assert not quick.dropped.is_set()
 
 
-async def test_given_a_lost_state_then_listeners_are_told(events: Events, look: Look) -> None:
-    look.fault = StateUnavailable("the shared state cannot be reached: refused")
-    listener = events.join()
-    assert listener is not None
-    _, said = await told(listener.stream(), 2)
-    assert said.startswith(b"event: unavailable\n")
-    assert b"refused" in said
+async def test_an_unreachable_state_is_an_event(events: Events, source: CountingSource) -> None:
+    source.fault = StateUnavailable("the shared state cannot be reached: refused")
+    _, event = await first(joined(events).stream(), 2)
+    assert event.startswith(b"event: unavailable\n")
+    assert b"refused" in event
 
 
-async def test_given_silence_then_a_comment_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("picker_fleet.admin.events._PING_S", 0.01)
-    assert await told(Listener().stream(), 3) == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
+async def test_a_comment_keeps_a_silent_connection_open() -> None:
+    sent = await first(Listener(ping_s=0.01).stream(), 3)
+    assert sent == [b"retry: 1000\n\n", b": ping\n\n", b": ping\n\n"]
 
 
-async def test_given_the_end_of_the_replica_then_streams_end_and_none_begins(look: Look) -> None:
-    events = Events(look)
+async def test_when_the_replica_stops_streams_end_and_none_starts(source: CountingSource) -> None:
+    events = Events(source)
+    listener = joined(events)
     running = asyncio.create_task(events.run())
-    listener = events.join()
-    assert listener is not None
-    await until(lambda: look.count == 1)
-    running.cancel()
-    async with asyncio.timeout(10):
-        said = [each async for each in listener.stream()]
-    assert len(said) == 2
-    assert events.join() is None
+    async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        await until(lambda: source.reads == 1)
+        running.cancel()
+        async with asyncio.timeout(10):  # the server need not be forced
+            assert [line async for line in lines][-1] == ""
+            assert len([each async for each in listener.stream()]) == 2
+        assert events.join() is None
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_given_as_many_listeners_as_may_be_when_one_more_comes_then_it_is_told_so(
-    events: Events,
-) -> None:
+async def test_one_listener_too_many_is_refused(events: Events) -> None:
     async with asking(api(events=events)) as http:
-        joined = [events.join() for _ in range(MAX_LISTENERS)]
-        assert all(joined)
+        listeners = [joined(events) for _ in range(MAX_LISTENERS)]
         assert problem(await http.get("/api/v1/events"), 503)["code"] == "too_many_listeners"
-        events.leave(joined[0])  # type: ignore[arg-type]
+        events.leave(listeners[0])
         async with http.stream("GET", "/api/v1/events") as response:
             assert response.status_code == 200
             assert events.listening == MAX_LISTENERS
 
 
-async def test_given_a_client_that_goes_then_its_place_is_free(events: Events) -> None:
+async def test_a_client_that_disconnects_is_a_listener_no_more(events: Events) -> None:
     async with asking(api(events=events)) as http:
         async with http.stream("GET", "/api/v1/events") as response:
             assert response.headers["cache-control"] == "no-store"
-            lines = response.aiter_lines()
             async with asyncio.timeout(10):
-                name = await anext(line async for line in lines if line.startswith("data"))
-            assert json.loads(name.removeprefix("data: "))["number"] >= 1
-        # A turn of the loop may pass between the client's going and its being seen
+                data = await anext(line async for line in response.aiter_lines() if line.startswith("data"))
+            assert json.loads(data.removeprefix("data: "))["number"] >= 1
         await until(lambda: not events.listening)
 
 
-async def test_given_an_open_stream_when_the_replica_ends_then_the_server_does_not_wait(look: Look) -> None:
-    # Given a client that listens
-    events = Events(look)
-    running = asyncio.create_task(events.run())
-    async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
-        lines = response.aiter_lines()
-        await anext(lines)
-        # When the replica ends its parts
-        running.cancel()
-        # Then the stream ends well, without the server's being forced
-        async with asyncio.timeout(10):
-            rest = [line async for line in lines]
-        assert rest[-1] == ""
-    await asyncio.gather(running, return_exceptions=True)
-
-
-async def test_given_a_client_that_never_reads_then_its_stream_is_given_up(
-    events: Events, look: Look
-) -> None:
-    # Given events far larger than what a connection takes in, and a client that asks and reads nothing
-    look.name = "x" * 4_000_000
+async def test_a_client_that_never_reads_is_dropped(events: Events, source: CountingSource) -> None:
+    source.name = "x" * 4_000_000  # more than a connection buffers
     async with serving(api(events=events), "127.0.0.1:0") as address:
         host, port = address.split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        await met(lambda: events.listening == 1)
-        # Then it is dropped, though the connection never takes the rest
-        await met(lambda: events.listening == 0)
+        for listening in (1, 0):
+            async with asyncio.timeout(20):
+                while events.listening != listening:  # noqa: ASYNC110 - nothing signals it
+                    await asyncio.sleep(0.005)
         writer.transport.abort()
+
+
+class LoggedDecisions:
+    """A shared state with a decision log only."""
+
+    def __init__(self) -> None:
+        self.logged = 0
+        self.now_s = 0.0
+
+    def reader(self) -> SnapshotReader:
+        parts = cast(Any, self)
+        return SnapshotReader(parts, parts, parts, decision_log=True, clock=lambda: self.now_s)
+
+    async def state(self) -> models.State:
+        return models.State.model_validate(STATE)
+
+    async def endpoints(self) -> list[models.Endpoint]:
+        return []
+
+    async def flows(self, *_: Any) -> models.Flows:
+        return models.Flows(flows=[], total=0, cursor=None)
+
+    async def busiest(self, *_: Any) -> models.Workloads:
+        return models.Workloads(workloads=[], total=0, cursor=None)
+
+    async def replicas(self) -> models.Replicas:
+        return models.Replicas(replicas=[])
+
+    async def decisions(self, most: int) -> list[dict[str, str]]:
+        entry = dict.fromkeys(("event", "request", "flow", "workload", "endpoint", "by", "note"), "")
+        zeros = dict.fromkeys(("time_us", "band", "stock", "queued"), "0")
+        oldest = max(self.logged - most, 0)
+        return [{**entry, **zeros, "seq": str(seq)} for seq in range(oldest + 1, self.logged + 1)]
+
+
+def counted(events: list[Event]) -> tuple[int, int]:
+    """How many decisions these events have, and how many were skipped."""
+    decisions = dict(events)["decisions"]
+    assert isinstance(decisions, models.Decisions)
+    return len(decisions.entries), decisions.skipped
+
+
+async def test_each_decision_is_sent_once_and_the_recent_ones_to_a_new_listener() -> None:
+    shared = LoggedDecisions()
+    reader = shared.reader()
+    assert reader.recent() == []
+    shared.logged = 3
+    assert counted(await reader.read()) == (3, 0)
+    assert counted(reader.recent()) == (3, 0)
+    shared.logged = 5
+    assert counted(await reader.read()) == (2, 0)
+    shared.logged = 205
+    assert counted(await reader.read()) == (100, 100)
+
+
+async def test_decisions_made_while_nobody_listened_do_not_count_as_skipped() -> None:
+    shared = LoggedDecisions()
+    reader = shared.reader()
+    shared.logged = 10
+    assert counted(await reader.read()) == (10, 0)
+    shared.now_s, shared.logged = 3600.0, 5000
+    assert reader.recent() == []
+    assert counted(await reader.read()) == (100, 0)

@@ -1,21 +1,33 @@
-"""Changing the fleet over HTTP: who may, what may change, and a problem document for every fault."""
+"""Changes of the fleet over HTTP: what may change, who may change it, and a problem for each fault."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
-from admin_client import STATE, View, api, asking, problem
+from admin_client import CountingMembership, api, asking, problem
 from scripted_store import ScriptedStore
 
+from picker_fleet.admin.changes import FleetControls
+from picker_fleet.admin.models import Dispatch
 from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
 from picker_fleet.config import parse
-from picker_fleet.errors import StateUnavailable
+from picker_fleet.errors import ConfigError, StateUnavailable
 from picker_fleet.live_config import LIVE
+from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.state.store import Store
 
-TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
+SECRETIVE = parse(
+    {
+        "redis": {"url": "rediss://user:hunter2@redis.example:6380/3?password=hunter2"},
+        "admin": {"token": "hunter2"},
+        "discovery": {"file": "endpoints.yaml"},
+        "models": [{"name": "llama", "criticality": "Critical"}],
+    }
+)
+WITH_TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
 CHANGES = [
     ("POST", "/api/v1/pause"),
     ("POST", "/api/v1/resume"),
@@ -24,6 +36,7 @@ CHANGES = [
     ("POST", "/api/v1/endpoints/10.0.0.1:8000/undrain"),
     ("PATCH", "/api/v1/config"),
 ]
+LOCAL = ("127.0.0.1", 4711)
 
 
 @pytest.fixture
@@ -34,39 +47,55 @@ def store() -> ScriptedStore:
 
 
 @pytest.fixture
+def membership() -> CountingMembership:
+    return CountingMembership()
+
+
+@pytest.fixture
+def controls(store: ScriptedStore, membership: CountingMembership) -> FleetControls:
+    return FleetControls(cast(Store, store), cast(Membership, membership), SECRETIVE)
+
+
+@pytest.fixture
 async def http(store: ScriptedStore) -> AsyncIterator[httpx.AsyncClient]:
     async with asking(api(store=store)) as client:
         yield client
 
 
-async def test_given_a_partial_tree_when_patched_then_it_is_in_force_and_shown(
+def client_at(
+    store: ScriptedStore, address: tuple[str, int], url: str, token: bool = False
+) -> httpx.AsyncClient:
+    app = api(store=store, settings=WITH_TOKEN if token else None)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url=url)
+
+
+async def test_a_patch_is_in_force_at_once_and_null_reverts_it(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
-    # When bounds and an ordering change
-    response = await http.patch(
-        "/api/v1/config",
-        json={
-            "fair_request_queue": {"ordering": "edf"},
-            "request_queue_controller": {"watermark_per_backend": 10},
-        },
-    )
-
-    # Then the answer is the configuration in force, which GET shows too
+    patch = {
+        "fair_request_queue": {"ordering": "edf"},
+        "request_queue_controller": {"watermark_per_backend": 10},
+        "weights": {"gold": 3},
+    }
+    response = await http.patch("/api/v1/config", json=patch)
     assert response.status_code == 200
-    shown = response.json()
-    assert shown["config"]["fair_request_queue"]["ordering"] == "edf"
-    assert shown["tuned_version"] == "1"
-    assert (await http.get("/api/v1/config")).json() == shown
-    assert store.overrides == {"ordering": "edf", "lower_per": 9, "upper_per": 11}
+    config = response.json()
+    assert config["config"]["fair_request_queue"]["ordering"] == "edf"
+    assert config["config"]["fair_request_queue"]["flow_capacity"] == 100
+    assert (config["changes"], config["weights"]) == (patch, {"gold": 3})
+    assert (config["tuned_version"], config["paused"]) == ("1", False)
+    assert (await http.get("/api/v1/config")).json() == config
+    assert store.overrides == {"ordering": "edf", "lower_per": 9, "upper_per": 11, "weights": {"gold": 3}}
 
-    # When null takes one back, then the other stays
-    response = await http.patch("/api/v1/config", json={"fair_request_queue": {"ordering": None}})
+    revert = {"fair_request_queue": {"ordering": None}, "weights": {"gold": None}}
+    response = await http.patch("/api/v1/config", json=revert)
     assert response.json()["changes"] == {"request_queue_controller": {"watermark_per_backend": 10}}
     assert response.json()["config"]["fair_request_queue"]["ordering"] == "fcfs"
+    assert store.overrides == {"lower_per": 9, "upper_per": 11}
 
 
 @pytest.mark.parametrize(
-    ("patch", "says"),
+    ("patch", "detail"),
     [
         ({"pool": "other"}, "pool: cannot change live"),
         ({"fair_request_queue": {"queue_ttl": "1s"}}, "fair_request_queue.queue_ttl: cannot change live"),
@@ -75,18 +104,18 @@ async def test_given_a_partial_tree_when_patched_then_it_is_in_force_and_shown(
         ({"weights": {"gold": -1}}, "weights.gold: must be a number from 0.001"),
     ],
 )
-async def test_given_a_patch_that_cannot_be_when_sent_then_the_problem_names_it_and_lists_the_live_keys(
-    http: httpx.AsyncClient, store: ScriptedStore, patch: dict[str, Any], says: str
+async def test_an_invalid_patch_changes_nothing_and_the_problem_names_the_live_keys(
+    http: httpx.AsyncClient, store: ScriptedStore, patch: dict[str, Any], detail: str
 ) -> None:
     document = problem(await http.patch("/api/v1/config", json=patch), 422)
-    assert says in document["detail"]
+    assert detail in document["detail"]
     assert document["faults"] == document["detail"].splitlines()
     assert document["live"] == list(LIVE)
     assert (store.overrides, store.tunings) == ({}, 0)
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "detail"),
     [
         (b"", 400, "not JSON"),
         (b"{", 400, "not JSON"),
@@ -97,51 +126,39 @@ async def test_given_a_patch_that_cannot_be_when_sent_then_the_problem_names_it_
     ],
     ids=["empty", "broken", "not-a-number", "nested", "list", "large"],
 )
-async def test_given_a_bad_body_when_patched_then_the_problem_says_why(
-    http: httpx.AsyncClient, body: bytes, status: int, says: str
+async def test_a_bad_body_is_refused_with_the_reason(
+    http: httpx.AsyncClient, body: bytes, status: int, detail: str
 ) -> None:
-    assert says in problem(await http.patch("/api/v1/config", content=body), status)["detail"]
+    assert detail in problem(await http.patch("/api/v1/config", content=body), status)["detail"]
 
 
-async def test_given_a_body_that_never_ends_when_patched_then_the_problem_is_a_408(
-    store: ScriptedStore,
-) -> None:
-    # Given a client that announces more than it sends
+async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     app = api(store=store, deadlines=Deadlines(body_s=0.05))
     async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(10):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            f"PATCH /api/v1/config HTTP/1.1\r\nhost: {address}\r\ncontent-length: 9\r\n\r\n{{".encode()
-        )
-
-        # Then it is answered all the same
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408 ")
-        assert b"application/problem+json" in head
+        head = f"PATCH /api/v1/config HTTP/1.1\r\nhost: {address}\r\ncontent-length: 9\r\n\r\n"
+        writer.write(f"{head}{{".encode())
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"application/problem+json" in answer
         writer.close()
         await writer.wait_closed()
 
 
-async def test_given_a_fleet_when_paused_and_resumed_then_the_shared_state_has_it(
+async def test_pause_lasts_through_other_changes_until_resume(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
     assert (await http.post("/api/v1/pause")).json() == {"paused": True, "tuned_version": "1"}
+    for cap in (5, None):
+        response = await http.patch("/api/v1/config", json={"workloads": {"rate_cap": cap}})
+        assert response.json()["paused"] is True
     assert store.overrides == {"paused": 1}
-    assert (await http.get("/api/v1/config")).json()["paused"] is True
-    assert (await http.post("/api/v1/resume")).json() == {"paused": False, "tuned_version": "2"}
+    assert (await http.post("/api/v1/resume")).json() == {"paused": False, "tuned_version": "4"}
     assert store.overrides == {}
 
 
-async def test_given_a_paused_fleet_when_its_state_is_read_then_it_says_so() -> None:
-    view = View()
-    view.answer = {**STATE, "paused": True, "tuned_version": "7"}
-    async with asking(api(view)) as http:
-        state = (await http.get("/api/v1/state")).json()
-    assert (state["paused"], state["tuned_version"]) == (True, "7")
-
-
-async def test_given_a_request_when_evicted_then_it_is_gone_or_the_problem_says_where_it_is(
+async def test_an_evicted_request_is_gone_or_the_problem_says_where_it_is(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
     assert (await http.post("/api/v1/requests/r-1/evict")).json() == {"id": "r-1", "result": "evicted"}
@@ -151,7 +168,7 @@ async def test_given_a_request_when_evicted_then_it_is_gone_or_the_problem_says_
     assert "no such request" in problem(await http.post("/api/v1/requests/r-1/evict"), 404)["detail"]
 
 
-async def test_given_an_endpoint_when_drained_and_let_in_again_then_the_shared_state_is_told(
+async def test_an_endpoint_is_marked_as_drained_and_undrained(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
     address = (await http.get("/api/v1/endpoints")).json()[0]["address"]
@@ -163,70 +180,55 @@ async def test_given_an_endpoint_when_drained_and_let_in_again_then_the_shared_s
     assert "10.9.9.9:1" in problem(await http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
 
 
-async def test_given_an_unknown_pool_when_changed_then_the_problem_is_a_503(
+async def test_a_change_to_a_pool_that_nobody_has_published_is_a_503(
     http: httpx.AsyncClient, store: ScriptedStore
 ) -> None:
     store.epoch = "0"
-    assert problem(await http.post("/api/v1/pause"), 503)["code"] == "state_unavailable"
+    for method, path in (("POST", "/api/v1/pause"), ("PATCH", "/api/v1/config")):
+        response = await http.request(method, path, json={"workloads": {"rate_cap": 5}})
+        document = problem(response, 503)
+        assert document["code"] == "state_unavailable"
+        assert "not known yet" in document["detail"]
 
 
-async def test_given_an_unreachable_state_when_asked_then_every_route_is_a_503(
-    store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [True, False])
+async def test_every_change_is_a_503_if_the_shared_state_fails_or_never_answers(
+    store: ScriptedStore, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    async def gone(*_: object) -> Any:
+    async def unavailable(*_: object) -> Any:
+        if not answers:
+            await asyncio.Event().wait()
         raise StateUnavailable("nobody answers")
 
     for name in ("set_live_config", "live_config", "evict", "mark_endpoint"):
-        monkeypatch.setattr(store, name, gone)
-    async with asking(api(store=store)) as http:
-        for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
-            document = problem(await http.request(method, path, json={}), 503)
-            assert document["detail"] == "nobody answers"
-
-
-async def test_given_a_state_that_never_answers_when_asked_then_every_route_is_a_503(
-    store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def silent(*_: object) -> Any:
-        await asyncio.Event().wait()
-
-    for name in ("set_live_config", "live_config", "evict", "mark_endpoint"):
-        monkeypatch.setattr(store, name, silent)
+        monkeypatch.setattr(store, name, unavailable)
     async with asking(api(store=store, deadlines=Deadlines(change_s=0.02))) as http:
         for method, path in [*CHANGES, ("GET", "/api/v1/config")]:
-            assert "did not answer" in problem(await http.request(method, path, json={}), 503)["detail"]
+            detail = problem(await http.request(method, path, json={}), 503)["detail"]
+            assert ("nobody" if answers else "within 0.02 s") in detail
 
 
-@pytest.mark.parametrize(("method", "path"), CHANGES)
 @pytest.mark.parametrize(
     "header",
     [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "s3cret-!", "Bearer s3cret-!2"],
 )
-async def test_given_a_token_when_changed_without_it_then_the_problem_is_a_401(
-    store: ScriptedStore, method: str, path: str, header: str | None
-) -> None:
-    async with asking(api(store=store, settings=TOKEN)) as http:
-        headers = {} if header is None else {"authorization": header.encode()}
-        response = await http.request(method, path, json={"nonsense": 1}, headers=headers)
-    assert "bearer token" in problem(response, 401)["detail"]
-    assert response.headers["www-authenticate"].startswith("Bearer")
+async def test_a_change_without_the_token_is_a_401(store: ScriptedStore, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header.encode()}
+    async with asking(api(store=store, settings=WITH_TOKEN)) as http:
+        for method, path in CHANGES:
+            response = await http.request(method, path, json={"nonsense": 1}, headers=headers)
+            assert "bearer token" in problem(response, 401)["detail"]
+            assert response.headers["www-authenticate"].startswith("Bearer")
     assert store.tunings == 0
 
 
-async def test_given_a_token_when_changed_with_it_then_anyone_may_and_reading_needs_none(
-    store: ScriptedStore,
-) -> None:
-    app = api(store=store, settings=TOKEN)
-    transport = httpx.ASGITransport(app, client=("203.0.113.9", 4711))
+async def test_with_the_token_any_client_may_change_and_reading_needs_none(store: ScriptedStore) -> None:
     bearer = {"authorization": b"bearer s3cret-!"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://picker.example") as http:
+    async with client_at(store, ("203.0.113.9", 4711), "http://picker.example", token=True) as http:
         assert (await http.post("/api/v1/pause", headers=bearer)).status_code == 200
         assert (await http.get("/api/v1/config")).status_code == 200
         assert (await http.get("/api/v1/state")).status_code == 200
     assert store.overrides == {"paused": 1}
-
-
-LOCAL = ("127.0.0.1", 4711)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +244,10 @@ LOCAL = ("127.0.0.1", 4711)
         (LOCAL, {"origin": "null"}),
     ],
 )
-async def test_given_no_token_when_changed_from_elsewhere_then_the_problem_is_a_403(
+async def test_without_a_token_a_change_from_elsewhere_is_a_403(
     store: ScriptedStore, client: tuple[str, int], headers: dict[str, str]
 ) -> None:
-    transport = httpx.ASGITransport(api(store=store), client=client)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8081") as http:
+    async with client_at(store, client, "http://127.0.0.1:8081") as http:
         for method, path in CHANGES:
             response = await http.request(method, path, json={}, headers=headers)
             assert "admin.token" in problem(response, 403)["detail"]
@@ -256,7 +257,7 @@ async def test_given_no_token_when_changed_from_elsewhere_then_the_problem_is_a_
 
 
 @pytest.mark.parametrize(
-    ("client", "base"),
+    ("client", "url"),
     [
         (LOCAL, "http://127.0.0.1:8081"),
         (LOCAL, "http://localhost:8081"),
@@ -264,19 +265,64 @@ async def test_given_no_token_when_changed_from_elsewhere_then_the_problem_is_a_
         (("::ffff:127.0.0.1", 4711), "http://127.0.0.1:8081"),
     ],
 )
-async def test_given_no_token_when_changed_from_this_machine_or_its_own_page_then_it_is_done(
-    store: ScriptedStore, client: tuple[str, int], base: str
+async def test_without_a_token_this_machine_and_the_dashboard_on_it_may_change(
+    store: ScriptedStore, client: tuple[str, int], url: str
 ) -> None:
-    transport = httpx.ASGITransport(api(store=store), client=client)
-    async with httpx.AsyncClient(transport=transport, base_url=base) as http:
+    async with client_at(store, client, url) as http:
         assert (await http.post("/api/v1/pause")).status_code == 200
-        assert (await http.post("/api/v1/resume", headers={"origin": base})).status_code == 200
+        assert (await http.post("/api/v1/resume", headers={"origin": url})).status_code == 200
 
 
-async def test_given_the_openapi_page_when_read_then_changes_are_described(http: httpx.AsyncClient) -> None:
-    paths = (await http.get("/openapi.json")).json()["paths"]
-    assert {"get", "patch"} <= set(paths["/api/v1/config"])
-    body = paths["/api/v1/config"]["patch"]["requestBody"]["content"]["application/json"]
-    assert "weights" in body["example"]
-    assert paths["/api/v1/pause"]["post"]["security"]
-    assert {"404", "409"} <= set(paths["/api/v1/requests/{request_id}/evict"]["post"]["responses"])
+async def test_the_configuration_is_shown_without_its_secrets(controls: FleetControls) -> None:
+    shown = await controls.config()
+    assert "hunter2" not in str(shown)
+    assert shown.config["redis"]["url"] == "rediss://redis.example:6380/3"
+    assert shown.config["admin"]["token"] == "(set)"
+    assert shown.config["discovery"]["file"] == "endpoints.yaml"
+    assert shown.config["models"][0]["criticality"] == "Critical"
+    assert "fair_request_queue.ordering" in shown.live
+
+
+async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(
+    controls: FleetControls, store: ScriptedStore
+) -> None:
+    await controls.change({"fair_request_queue": {"total_capacity": 200}})
+    with pytest.raises(ConfigError, match="flow_capacity 300 exceeds total_capacity 200"):
+        await controls.change({"fair_request_queue": {"flow_capacity": 300}})
+    assert store.note == {"fair_request_queue.total_capacity": 200}
+    assert store.tunings == 1
+
+
+async def test_changes_that_two_replicas_make_at_once_are_both_in_force(
+    controls: FleetControls, store: ScriptedStore
+) -> None:
+    deviation = "request_queue_controller.percentage_deviation_for_bounds"
+    store.meanwhile = (
+        {"weights": {"b": 2}, "lower_per": 1.0, "upper_per": 3.0},
+        {"weights.b": 2, deviation: 0.5},
+    )
+    watermark = {"watermark_per_backend": 10}
+    shown = await controls.change({"weights": {"a": 1}, "request_queue_controller": watermark})
+    assert shown.weights == {"a": 1, "b": 2}
+    assert store.overrides == {"weights": {"a": 1, "b": 2}, "lower_per": 5.0, "upper_per": 15.0}
+    assert store.note[deviation] == 0.5
+
+
+async def test_each_change_asks_for_a_heartbeat_at_once(
+    controls: FleetControls, membership: CountingMembership
+) -> None:
+    await controls.change({"workloads": {"rate_cap": 5}})
+    assert await controls.pause(True) == Dispatch(paused=True, tuned_version="2")
+    await controls.drain("10.0.0.1:8000", True)
+    assert membership.heartbeats == 3
+
+
+async def test_changes_that_do_not_fit_this_configuration_are_shown_apart_and_can_be_reverted(
+    controls: FleetControls, store: ScriptedStore
+) -> None:
+    store.version, store.note = "3", {"fair_request_queue.total_capacity": 10}
+    shown = await controls.config()
+    assert shown.config["fair_request_queue"]["total_capacity"] == 1000
+    assert shown.changes == {"fair_request_queue": {"total_capacity": 10}}
+    await controls.change({"fair_request_queue": {"total_capacity": None}})
+    assert store.note == {}

@@ -8,7 +8,7 @@ MAX_UNREAD events wait for it.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel
@@ -63,18 +63,27 @@ class EventSource(Protocol):
 class SnapshotReader:
     """Reads snapshots and, if `decision_log` says that they are logged, decisions."""
 
-    def __init__(self, view: FleetView, lists: FleetLists, reads: Reads, *, decision_log: bool) -> None:
+    def __init__(
+        self,
+        view: FleetView,
+        lists: FleetLists,
+        reads: Reads,
+        *,
+        decision_log: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._view = view
         self._lists = lists
         self._reads = reads
         self._decision_log = decision_log
+        self._clock = clock
         self._decisions: list[models.Decision] | None = None  # of the last read, if there was one
         self._read_at_s = -math.inf
 
     async def read(self) -> list[Event]:
         if self._is_idle():
             self._decisions = None
-        self._read_at_s = time.monotonic()
+        self._read_at_s = self._clock()
         state = await self._view.state()
         await asyncio.sleep(PAUSE_S)
         flows = await self._lists.flows(_ROWS, None, None)
@@ -113,7 +122,7 @@ class SnapshotReader:
         return models.Decisions(entries=entries, skipped=newest - last - len(entries))
 
     def _is_idle(self) -> bool:
-        return time.monotonic() - self._read_at_s > _IDLE_S
+        return self._clock() - self._read_at_s > _IDLE_S
 
 
 def _newest(entries: Sequence[models.Decision]) -> int:
@@ -137,7 +146,8 @@ def _decision(fields: dict[str, str]) -> models.Decision:
 class Listener:
     """One open stream. `dropped` is set when the stream must end, even while nothing reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ping_s: float = _PING_S) -> None:
+        self._ping_s = ping_s
         self._unread: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD + 1)
         self.dropped = asyncio.Event()
 
@@ -149,11 +159,11 @@ class Listener:
             self._unread.put_nowait(data)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """What is to be sent, until the end; a comment if there was nothing for _PING_S."""
+        """What is to be sent, until the end; a comment if there was nothing for `ping_s`."""
         yield _GREETING
         while True:
             try:
-                async with asyncio.timeout(_PING_S):
+                async with asyncio.timeout(self._ping_s):
                     data = await self._unread.get()
             except TimeoutError:
                 yield _PING

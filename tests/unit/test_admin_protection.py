@@ -1,0 +1,274 @@
+"""The admin port under slow, greedy and foreign clients, over real connections to the real server."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from admin_client import api, asking, problem
+from fastapi import FastAPI
+from metrics_page import page_of
+
+from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
+from picker_fleet.admin.server import ConnectionLimits, serving
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
+from picker_fleet.telemetry.metrics import Metrics
+
+GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+STRICT = ConnectionLimits(connections=40, request_s=0.05, stalled_s=0.05, pipelined=4)
+
+
+class Port:
+    """A served API, and raw connections to it."""
+
+    def __init__(self, address: str) -> None:
+        self.host, port = address.split(":")
+        self.port = int(port)
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which `data` is sent."""
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1024)
+        self._open.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    async def answer(self, data: bytes) -> bytes:
+        """What the server sends for `data` until it ends the connection."""
+        return await read_to_end((await self.connect(data))[0])
+
+    def connections(self) -> int:
+        """How many connections the server has open, as the kernel reports."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()][1:]
+        return sum(int(row[1].split(":")[1], 16) == self.port and row[3] == "01" for row in rows)
+
+    def close(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    """What is read until the server has ended the connection, which it must."""
+    data = b""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionResetError):
+            while part := await reader.read(65536):
+                data += part
+    return data
+
+
+@contextlib.asynccontextmanager
+async def port(limits: ConnectionLimits = STRICT, app: FastAPI | None = None) -> AsyncIterator[Port]:
+    async with serving(app or api(), "127.0.0.1:0", limits) as address:
+        opened = Port(address)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "blank lines": b"\r\n\r\n",
+    "half a line": b"GET /heal",
+    "half the headers": b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-half: ",
+    "half a body": b"PATCH /api/v1/config HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
+    "a body nobody reads": b"GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
+    "half a chunk": b"PATCH /api/v1/config HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{",
+    "the next half-sent": GET + b"GET /",
+}
+
+
+@pytest.mark.parametrize("data", HALF_SENT.values(), ids=HALF_SENT.keys())
+async def test_an_incomplete_request_ends_the_connection(data: bytes) -> None:
+    async with port() as here:
+        await here.answer(data)
+
+
+async def test_a_request_that_arrives_byte_by_byte_ends_the_connection() -> None:
+    async with port() as here:
+        reader, writer = await here.connect(b"GET /healthz HTTP/1.1\r\nx: ")
+
+        async def trickle() -> None:
+            while not writer.transport.is_closing():
+                writer.write(b"y")
+                await asyncio.sleep(0.01)
+
+        async with asyncio.TaskGroup() as group:
+            trickling = group.create_task(trickle())
+            await read_to_end(reader)
+            trickling.cancel()
+
+
+async def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None:
+    metrics = Metrics()
+    for number in range(1000):
+        metrics.answered("lean", f"model-{number:0100d}", "ok", 0.01)
+        metrics.waited(f"model-{number:0100d}", 0.01, success=True)
+    assert len(page_of(metrics)) > 2_000_000  # more than sockets buffer
+    async with port(app=api(metrics=metrics)) as here:
+        reader, _ = await here.connect(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3)
+        await reader.readline()
+        async with asyncio.timeout(20):
+            while here.connections():  # noqa: ASYNC110 - the kernel sends no event
+                await asyncio.sleep(0.05)
+
+
+async def test_fifteen_hundred_incomplete_requests_leave_room_for_a_complete_one() -> None:
+    async with port(ConnectionLimits()) as here:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(1500):
+                group.create_task(here.connect(HALF_SENT["half the headers"]))
+        assert (await here.connect(GET))[0]
+        reader, _ = await here.connect(GET)
+        async with asyncio.timeout(10):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert here.connections() <= ConnectionLimits().connections // 2 + 2
+
+
+async def test_the_connection_that_waits_longest_makes_room_and_an_event_stream_is_kept() -> None:
+    async with port(ConnectionLimits(connections=4)) as here:
+        listener, _ = await here.connect(b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert await listener.readline() == b"HTTP/1.1 200 OK\r\n"
+        idle, _ = await here.connect()
+        second, _ = await here.connect(GET)
+        assert await second.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert await read_to_end(idle) == b""
+        assert not listener.at_eof()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 3_000_000,
+        b"GET /healthz HTTP/1.1\r\n" + b"x: y\r\n" * 500_000,
+        b"GET /" + b"y" * 3_000_000,
+        GET * 20_000,
+        b"PATCH /api/v1/config HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        + b"1;" + b"x" * 200 + b"\r\n \r\n" * 20_000,
+    ],
+    ids=["a header", "headers", "a path", "pipelined requests", "chunk extensions"],
+)  # fmt: skip
+async def test_a_request_that_is_large_besides_its_body_ends_the_connection(data: bytes) -> None:
+    async with port(ConnectionLimits(request_s=600)) as here:
+        answer = await here.answer(data)
+        assert answer.count(b"HTTP/1.1 200") <= 2000
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("localhost", True),
+        ("LocalHost:8081", True),
+        ("127.0.0.1:8081", True),
+        ("[::1]:8081", True),
+        ("127.8.8.8", True),
+        ("picker.inference.svc", True),
+        ("picker.inference.svc.:8081", True),
+        ("a.ops.example.org", True),
+        ("ops.example.org", False),
+        ("evil-ops.example.org", False),
+        ("rebound.example", False),
+        ("localhost.rebound.example", False),
+        ("127.0.0.1.rebound.example", False),
+        ("127.0.0.1@rebound.example", False),
+        ("203.0.113.7", False),
+        ("", False),
+        ("[", False),
+    ],
+)
+async def test_reads_are_answered_under_the_replicas_own_names_only(host: str, known: bool) -> None:
+    settings = parse({"admin": {"hosts": ["Picker.inference.svc", "*.ops.example.org"]}})
+    async with asking(api(settings=settings)) as client:
+        for path in ("/", "/static/app.js", "/docs", "/openapi.json", "/api/v1/state", "/api/v1/nonsense"):
+            answer = await client.get(path, headers={"host": host})
+            assert (answer.status_code != 421) is known, path
+        if not known:
+            assert problem(answer, 421)["code"] == "unknown_host"
+        for path in ("/healthz", "/readyz", "/metrics"):  # probes and scrapers may use any name
+            assert (await client.get(path, headers={"host": host})).status_code == 200
+
+
+async def test_a_request_needs_exactly_one_host() -> None:
+    async with port() as here:
+        for hosts in (b"", b"host: localhost\r\nhost: rebound.example\r\n"):
+            request = b"GET /api/v1/state HTTP/1.1\r\nconnection: close\r\n" + hosts + b"\r\n"
+            assert (await here.answer(request)).startswith(b"HTTP/1.1 421")
+
+
+@pytest.mark.parametrize("name", ["picker:8081", "http://picker", "*", "*.", "a..b", "", "a b", 7])
+def test_a_name_that_no_host_can_have_is_a_configuration_error(name: object) -> None:
+    with pytest.raises(ConfigError, match=r"admin\.hosts\.0: "):
+        parse({"admin": {"hosts": [name]}})
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def no_delay(_: float) -> None: ...
+
+
+def limit(per_s: float, clock: Clock | None = None) -> RateLimit:
+    return RateLimit(per_s, clock or Clock(), no_delay)
+
+
+async def passes(rate_limit: RateLimit, host: str = "10.0.0.1", method: str = "GET") -> bool:
+    request: Any = SimpleNamespace(client=SimpleNamespace(host=host), method=method)
+    try:
+        await rate_limit(request)
+    except Refused as refusal:
+        return refusal.code != "too_many_calls"
+    return True
+
+
+async def test_calls_pass_at_the_rate_after_a_burst() -> None:
+    clock = Clock()
+    rate_limit = limit(10, clock)
+    assert [await passes(rate_limit) for _ in range(25)] == [True] * int(10 * BURST_S) + [False] * 5
+    clock.now_s += 0.1
+    assert [await passes(rate_limit) for _ in range(3)] == [True, False, False]
+    assert await passes(rate_limit, "10.0.0.2")  # each address has a rate of its own
+
+
+async def test_a_change_counts_as_ten_calls_and_one_passes_at_any_rate() -> None:
+    rate_limit = limit(10)
+    assert await passes(rate_limit, method="POST")
+    assert await passes(rate_limit, method="PATCH")
+    assert not await passes(rate_limit)
+    assert await passes(limit(0.1), method="POST")
+    assert CHANGE_COST == 10
+
+
+async def test_a_refused_change_says_when_ten_calls_are_available() -> None:
+    async with asking(api(settings=parse({"admin": {"rate": 2}}), rate_limit=limit)) as client:
+        await client.post("/api/v1/pause")
+        answer = await client.post("/api/v1/pause")
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "5"
+
+
+async def test_the_rates_of_many_addresses_take_bounded_memory() -> None:
+    rate_limit = limit(10)
+    for number in range(5000):
+        assert await passes(rate_limit, f"client {number}")
+    assert len(rate_limit._rates._left) <= 1024
+
+
+@pytest.mark.parametrize("path", ["/api/v1/state", "/api/v1/flows", "/api/v1/config", "/api/v1/events"])
+async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_answer(path: str) -> None:
+    async with asking(api(settings=parse({"admin": {"rate": 1}}), rate_limit=limit)) as client:
+        while (await client.get("/api/v1/state")).status_code == 200:
+            pass
+        answer = await client.get(path)
+        assert problem(answer, 429)["code"] == "too_many_calls"
+        assert answer.headers["retry-after"] == "1"
+        for free in ("/healthz", "/readyz", "/metrics"):
+            assert (await client.get(free)).status_code == 200

@@ -1,0 +1,128 @@
+"""The predicted dispatch order, against a queue that is really served, and the cursors of its pages."""
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picker_fleet.admin.queue_order import Position, PredictedRequest, count_before, predicted_order
+from picker_fleet.admin.views import BadCursor, decode_cursor, encode_cursor, finite_score
+from picker_fleet.state.reads import FlowQueueRow
+
+SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
+FLOWS = ("", "a", "b", "c", "d")
+
+
+def flow_queue(
+    flow: str, group: int = 1, tag: float = 0.0, queued: int = 3, share: float = 1.0
+) -> FlowQueueRow:
+    return FlowQueueRow(group, flow, tag, queued, 1.0, 1.0, share, None)
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> list[FlowQueueRow]:
+    keys = [(group, flow) for group in range(6) for flow in FLOWS]
+    chosen = draw(st.lists(st.sampled_from(keys), unique=True, max_size=8))
+    tags = st.sampled_from([0.0, 0.1, 1.0, 1e6])
+    return [
+        flow_queue(flow, group, draw(tags), draw(st.integers(1, 6)), draw(SHARES)) for group, flow in chosen
+    ]
+
+
+def keys_of(requests: list[PredictedRequest]) -> list[tuple[int, str, int]]:
+    return [(each.queue.group, each.queue.name, each.rank) for each in requests]
+
+
+@given(queues())
+def test_each_request_is_predicted_once_by_group_and_tag(found: list[FlowQueueRow]) -> None:
+    requests = predicted_order(found, None, 10_000)
+    queued = [(each.group, each.name, rank) for each in found for rank in range(each.queued)]
+    assert sorted(keys_of(requests)) == sorted(queued)
+    order = [(each.queue.group, each.tag) for each in requests]
+    assert order == sorted(order)
+
+
+def test_flows_are_predicted_by_their_weights() -> None:
+    found = [
+        flow_queue("gold", share=1 / 3, queued=6),  # weight 3
+        flow_queue("iron", queued=2),  # weight 1
+        flow_queue("low", group=2, queued=1),
+    ]
+    flows = [each.queue.name for each in predicted_order(found, None, 99)]
+    assert flows == ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
+
+
+@given(queues(), st.integers(1, 5))
+def test_pages_continue_where_the_last_one_ended(found: list[FlowQueueRow], size: int) -> None:
+    whole = keys_of(predicted_order(found, None, 10_000))
+    read: list[tuple[int, str, int]] = []
+    after: Position | None = None
+    while page := predicted_order(found, after, size):
+        assert count_before(found, page[0].position) == len(read)
+        assert [each.number for each in page] == list(range(len(read) + 1, len(read) + len(page) + 1))
+        read += keys_of(page)
+        after = page[-1].position
+        assert len(read) <= len(whole)
+    assert read == whole
+
+
+def test_a_page_continues_at_the_same_request_though_the_queue_was_served_meanwhile() -> None:
+    found = [flow_queue("a", queued=50, share=0.1), flow_queue("b", queued=50, share=0.1)]
+    first = predicted_order(found, None, 20)
+    # Ten requests of each flow are served: tags grow and ranks fall.
+    served = [each._replace(start=each.start + 10 * each.share, queued=40) for each in found]
+    rest = predicted_order(served, first[-1].position, 99)
+    assert [(each.queue.name, each.rank + 10) for each in rest] == [
+        (each.queue.name, each.rank) for each in predicted_order(found, first[-1].position, 99)
+    ]
+
+
+@pytest.mark.parametrize("tag", [1e308, -1e308])
+def test_an_extreme_position_is_after_all_or_before_all_requests_of_its_group(tag: float) -> None:
+    found = [flow_queue("a", share=1e-9), flow_queue("b", group=4)]
+    count = count_before(found, Position(1, tag, "a"))
+    assert count == (3 if tag > 0 else 0)
+    assert len(predicted_order(found, Position(1, tag, "a"), 99)) == 6 - count
+
+
+@given(st.integers(0, 2**63 - 1), st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_cursor_returns_its_parts(number: int, text: str) -> None:
+    cursor = encode_cursor("flows", number, text)
+    assert decode_cursor(cursor, "flows", int, str) == [number, text]
+    assert cursor.replace("-", "").replace("_", "").isalnum()
+
+
+@given(st.text(max_size=60))
+def test_any_other_text_is_a_bad_cursor(text: str) -> None:
+    with pytest.raises(BadCursor, match="leave it out"):
+        decode_cursor(text, "flows", int, str)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b'["queue",1,"a"]',
+        b'["flows",1]',
+        b'["flows",1,"a",2]',
+        b'["flows",-1,"a"]',
+        b'["flows",9223372036854775808,"a"]',
+        b'["flows",true,"a"]',
+        b'["flows",1.0,"a"]',
+        b'{"flows":1}',
+        b'["flows",1,"%s"]' % (b"a" * 5000),
+        b"[" * 500,
+        b"1e999",
+        b"\xff",
+    ],
+)
+def test_a_cursor_of_another_list_or_type_or_length_is_bad(packed: bytes) -> None:
+    with pytest.raises(BadCursor):
+        decode_cursor(base64.urlsafe_b64encode(packed).decode().rstrip("="), "flows", int, str)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "(1", "1_000", "٣", "", "x", 1.5, None])
+def test_only_a_finite_number_is_a_score(text: object) -> None:
+    with pytest.raises(BadCursor):
+        finite_score(text)
+    assert finite_score("0.30000000000000004") == "0.30000000000000004"
