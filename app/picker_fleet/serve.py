@@ -39,7 +39,7 @@ from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.scheduling.chooser import ScoringChooser
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs
-from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.units import is_loopback, split_host_port
 

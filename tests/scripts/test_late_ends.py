@@ -18,7 +18,7 @@ from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
 from picker_fleet.request import Placement
-from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import DecisionLines
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}

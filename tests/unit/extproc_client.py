@@ -23,7 +23,7 @@ from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
 from picker_fleet.intake import Intake
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
-from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
@@ -99,7 +99,7 @@ class Counted:
         assert seconds >= 0
         self.answers.append((mode, model, code))
 
-    def left(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
+    def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         self.answered(mode, model, "client_gone", seconds, target_model)
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:

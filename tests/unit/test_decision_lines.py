@@ -11,8 +11,7 @@ from local_requests import ask
 from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.scheduling.explain import Explanation
-from picker_fleet.telemetry.decisions import DecisionLines
-from picker_fleet.telemetry.logs import setup
+from picker_fleet.telemetry.logs import DecisionLines, setup
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 

@@ -11,7 +11,7 @@ from metrics_table import documented, families
 
 from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.telemetry import logs
-from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.series import OTHER, LabelCap
 
@@ -112,7 +112,7 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     metrics.waited("m", 30, False)
     metrics.bypassed("m", "m-v2")
     metrics.expired("m")
-    metrics.left("lean", "m", 2.0)
+    metrics.client_gone("lean", "m", 2.0)
     metrics.push_error("m", "total_capacity")
     metrics.waiting("m", "m-v2", 1)
     metrics.waiting("m", "m-v2", 1)
@@ -247,7 +247,9 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_given_a_log_line_when_written_then_it_is_one_json_object_with_its_fields(lines: io.StringIO) -> None:
-    logging.getLogger("picker_fleet.x").warning("took %d", 3, extra=logs.about("id-1", "flow-1", "expired"))
+    logging.getLogger("picker_fleet.x").warning(
+        "took %d", 3, extra={"request_id": "id-1", "flow": "flow-1", "decision": "expired"}
+    )
     line = json.loads(lines.getvalue())
     assert lines.getvalue().count("\n") == 1
     assert line["message"] == "took 3"

@@ -58,7 +58,7 @@ TOLD = [
     ),
     ("admin-api", f"more than {LIMITS.pipelined} requests that wait behind one another"),
     ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
-    ("metrics", f"at most {spaced(series._MOST_SERIES)} series ({series._MOST_HISTOGRAMS} of a histogram)"),
+    ("metrics", f"at most {spaced(series._MAX_SERIES)} series ({series._MAX_HISTOGRAMS} of a histogram)"),
     ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
     ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),

@@ -159,7 +159,7 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tra
         await traced.gate.admit(REQUEST, stream_owned=False)
     span = traced.spans()["decide"]
     assert span.status.description == "total_capacity"
-    assert traced.traces.live("r-1") is None
+    assert traced.traces.undecided("r-1") is None
 
 
 async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable[..., Tracing]) -> None:
@@ -170,7 +170,7 @@ async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable
     for name, verdict in (("admit", "queued"), ("place", "queued"), ("place", "placed")):
         with live.stage(name):
             pass
-        live.told(verdict)
+        live.on_verdict(verdict)
     live.end(Placement(("10.0.0.1:8000",), ""))
     # Then each step has a span under the decision, and each wait too
     spans = traced.memory.get_finished_spans()

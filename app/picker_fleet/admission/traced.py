@@ -26,21 +26,21 @@ class TracedGate:
         self._traceparents: dict[str, str] = {}  # request whose stream is held here -> its traceparent
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        live = self._traces.begin(request)
-        if live is None:
+        spans = self._traces.begin(request)
+        if spans is None:
             return await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         try:
             placement = await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         except RequestError as error:
-            live.end(None, error.code)
+            spans.end(None, error.code)
             raise
         except BaseException:  # cancelled: the client has gone, or the replica goes
-            live.end(None, "cancelled")
+            spans.end(None, "cancelled")
             raise
         finally:
-            self._traces.decided(request.id, live)
-        live.end(placement)
-        parent = live.parent
+            self._traces.decided(request.id, spans)
+        spans.end(placement)
+        parent = spans.parent
         if stream_owned:
             self._traceparents[request.id] = parent
         return placement._replace(
@@ -84,23 +84,23 @@ class TracedStore(Store):
     async def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
     ) -> Decision:
-        live = self._traces.live(request.id)
-        if live is None:
+        spans = self._traces.undecided(request.id)
+        if spans is None:
             return await super().admit(request, attempt, candidates, age_s)
-        with live.stage("admit") as span:
+        with spans.stage("admit") as span:
             verdict = await super().admit(request, attempt, candidates, age_s)
             span.set_attribute("picker.verdict", verdict.status)
-        live.told(verdict.status)
+        spans.on_verdict(verdict.status)
         return verdict
 
     async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
-        live = self._traces.live(request_id)
-        if live is None:
+        spans = self._traces.undecided(request_id)
+        if spans is None:
             return await super().place(request_id, attempt, candidates)
-        with live.stage("place") as span:
+        with spans.stage("place") as span:
             verdict = await super().place(request_id, attempt, candidates)
             span.set_attribute("picker.verdict", verdict.status)
-        live.told(verdict.status)
+        spans.on_verdict(verdict.status)
         return verdict
 
     def settle(

@@ -12,7 +12,7 @@ from picker_fleet.extproc.limits import BodyBudget, NewFlowLimit
 from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates
 from picker_fleet.request import InferenceRequest, Placement
-from picker_fleet.telemetry.decisions import DecisionLines
+from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
 _REFUSAL = "this replica is shutting down; try again"

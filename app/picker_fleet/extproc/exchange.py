@@ -214,7 +214,7 @@ class Exchange:
             # Envoy ended the stream before the decision: the client has left.
             context = self._context
             seconds = context.clock() - self._started_s
-            context.metrics.left(self._mode, self._model, seconds, self._target_model)
+            context.metrics.client_gone(self._mode, self._model, seconds, self._target_model)
             context.lines.refused(self._request, ClientGone.code, ClientGone.status, self._mode, seconds)
         self._release()
 

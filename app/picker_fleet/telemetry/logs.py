@@ -1,19 +1,27 @@
-"""Structured logs: one line a record on stderr, text or JSON, through the standard library's logging.
+"""Structured logs through the standard library's logging: one line a record on stderr, as text or JSON.
 
-Whatever is passed as `extra` becomes a field of its own, so a line about a request is written
-`log.info("expired", extra=about(request_id, flow, "expired"))` and found by any of the three. Names the
-logging library itself uses for a record are not available as fields.
+`setup` is called once by the replica. What is passed as `extra` becomes a field of the line; names that the
+logging library uses itself are not available. `DecisionLines` writes the line of each decision for the
+ext_proc exchanges.
 """
 
 import json
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import IO
 
 import orjson
 
-# What every record carries; anything beyond was passed as `extra`.
+from picker_fleet.errors import NoEndpoints
+from picker_fleet.request import InferenceRequest
+from picker_fleet.scheduling.explain import Explanation
+
+_log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
+_REFUSALS_PER_S = 5  # lines of one code; a flood of refusals must not become a flood of lines
+
+# The fields of every record; any other was passed as `extra`.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -35,16 +43,16 @@ class JsonFormatter(logging.Formatter):
         try:
             return orjson.dumps(line, default=repr).decode()
         except TypeError:
-            # A lone surrogate, a huge integer: escaped or spelled out, but never a line that is lost.
+            # A lone surrogate or a huge integer: the line is written with it escaped.
             return json.dumps(
                 {key: value if isinstance(value, str) else repr(value) for key, value in line.items()}
             )
 
 
 class TextFormatter(logging.Formatter):
-    """A record as one line to be read: time (UTC), level, logger, message, then extras as name=value.
+    """A record as one line of text: time (UTC), level, logger, message, then extras as name=value.
 
-    What clients had a hand in can't begin a line of its own: control characters are escaped.
+    Control characters are escaped, so that no text from a client can start a new line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -70,19 +78,13 @@ def _word(value: object) -> str:
     return text if plain and text else json.dumps(text)
 
 
-def about(request_id: str, flow: str | None = None, decision: str | None = None) -> dict[str, str]:
-    """Extra fields of a line about one request; those that are None are left out."""
-    fields = {"request_id": request_id, "flow": flow, "decision": decision}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def setup(
     level: str = "INFO", stream: IO[str] | None = None, *, style: str = "json", **identity: str
 ) -> logging.Handler:
-    """Send every logger's lines to `stream` (stderr), each with the fields of `identity` (replica, pool), in
-    the `style` text or json.
+    """Send the lines of all loggers to `stream` (stderr), each with the fields of `identity` (replica, pool),
+    in the `style` text or json.
 
-    Replaces the root logger's handlers, and quiets libraries that log every call. Returns the handler.
+    Replaces the root logger's handlers, and silences libraries that log every call. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
@@ -97,5 +99,70 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is no HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is not HTTP
     return handler
+
+
+class DecisionLines:
+    """Writes a line for each decision: a placement at debug level, a refusal at info, limited by code.
+
+    Call `placed` only if `debug`. `explain` returns how a request's endpoint was chosen, and is called at
+    debug level only. `clock` is in seconds. One event loop.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        explain: Callable[[str], Explanation | None] = lambda request_id: None,
+    ) -> None:
+        self.debug = _log.isEnabledFor(logging.DEBUG)
+        self._explain = explain
+        self._clock = clock
+        self._second = -1
+        self._written: dict[str, int] = {}
+        self._left_out: dict[str, int] = {}
+
+    def placed(
+        self, request: InferenceRequest | None, endpoints: Sequence[str], mode: str, seconds: float
+    ) -> None:
+        """A request goes to the first of `endpoints`; `request` is None if it was not admitted (GET)."""
+        fields = {**_fields(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
+        _log.debug("placed", extra={**fields, **self._explanation(request)})
+
+    def refused(
+        self, request: InferenceRequest | None, code: str, status: int, mode: str, seconds: float
+    ) -> None:
+        """A request was refused with `code` and the HTTP `status`, or its client disconnected before
+        (`client_gone`, 499); `request` is None if it could not be parsed."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second = second
+            self._written.clear()
+        written = self._written.get(code, 0)
+        if written >= _REFUSALS_PER_S and not self.debug:
+            self._left_out[code] = self._left_out.get(code, 0) + 1
+            return
+        self._written[code] = written + 1
+        fields = {**_fields(request, code, mode, seconds), "status": status}
+        if self.debug and code == NoEndpoints.code:
+            fields |= self._explanation(request)
+        left_out = self._left_out.pop(code, 0)
+        _log.info("refused", extra={**fields, "left_out": left_out} if left_out else fields)
+
+    def _explanation(self, request: InferenceRequest | None) -> dict[str, str]:
+        explained = None if request is None else self._explain(request.id)
+        return {} if explained is None else explained.summary()
+
+
+def _fields(request: InferenceRequest | None, code: str, mode: str, seconds: float) -> dict[str, object]:
+    fields: dict[str, object] = {"mode": mode, "took_s": round(seconds, 6)}
+    if request is None:
+        return {"decision": code, **fields}
+    return {
+        "request_id": request.id,
+        "flow": request.flow,
+        "decision": code,
+        "model": request.model,
+        "band": request.band.label,
+        **fields,
+    }

@@ -1,12 +1,11 @@
-"""What a replica counts and times, and the Prometheus page that shows it.
+"""What a replica counts and measures, and the Prometheus text that shows it.
 
-Names are those of spec 003 with the prefix `epp_`, and what operators of such systems expect besides.
-Counters, histograms and `epp_queue_length` are this replica's own and add up over the fleet; gauges of
-shared state (bounds, stock, queue by band) are the same on every replica and are to be read with `max`. Label
-values are capped at 1000 a label, then `other`. Times are seconds. `target_model` is empty where the variant
-is not known.
+Names are those of spec 003 with the prefix `epp_`, and those that operators of such systems expect besides.
+Counters, histograms and `epp_queue_length` are this replica's own and add up over the fleet; gauges of the
+shared state (bounds, stock, queue by band) are the same on every replica and are read with `max`. A label has
+at most 1000 values, then `other`. Times are seconds. `target_model` is empty if the variant is not known.
 
-Every method returns at once and belongs to the event loop.
+Every method returns at once. One event loop.
 """
 
 import itertools
@@ -18,10 +17,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.state.connection import NO_ANSWER, Meaning
-from picker_fleet.telemetry.pool import PoolMetrics
 from picker_fleet.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, Page, PairCap
 
-PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the page
+PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the text
 
 _DECISION = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0)
@@ -36,19 +34,38 @@ _SCRIPTS = (
 )  # fmt: skip
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
 _CLIENT_GONE = str(ClientGone.status)
-_SIDES = ("shared", "local", "returning")
-_CHANGES = (
+_FAILOVER_STATES = ("shared", "local", "returning")
+_TRANSITIONS = (
     ("local", "refused"),
     ("local", "silence"),
     ("local", "failed"),
     ("returning", "answers"),
     ("shared", "all-told"),
 )
+_SCALARS = {
+    "stock_level": "What is in flight, fleet-wide, in the stock's unit.",
+    "lower_bound": "The stock below which requests are dispatched.",
+    "watermark": "The target of the stock.",
+    "upper_bound": "The stock is never above it.",
+    "queue_fill": "The part of the queue's total capacity in use.",
+    "active_flows": "Flows with a queued request.",
+    "overdue_requests": "Queued requests past their starvation threshold.",
+    "leases": "Requests in flight that have a lease.",
+    "ready_backends": "Endpoints that take new requests.",
+    "live_replicas": "Replicas that send heartbeats.",
+    "paused": "1 while dispatch is paused, fleet-wide.",
+    "degraded": "1 while this replica works without the shared state.",
+}
+_TOTALS = {
+    "dispatches": ("dispatched_total", "Requests dispatched from the queue, fleet-wide."),
+    "guard_dispatches": ("guard_dispatches_total", "Requests dispatched by the starvation guard."),
+    "ended": ("ended_total", "Requests in flight that ended, fleet-wide."),
+}
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
 class Metrics:
-    """A replica's metrics. `models` keep their own label value whatever names clients send."""
+    """A replica's metrics. `models` keep their label value whatever names clients send."""
 
     def __init__(self, models: Iterable[str] = ()) -> None:
         self._process = CollectorRegistry()
@@ -79,72 +96,78 @@ class Metrics:
             ("mode",),
         )
         self._waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
-        self._bypasses = counters("bypass", "Requests that went past the queue.", _MODEL)
+        self._bypasses = counters("bypass", "Requests that bypassed the queue.", _MODEL)
         self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
         self._cancelled = counters(
-            "requests_cancelled", "Requests whose client went away before their decision.", _MODEL
+            "requests_cancelled", "Requests whose client disconnected before the decision.", _MODEL
         )
-        self._waiting = gauges("queue_length", "Requests of this replica that wait for their turn.", _MODEL)
+        self._waiting = gauges("queue_length", "Requests of this replica that wait in the queue.", _MODEL)
         self._bodies = gauges("buffered_bytes", "Bytes of bodies that this replica holds.")
-        self._preemptions = counters("preemptions", "Requests that made room for a higher band.", ("band",))
+        self._preemptions = counters("preemptions", "Requests preempted for a higher band.", ("band",))
         self._evictions = counters("evictions", "Requests an operator took out of the queue.", ("band",))
         self._push_errors = counters(
             "queue_push_errors", "Requests the queue refused.", (*_MODEL, "error_type")
         )
         self._attempts = counters("popper_dequeue_attempts", "Dispatch attempts.")
         self._successes = counters("popper_dequeue_successes", "Dispatch attempts that served a request.")
-        self._adopted = counters("adoptions", "Requests taken over from another replica.")
-        self._reclaimed = counters("lease_reclaims", "Requests released because nothing kept their lease.")
+        self._adopted = counters("adoptions", "Requests adopted from another replica.")
+        self._reclaimed = counters("lease_reclaims", "Requests released because their lease ended.")
 
         self._completions = counters("completions", "Requests that ended, by outcome.", ("model", "outcome"))
         self._statuses = counters("responses", "Answers by HTTP status, 0 for none.", ("model", "status"))
-        self._tokens_in = counters("input_tokens", "Prompt tokens, as the model servers count.", ("model",))
-        self._tokens_out = counters("output_tokens", "Completion tokens, as they count.", ("model",))
+        self._tokens_in = counters("input_tokens", "Prompt tokens, as model servers count them.", ("model",))
+        self._tokens_out = counters(
+            "output_tokens", "Completion tokens, as model servers count them.", ("model",)
+        )
         self._duration = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
         self._first_byte = histograms(
             "time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
         )
 
-        self._entries = counters("access_log_entries", "Entries Envoy sent, by what they told.", ("kind",))
+        self._entries = counters("access_log_entries", "Access-log entries, by what they report.", ("kind",))
         self._rejected = counters(
             "access_log_rejected",
-            "Entries without a accounting token of the fleet, by what is wrong.",
+            "Entries without a valid accounting token, by what is wrong.",
             ("reason",),
         )
         self._calls = histograms("redis_call_seconds", "One batched script call.", _REDIS, ("script",))
         self._items = histograms("redis_call_items", "Items in one script call.", _ITEMS, ("script",))
         self._errors = counters(
-            "redis_errors", "Script calls that failed, by what Redis answered.", ("script", "kind")
+            "redis_errors", "Failed script calls, by what Redis answered.", ("script", "kind")
         )
 
-        self._sides = gauges("failover_state", "1 for the side this replica is on.", ("state",))
-        self._changes = counters(
-            "failover_transitions", "Changes of side, by what caused them.", ("to", "cause")
+        self._failover_state = gauges("failover_state", "1 for the state this replica is in.", ("state",))
+        self._transitions = counters(
+            "failover_transitions", "Changes of the failover state, by cause.", ("to", "cause")
         )
-        self._stood = counters("stood_still_seconds", "Seconds in which this replica itself did not run.")
-        self._unheard = gauges("redis_answer_age_seconds", "How long ago Redis answered anything.")
-        self._strays = counters("strays", "Entries of the shared state without what they stood for, dropped.")
+        self._paused_s = counters("stood_still_seconds", "Seconds in which this replica did not run.")
+        self._redis_answer_age = gauges("redis_answer_age_seconds", "Time since any answer of Redis.")
+        self._strays = counters("strays", "Entries of the shared state without a record, dropped.")
         self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
-        self._scrapes = counters("scrapes", "Metrics pages read, by how it went.", ("endpoint", "result"))
-        self._probes = counters("probes", "Signs of life of model servers, between two pages.", ("endpoint",))
-        self._scrape_s = histograms("scrape_seconds", "One page, read or failed.", _REDIS, ("result",))
-        self._readings = counters("scrape_readings", "Readings told to the fleet, or not.", ("result",))
+        self._scrapes = counters(
+            "scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
+        )
+        self._probes = counters(
+            "probes", "Probes that model servers answered, between two scrapes.", ("endpoint",)
+        )
+        self._scrape_s = histograms("scrape_seconds", "Duration of a scrape.", _REDIS, ("result",))
+        self._readings = counters("scrape_readings", "Readings published to the fleet, or lost.", ("result",))
         self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
-        self._ages = gauges("scrape_age_seconds", "How old what is known of an endpoint is.", ("endpoint",))
-        self._scores = gauges("endpoint_score", "What a scorer gives an endpoint.", ("endpoint", "scorer"))
+        self._ages = gauges("scrape_age_seconds", "Age of an endpoint's last reading.", ("endpoint",))
+        self._scores = gauges("endpoint_score", "Score of an endpoint by scorer.", ("endpoint", "scorer"))
 
-        self._pool = PoolMetrics(page, self._endpoint)
-        # What has never happened is a rate of 0 and not a series that is missing.
+        self._pool = _PoolMetrics(page, self._endpoint)
+        # A rate of 0 instead of a missing series.
         for band in Band:
             self._preemptions.add((band.label,), 0)
             self._evictions.add((band.label,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
             self._errors.add((script, kind), 0)
-        for change in _CHANGES:
-            self._changes.add(change, 0)
+        for transition in _TRANSITIONS:
+            self._transitions.add(transition, 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
-        """One decision was sent: `code` is `ok` or the RequestError's code."""
+        """A decision was sent: `code` is `ok` or the RequestError's code."""
         labels = self._variant(model, target_model)
         self._requests.add((*labels, code, mode))
         if code != "ok":
@@ -173,7 +196,7 @@ class Metrics:
             self.waited(model, completion.waited_s, success, completion.target_model)
 
     def access_log(self, kind: str, n: int) -> None:
-        """`n` access-log entries came: `kind` is `ended`, `alive` or `ignored`."""
+        """`n` access-log entries arrived: `kind` is `ended`, `alive` or `ignored`."""
         self._entries.add((kind,), n)
 
     def access_log_rejected(self, reason: str) -> None:
@@ -181,7 +204,7 @@ class Metrics:
         self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """A request was queued for `seconds`, and its outcome is known; `success`: answered in full."""
+        """A request waited `seconds` in the queue, and its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self._waits.observe(seconds, labels)
 
@@ -191,22 +214,22 @@ class Metrics:
     def expired(self, model: str, target_model: str = "") -> None:
         self._expired.add(self._variant(model, target_model))
 
-    def left(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
-        """The client of a request went away before its decision could be told: status 499."""
+    def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
+        """The client of a request disconnected before the decision: status 499."""
         self.answered(mode, model, ClientGone.code, seconds, target_model)
         self._cancelled.add(self._variant(model, target_model))
         self._statuses.add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, model: str, target_model: str, change: int) -> None:
-        """`change` requests more (or fewer) of this replica wait in the queue."""
+        """`change` more (or fewer) requests of this replica wait in the queue."""
         self._waiting.add(self._variant(model, target_model), change)
 
     def follow_bodies(self, held_bytes: Callable[[], float]) -> None:
-        """Show what `held_bytes` says as the bytes of bodies that this replica holds."""
+        """Read the bytes of bodies that this replica holds from `held_bytes`."""
         self._bodies.follow(held_bytes)
 
     def preempted(self, band: Band) -> None:
-        """A queued request of this replica had to make room for a higher band."""
+        """A queued request of this replica was preempted for a higher band."""
         self._preemptions.add((band.label,))
 
     def evicted(self, band: Band) -> None:
@@ -240,7 +263,7 @@ class Metrics:
         self._items.observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
-        """`kind`: no-answer, or what the error that was answered means (state/connection.py)."""
+        """`kind`: no-answer, or the meaning of the error reply (state/connection.py)."""
         self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float) -> None:
@@ -264,7 +287,7 @@ class Metrics:
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
         self._owned.set(owned)
-        name = LabelCap()  # a gauge is of the endpoints of now; a replica may live to see any number of them
+        name = LabelCap()  # a new cap: only the present endpoints count, not all that there ever were
         self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
@@ -272,22 +295,22 @@ class Metrics:
         self._pool.show(state)
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
-        """Redis last answered anything `seconds` ago; this replica has stood still for `paused_s` in all."""
-        self._unheard.set(seconds)
-        self._stood.follow(paused_s)
+        """Redis last answered `seconds` ago; this replica itself was paused for `paused_s` in all."""
+        self._redis_answer_age.set(seconds)
+        self._paused_s.follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
-        """The side this replica is on (failover/gate.py), and what made it change to it."""
-        self._sides.replace({(side,): float(side == state) for side in _SIDES})
+        """The failover state of this replica (failover/gate.py), and the cause of the change to it."""
+        self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
         if cause:
-            self._changes.add((state, cause))
+            self._transitions.add((state, cause))
 
     def degraded(self, on: bool) -> None:
-        """This replica works without the shared state, or with it again."""
+        """Whether this replica works without the shared state."""
         self._pool.degraded(on)
 
     def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """What the scorers give each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
+        """The scores of each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
         name = LabelCap()
         self._scores.replace(
             {
@@ -298,6 +321,56 @@ class Metrics:
         )
 
     def pieces(self) -> Iterator[bytes]:
-        """The Prometheus text page, of type `PAGE_TYPE`, in pieces that take a moment each."""
+        """The Prometheus text, of type `PAGE_TYPE`, in pieces that take microseconds each."""
         yield generate_latest(self._process)
         yield from self._page.pieces()
+
+
+class _PoolMetrics:
+    """Gauges and counters of the shared state; `endpoint` caps the values of that label."""
+
+    def __init__(self, page: Page, endpoint: Callable[[str], str]) -> None:
+        self._endpoint = endpoint
+        self._scalars = {name: Gauges(page, f"epp_{name}", about) for name, about in _SCALARS.items()}
+        self._totals = {key: Counters(page, f"epp_{name}", about) for name, (key, about) in _TOTALS.items()}
+        self._queued = Gauges(page, "epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._in_flight = Gauges(
+            page, "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
+        )
+
+    def degraded(self, on: bool) -> None:
+        """Whether this replica works without the shared state."""
+        self._scalars["degraded"].set(float(on))
+
+    def show(self, state: Mapping[str, Any]) -> None:
+        """Set everything from a state that `Membership.state` returned; a missing key leaves its series as it
+        was."""
+        bounds = state.get("bounds", {})
+        replicas = state.get("replicas")
+        for name, value in (
+            ("stock_level", state.get("stock")),
+            ("lower_bound", bounds.get("lower")),
+            ("watermark", bounds.get("watermark")),
+            ("upper_bound", bounds.get("upper")),
+            ("queue_fill", state.get("queue_fill")),
+            ("active_flows", state.get("active_flows")),
+            ("overdue_requests", state.get("overdue")),
+            ("leases", state.get("leases")),
+            ("ready_backends", state.get("ready_backends")),
+            ("live_replicas", None if replicas is None else len(replicas)),
+            ("paused", state.get("paused")),
+            ("degraded", state.get("degraded")),
+        ):
+            if value is not None:
+                self._scalars[name].set(float(value))
+        for key, counter in self._totals.items():
+            if key in state:
+                counter.follow(float(state[key]))
+        if "queue_length" in state:
+            self._queued.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
+        if "in_flight" in state:
+            loads: dict[tuple[str, ...], float] = {}
+            for address, count in state["in_flight"].items():
+                label = (self._endpoint(address),)
+                loads[label] = loads.get(label, 0.0) + count
+            self._in_flight.replace(loads)

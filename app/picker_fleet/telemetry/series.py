@@ -1,7 +1,8 @@
-"""Labelled counters, gauges and histograms cheap enough for every request, and their text.
+"""Labelled counters, gauges and histograms that are cheap enough for every request, and their text;
+metrics.py declares the families.
 
-prometheus-client's own instruments take a lock an update and walk every bucket: 1 µs a count and up to 3 µs
-an observation; and its page of a thousand models takes more than half a second to write. These belong to one
+prometheus-client's own instruments take a lock for each update and visit every bucket: 1 µs a count and up to
+3 µs an observation; and the text of a thousand models takes more than half a second. These belong to one
 event loop, find the bucket by bisection, and keep the text of each series until its value changes.
 """
 
@@ -13,23 +14,23 @@ from typing import Protocol
 from prometheus_client.utils import floatToGoString
 
 OTHER = "other"
-_LONGEST_VALUE = 128
-# Series of a family at most: several labels, each capped by itself, still multiply.
-_MOST_SERIES = 10_000
-_MOST_HISTOGRAMS = 2_500
+_MAX_VALUE_CHARS = 128
+# Of a family: several labels that are capped separately still multiply.
+_MAX_SERIES = 10_000
+_MAX_HISTOGRAMS = 2_500
 
 Labels = tuple[str, ...]
 
 
 class Family(Protocol):
-    """What has a part of the page."""
+    """A metric family with its part of the text."""
 
     def pieces(self) -> Iterator[bytes]:
         """Its text, in pieces that take microseconds each."""
 
 
 class Page:
-    """The families of a page, in the order in which they came."""
+    """The families of a text, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._families: list[Family] = []
@@ -38,16 +39,16 @@ class Page:
         self._families.append(family)
 
     def pieces(self) -> Iterator[bytes]:
-        """The page in Prometheus's text format. What changes meanwhile is on it as it was or as it is."""
+        """Prometheus's text format. A series that changes meanwhile has its old or its new value."""
         for family in self._families:
             yield from family.pieces()
 
 
 class LabelCap:
-    """Lets the first `limit` values of one label through; every later one becomes `other`.
+    """Keeps the first `limit` values of a label; any further one becomes `other`.
 
-    Clients choose some labels (model names), so without a cap they would choose how much memory and how
-    long a page this process needs. Values passed as `known` keep their names whatever clients send first.
+    Clients choose some labels (model names): without a cap they would choose how much memory and how long a
+    text this process needs. `known` values keep their names whatever clients send first.
     """
 
     def __init__(self, limit: int = 1000, known: Iterable[str] = ()) -> None:
@@ -57,24 +58,24 @@ class LabelCap:
             self(value)
 
     def __call__(self, value: str) -> str:
-        if len(value) > _LONGEST_VALUE:
-            value = value[:_LONGEST_VALUE]
+        if len(value) > _MAX_VALUE_CHARS:
+            value = value[:_MAX_VALUE_CHARS]
         name = self._names.get(value)
         if name is not None:
             return name
         if len(self._names) >= self._limit:
             return OTHER
-        # A lone surrogate cannot be written to the page, and one bad name must not cost the whole page.
+        # A lone surrogate cannot be encoded, and one bad name must not cost the whole text.
         name = value.encode("utf-8", "replace").decode("utf-8")
         self._names[value] = name
         return name
 
 
 class PairCap:
-    """A model and its variant as two label values, the pairs capped as well as each of the two.
+    """Caps a model and its variant, each by itself and as a pair.
 
-    Each label capped by itself would still let a client that sends both make a million pairs. Past `limit`
-    pairs a model's new variants are `other`, so there are at most `limit` + 1 pairs more than `known` ones.
+    With separate caps only, a client that chooses both could make a million pairs. Past `limit` pairs a
+    model's new variants are `other`.
     """
 
     def __init__(self, limit: int = 1000, known: Iterable[tuple[str, str]] = ()) -> None:
@@ -100,7 +101,8 @@ class PairCap:
 
 
 class _Writer:
-    """Writes the lines of a family; label values come in the order of `labels`, and stand sorted by label."""
+    """Writes the lines of a family. Label values are passed in the order of `labels`, and written sorted by
+    label."""
 
     def __init__(self, name: str, kind: str, about: str, labels: Labels) -> None:
         self.head = f"# HELP {name} {about}\n# TYPE {name} {kind}\n".encode()
@@ -112,7 +114,7 @@ class _Writer:
         return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
 
     def bucket(self, name: str, values: Labels) -> tuple[str, str]:
-        """What stands before and after the bound in the line of a bucket."""
+        """The text before and after the bound in the line of a bucket."""
         pairs = self._pairs(values)
         before = "".join(f"{pair}," for label, pair in pairs if label < "le")
         after = "".join(f",{pair}" for label, pair in pairs if label > "le")
@@ -132,7 +134,7 @@ def _escaped(text: str) -> str:
 
 
 class _Values:
-    """Series of one number each. Texts are kept of the series that there are: what is gone has none."""
+    """Series of one number each. The text of a series is kept until its value changes or it is gone."""
 
     def __init__(self, page: Page, name: str, kind: str, about: str, labels: Labels) -> None:
         self._name = name
@@ -147,7 +149,7 @@ class _Values:
         try:
             self._values[labels] += amount
         except KeyError:
-            if len(self._values) >= _MOST_SERIES:
+            if len(self._values) >= _MAX_SERIES:
                 labels = (OTHER,) * len(labels)
             self._values[labels] = self._values.get(labels, 0.0) + amount
 
@@ -164,25 +166,25 @@ class _Values:
 
 
 class Counters(_Values):
-    """A counter family. `name` goes without `_total`; label values come in the order of `labels`."""
+    """A counter family. `name` is without `_total`; label values are in the order of `labels`."""
 
     def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
         super().__init__(page, f"{name}_total", "counter", about, labels)
 
     def follow(self, total: float) -> None:
-        """Show a count that is kept elsewhere, and so may begin anew at 0."""
+        """Show a total that is counted elsewhere; it may start again at 0."""
         self._values = {(): total}
 
 
 class Gauges(_Values):
-    """A gauge family; `replace` sets all of its series at once, so that none outlives what it describes."""
+    """A gauge family; `replace` sets all of its series at once, so that none describes what is gone."""
 
     def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
         super().__init__(page, name, "gauge", about, labels)
         self._read: Callable[[], float] | None = None
 
     def follow(self, read: Callable[[], float]) -> None:
-        """Show what `read` says when a page is made."""
+        """Call `read` for the value when the text is rendered."""
         self._read = read
 
     def set(self, value: float) -> None:
@@ -223,7 +225,7 @@ class Histograms:
     def observe(self, value: float, labels: Labels = ()) -> None:
         cell = self._cells.get(labels)
         if cell is None:
-            if len(self._cells) >= _MOST_HISTOGRAMS:
+            if len(self._cells) >= _MAX_HISTOGRAMS:
                 labels = (OTHER,) * len(labels)
             cell = self._cells.setdefault(labels, _Cell(self._size))
         cell.counts[bisect_left(self._bounds, value)] += 1

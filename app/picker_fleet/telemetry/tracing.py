@@ -1,13 +1,13 @@
-"""OpenTelemetry traces of requests, sent over OTLP to a collector. Nothing here is imported unless they are
-configured.
+"""OpenTelemetry traces of requests, sent over OTLP to a collector; used by admission/traced.py. It is
+imported only if tracing is configured.
 
-    decide ─┬─ admit      the script's first word
-            ├─ wait       in the queue; again if the request is sent back to it
+    decide ─┬─ admit      the admit script
+            ├─ wait       in the queue; again if the request is requeued
             ├─ place      the choice of an endpoint after the grant
-            └─ settle     everything given back; by whichever replica hears of the end
+            └─ settle     the request's end, by the replica that receives it
 
-`decide` is a child of the client's span if the request brought a W3C `traceparent`, whose word on sampling
-counts; other requests are sampled by the configured share.
+`decide` is a child of the client's span if the request has a W3C `traceparent`, whose sampling flag counts;
+other requests are sampled by the configured share.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from picker_fleet.request import Completion, InferenceRequest, Placement
 from picker_fleet.sections import Tracing
 
 _HEADER = "traceparent"
-_EXPORT_S = 2  # what a collector may take; nobody waits for it, and what it does not take is lost
-_MOST_SETTLING = 10_000
+_EXPORT_S = 2  # timeout of an export, in the background; spans of a failed export are lost
+_MAX_SETTLING = 10_000
 _W3C = TraceContextTextMapPropagator()
 
 
-class Live:
+class DecisionSpans:
     """The spans of one request between its arrival and its decision."""
 
     def __init__(self, tracer: trace.Tracer, root: Span) -> None:
@@ -46,25 +46,25 @@ class Live:
 
     @property
     def parent(self) -> str:
-        """The traceparent of what comes after the decision."""
+        """The traceparent for spans after the decision."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, self._context)
         return carrier.get(_HEADER, "")
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Span]:
-        """A child span around the block; what waited waits no longer."""
+        """A child span around the block; it ends a wait."""
         self._end_wait()
         with self._tracer.start_as_current_span(name, self._context, record_exception=False) as span:
             yield span
 
-    def told(self, verdict: str) -> None:
-        """What the shared state said at a stage; `queued` begins a wait."""
+    def on_verdict(self, verdict: str) -> None:
+        """The verdict of a script; `queued` begins a wait."""
         if verdict == "queued":
             self._wait = self._tracer.start_span("wait", self._context)
 
     def end(self, placement: Placement | None, fault: str = "") -> None:
-        """The decision is made: a placement, or `fault`."""
+        """End the trace of the decision: a placement, or `fault`."""
         self._end_wait()
         if placement is not None:
             self._root.set_attribute("picker.endpoint", placement.endpoints[0])
@@ -79,7 +79,7 @@ class Live:
 
 
 class Traces:
-    """A replica's traces. One event loop; sending is a thread's work."""
+    """A replica's traces. One event loop; a thread exports them."""
 
     def __init__(self, processor: SpanProcessor, *, sample: float, replica: str, pool: str) -> None:
         self._provider = TracerProvider(
@@ -91,20 +91,20 @@ class Traces:
         )
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("picker-fleet")
-        self._live: dict[str, Live] = {}
+        self._undecided: dict[str, DecisionSpans] = {}
         self._settling: OrderedDict[str, Span] = OrderedDict()
 
     @classmethod
     def to_collector(cls, tracing: Tracing, *, replica: str, pool: str) -> "Traces":
-        """Traces that are sent to the collector of the configuration."""
+        """Traces that are exported to the configured collector."""
         exporter = OTLPSpanExporter(
             endpoint=tracing.endpoint, insecure=tracing.endpoint.startswith("http://"), timeout=_EXPORT_S
         )
         processor = BatchSpanProcessor(exporter, schedule_delay_millis=1000)
         return cls(processor, sample=tracing.sample, replica=replica, pool=pool)
 
-    def begin(self, request: InferenceRequest) -> Live | None:
-        """A request has come; None if it is not sampled."""
+    def begin(self, request: InferenceRequest) -> DecisionSpans | None:
+        """Start the trace of a request; None if it is not sampled."""
         root = self._tracer.start_span(
             "decide",
             _context_of(request.trace),
@@ -120,20 +120,20 @@ class Traces:
         )
         if not root.is_recording():
             return None
-        live = self._live[request.id] = Live(self._tracer, root)
-        return live
+        spans = self._undecided[request.id] = DecisionSpans(self._tracer, root)
+        return spans
 
-    def live(self, request_id: str) -> Live | None:
-        """The request's spans, while it is being decided upon."""
-        return self._live.get(request_id)
+    def undecided(self, request_id: str) -> DecisionSpans | None:
+        """The spans of a request that has no decision yet."""
+        return self._undecided.get(request_id)
 
-    def decided(self, request_id: str, live: Live) -> None:
-        """It has been decided upon; a newer stream of the same request keeps its own spans."""
-        if self._live.get(request_id) is live:
-            del self._live[request_id]
+    def decided(self, request_id: str, spans: DecisionSpans) -> None:
+        """Forget the spans of a decided request; a newer stream of the same request keeps its own."""
+        if self._undecided.get(request_id) is spans:
+            del self._undecided[request_id]
 
     def settling(self, parent: str, completion: Completion) -> None:
-        """The end of a request was heard of, whose decision has the traceparent `parent`."""
+        """Start the span of a request's end; its decision has the traceparent `parent`."""
         tokens = {
             "gen_ai.usage.input_tokens": completion.prompt_tokens,
             "gen_ai.usage.output_tokens": completion.completion_tokens,
@@ -148,22 +148,22 @@ class Traces:
                 **{name: count for name, count in tokens.items() if count is not None},
             },
         )
-        if len(self._settling) > _MOST_SETTLING:
+        if len(self._settling) > _MAX_SETTLING:
             self._settling.popitem(last=False)[1].end()
 
     def settled(self, request_id: str, answer: "asyncio.Future[str]") -> None:
-        """The shared state was told of an end; `answer` brings what it says."""
+        """End the span with `answer`, the reply of the settle script."""
         span = self._settling.pop(request_id, None)
         if span is not None:
             answer.add_done_callback(lambda done: _end_settle(span, done))
 
     async def stop(self, deadline_s: float) -> None:
-        """Send what is left, as far as that can be done within the deadline."""
+        """Export the remaining spans, within the deadline."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:
             self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop may have ended first
+            with contextlib.suppress(RuntimeError):  # the loop may have closed
                 loop.call_soon_threadsafe(done.set)
 
         threading.Thread(target=flush, name="traces", daemon=True).start()
@@ -178,7 +178,7 @@ def _context_of(parent: str) -> Context:
 
 def _end_settle(span: Span, answer: "asyncio.Future[str]") -> None:
     if answer.cancelled() or answer.exception() is not None:
-        span.set_status(Status(StatusCode.ERROR, "the shared state was not told"))
+        span.set_status(Status(StatusCode.ERROR, "the shared state did not settle it"))
     else:
         span.set_attribute("picker.verdict", answer.result().partition(" ")[0])
     span.end()
