@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from picker_fleet.admission.gate import Gate
-from picker_fleet.admission.placed_requests import ServiceMeter
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.metrics_page import engine_of
@@ -18,7 +17,7 @@ from picker_fleet.extproc import budget_transfer
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
-from picker_fleet.replica.info import ReplicaInfo
+from picker_fleet.replica.info import ReplicaInfo, ServiceMeter
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -136,7 +135,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_unknown_pool=heartbeat_now,
         answer_tokens=settings.fair_request_queue.default_answer_tokens if in_tokens else None,
         chooser=chooser,
-        service=service,
+        record_cost=service.record,
         keys=signing,
         pause_detector=pause_detector,
     )

@@ -11,7 +11,7 @@ from extproc_client import serving_on
 from local_requests import ask, rules
 from scripted_store import until
 
-from picker_fleet.admission.waiting import Wait
+from picker_fleet.admission.gate import Wait
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate

@@ -11,7 +11,7 @@ from picker_fleet.admin import api, documents, events, fleet_state
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admission import shared_gate
 from picker_fleet.endpoints import metrics_client, scraper
-from picker_fleet.failover import journal, local_gate
+from picker_fleet.failover import local_gate, outage
 from picker_fleet.failover.gate import FailoverTimes
 from picker_fleet.replica import heartbeat
 from picker_fleet.scheduling import endpoint_history as history
@@ -65,7 +65,7 @@ TOLD = [
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
     ("without-redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
     ("without-redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
-    ("without-redis", f"{spaced(journal.MAX_ENTRIES)} requests and as many ends are remembered"),
+    ("without-redis", f"{spaced(outage.MAX_ENTRIES)} requests and as many ends are remembered"),
     ("without-redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"{batching._LINES_A_SECOND} lines a second at most"),

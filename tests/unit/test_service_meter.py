@@ -1,6 +1,6 @@
 """A replica's service by flow: the last ten whole seconds, the busiest flows, no more."""
 
-from picker_fleet.admission.placed_requests import ServiceMeter
+from picker_fleet.replica.info import ServiceMeter
 
 
 class Clock:
@@ -15,10 +15,10 @@ def test_service_counts_for_ten_whole_seconds() -> None:
     # Given service in one second, by two flows of one band and one of another
     clock = Clock()
     meter = ServiceMeter(clock)
-    meter.note(1, "a", 2.0)
-    meter.note(1, "a", 1.0)
-    meter.note(1, "b", 1.0)
-    meter.note(0, "a", 5.0)
+    meter.record(1, "a", 2.0)
+    meter.record(1, "a", 1.0)
+    meter.record(1, "b", 1.0)
+    meter.record(0, "a", 5.0)
     # Then the second that has begun does not count yet
     assert meter.report() == {"bands": [0.0, 0.0, 0.0], "flows": [], "cut": False}
     # And after it, for ten seconds, it does
@@ -36,8 +36,8 @@ def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
     clock = Clock()
     meter = ServiceMeter(clock)
     for number in range(7000):
-        meter.note(2, f"flow-{number}", 1.0)
-    meter.note(2, "flow-77", 10.0)
+        meter.record(2, f"flow-{number}", 1.0)
+    meter.record(2, "flow-77", 10.0)
     clock.now_s += 1
     told = meter.report()
     # Then the list is short and says so, and the band has all
@@ -51,7 +51,7 @@ def test_long_names_make_the_list_shorter() -> None:
     clock = Clock()
     meter = ServiceMeter(clock)
     for number in range(100):
-        meter.note(1, f"{number:03d}" * 500, 1.0)
+        meter.record(1, f"{number:03d}" * 500, 1.0)
     clock.now_s += 1
     told = meter.report()
     assert len(told["flows"]) == 10

@@ -8,7 +8,7 @@ from typing import Any, cast
 from scripted_store import ScriptedStore, until
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.journal import unseen_s
+from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store

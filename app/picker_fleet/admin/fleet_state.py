@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from picker_fleet.admission.placed_requests import WINDOW_S
 from picker_fleet.errors import StateFault
+from picker_fleet.replica.info import WINDOW_S
 from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
 from picker_fleet.state.store import Store
 

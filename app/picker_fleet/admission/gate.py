@@ -1,28 +1,51 @@
-"""The gate as Envoy's side sees it: may this request go now, and where?"""
+"""What every gate shares: the interface that Envoy's side uses, a request's wait, and the errors that end
+it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from picker_fleet.errors import (
+    DeadlineExceeded,
+    Evicted,
+    ExpiredTtl,
+    InsufficientFlowCapacity,
+    NoEndpoints,
+    Preempted,
+    RequestError,
+    Saturated,
+    TooManyFlows,
+    TotalCapacity,
+)
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.state.store import Decision
+
+_REFUSALS: dict[str, tuple[type[RequestError], str]] = {
+    "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
+    "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
+    "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
+    "too-many-flows": (TooManyFlows, "too many other flows wait"),
+    "total-capacity": (TotalCapacity, "the queue is full"),
+}
 
 
 class Gate(Protocol):
-    """Admission and placement of requests; every implementation is safe to call from one event loop."""
+    """Admission and placement of requests, from one event loop."""
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """Wait for the request's turn and its endpoints; its place in the queue is that of one which came
+        """Wait for the request's turn and its endpoints. Its place in the queue is that of one that arrived
         `age_s` ago.
 
-        `held` says that this replica holds the request's stream until it ends (`standard`): the gate then
-        renews its lease by itself until `settle` or `withdraw`. Otherwise access-log entries do.
-        Cancelling the call withdraws the request, wherever it is.
+        `stream_owned`: this replica has the request's stream until it ends (`standard`), so the gate renews
+        its lease until `settle` or `withdraw`; otherwise access-log entries do. Cancelling the call withdraws
+        the request.
 
         Raises:
-            RequestError: it is refused, expired, preempted, evicted, or the shared state cannot be reached.
+            RequestError: it is refused, expired, preempted or evicted, or the shared state cannot be reached.
         """
         ...
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        """An endpoint without admission, for a request that ends with its headers (GET).
+        """Endpoints without admission, for a request that ends with its headers (GET).
 
         Raises:
             NoEndpoints: none is ready, or none of the subset.
@@ -30,12 +53,13 @@ class Gate(Protocol):
         ...
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        """Whether a placement made `age_s` ago is still the request's own: it then has a whole lease again.
+        """Whether the request still has its placement, made `age_s` ago; then its whole lease begins anew.
 
-        For a request that is not `held` and that Envoy has not been told of, whose lease nobody renews.
+        For a request without an owned stream of which Envoy does not know yet, so that nobody renews its
+        lease.
 
         Raises:
-            StateUnavailable: nobody can tell.
+            StateUnavailable: it cannot be known.
         """
         ...
 
@@ -48,9 +72,45 @@ class Gate(Protocol):
         ...
 
     def suspect(self, request_id: str) -> None:
-        """The request's client may have gone: an entry without a token says so. Returns at once."""
+        """An entry without an accounting token says that the request's client has gone. Returns at once."""
         ...
 
     def renew(self, alive: Alive) -> None:
-        """Keep a request's lease. Returns at once; the next batch carries it."""
+        """Renew a request's lease. Returns at once; the next batch carries it."""
         ...
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request's time in the queue: one wait, however often it moves between the shared and the local queue.
+
+    It is counted once, when the outcome of its request is known (`epp_queue_latency_seconds`).
+    """
+
+    arrived_s: float  # event-loop time
+    queued: bool = False
+
+
+def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
+    """The error of a request whose time in the queue is up: the client's (504) or the queue's own (503)."""
+    if request.by_client:
+        return DeadlineExceeded(f"the client's deadline of {request.ttl_s:g} s passed in the queue")
+    return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
+
+
+def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
+    """The error with which `verdict` ends `request`; None if it does not.
+
+    A refusal has its own Retry-After; `retry_after_s` is for requests that have waited.
+    """
+    if verdict.status == "refused":
+        reason, _, seconds = verdict.detail.partition(" ")
+        error, message = _REFUSALS[reason]
+        return error(message, retry_after_s=int(seconds))
+    if verdict.status == "expired":
+        return time_up(request, retry_after_s)
+    if verdict.status == "preempted":
+        return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
+    if verdict.status == "evicted":
+        return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
+    return None

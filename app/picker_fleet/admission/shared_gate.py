@@ -1,16 +1,20 @@
 """The gate on shared state: one queue and one stock for all replicas.
 
-A request's way through here: `admit` it; if queued, wait for the grant, which comes in the reply of any
-call, by wake-up, or with a heartbeat; then `place` it, which may send it back to wait. `attempt` numbers a
-stream's try, so that what a dead stream leaves behind never touches the stream that took over its request.
+A request is admitted by `admit`. If it is queued, it waits for its grant, which comes in the reply of any
+call, by a wake-up, or with a heartbeat. Then it is placed, which may queue it again. Until its end this
+replica renews its lease if it owns the stream. `attempt` numbers the streams of a request, so that a late
+call of a dead stream never affects the stream that has taken the request over.
 """
 
 import asyncio
+import itertools
+import logging
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from picker_fleet.admission.placed_requests import PlacedRequests, ServiceMeter, ignore_loss
-from picker_fleet.admission.waiting import Wait, Waiter, refusal, tell
+from picker_fleet.admission import accounting_token
+from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
     ClientGone,
@@ -22,29 +26,60 @@ from picker_fleet.errors import (
     StateUnavailable,
     WritesRefused,
 )
-from picker_fleet.request import InferenceRequest, Placement
+from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.signing import Keyring
 from picker_fleet.state.failure_detector import PauseDetector
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
-# The replica's own timer trails the queue's, which decides; it only answers where no news came.
+_log = logging.getLogger(__name__)
+# This replica's timer fires after the queue's, which decides; it matters only where no notification came.
 _EXPIRY_SLACK_S = 0.05
-# A request whose time is up is answered within this, whether the shared state answers or not (G5).
+# A request whose time is up is answered within this, whether Redis answers or not (G5).
 _EXPIRY_ANSWER_S = 0.5
-# How often an admission is tried again when the shared state has just been lost and is being rebuilt.
+# How often an admission is repeated while a lost shared state is rebuilt.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_NEWS = frozenset(("granted", "expired", "preempted", "evicted"))
+_NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
 _TAKEN_OVER = "taken over by a newer stream"
 
 
-class SharedGate(PlacedRequests):
+@dataclass(slots=True)
+class Waiter:
+    """A request between its admission and its placement. `notification` is what happens to it in the queue.
+
+    `asking`: its admission is not answered yet. `placing`: it is granted, and its placement is not answered
+    yet. `given_up`: its task was cancelled because Redis is lost or, where it is also `expired`, has not
+    answered in the request's time.
+    """
+
+    request: InferenceRequest
+    attempt: int
+    arrived_s: float  # event-loop time
+    notification: asyncio.Future[Decision]
+    task: asyncio.Task[object]
+    asking: bool = True
+    placing: bool = False
+    given_up: bool = False
+    expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnedStream:
+    """A placed request whose stream this replica owns; no other can renew its lease."""
+
+    attempt: int
+    accounting_token: str
+    served: str
+
+
+class SharedGate:
     """`admission.gate.Gate` over `Store`. One event loop.
 
-    `answer_tokens` is what an answer costs by default where the stock counts tokens, None where it counts
-    requests. `retry_after_s` is what those are told who are turned away after they have waited.
+    `answer_tokens` is the default cost of an answer where the stock counts tokens, None where it counts
+    requests. `retry_after_s` goes to clients that are refused after they have waited. `on_unknown_pool` is
+    called when the shared state has lost the pool; `record_cost(band, flow, cost)` for each placement.
     """
 
     def __init__(
@@ -54,54 +89,51 @@ class SharedGate(PlacedRequests):
         metrics: Metrics,
         endpoints: SnapshotCell,
         fallbacks: int,
-        on_unknown_pool: Callable[[], None],
+        on_unknown_pool: Callable[[], object],
         answer_tokens: int | None = None,
         chooser: EndpointChooser | None = None,
-        service: ServiceMeter | None = None,
+        record_cost: Callable[[int, str, float], object] = lambda band, flow, cost: None,
         keys: Keyring | None = None,
         pause_detector: PauseDetector | None = None,
     ) -> None:
-        super().__init__(
-            store,
-            metrics=metrics,
-            endpoints=endpoints,
-            answer_tokens=answer_tokens,
-            chooser=chooser or LeastLoadedChooser(endpoints),
-            service=service or ServiceMeter(),
-            keys=keys or Keyring(),
-            pause_detector=pause_detector or PauseDetector(),
-        )
-        self._fallbacks = fallbacks
-        self._on_unknown_pool = on_unknown_pool
+        self._store, self._metrics, self._endpoints = store, metrics, endpoints
+        self._fallbacks, self._on_unknown_pool = fallbacks, on_unknown_pool
+        self._counts_tokens, self.answer_tokens = answer_tokens is not None, answer_tokens or 0
+        self._chooser = chooser or LeastLoadedChooser(endpoints)
+        self._record_cost = record_cost
+        self._keys = keys or Keyring()
+        self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
+        self._attempts = itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
-        self._any_queued = asyncio.Event()
+        self._any_waiting = asyncio.Event()
+        self._owned_streams: dict[str, _OwnedStream] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
     def waiting(self) -> int:
-        """Requests of this replica that wait for their turn."""
+        """Requests of this replica that wait for their placement."""
         return len(self._waiting)
 
     async def any_waiting(self) -> None:
-        """Wait, without end, until a request of this replica waits for its turn."""
+        """Wait until a request of this replica is queued."""
         if not self._waiting:
-            self._any_queued.clear()
-        await self._any_queued.wait()
+            self._any_waiting.clear()
+        await self._any_waiting.wait()
 
     async def admit(
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
     ) -> Placement:
-        """As `Gate.admit`; `wait` is told that the request is queued."""
+        """As `Gate.admit`; `wait.queued` is set if the request is queued."""
         task = asyncio.current_task()
         assert task is not None
         wait = wait or Wait(self._loop.time() - age_s)
         waiter = Waiter(request, next(self._attempts), wait.arrived_s, self._loop.create_future(), task)
         displaced = self._waiting.get(request.id)
-        if displaced is not None and not displaced.news.done():
-            # Envoy has re-driven the request over a new stream; the old one has no client any more.
-            displaced.news.set_exception(ClientGone(_TAKEN_OVER))
-            displaced.news.exception()  # it may be past waiting for news; that is no fault of its own
+        if displaced is not None and not displaced.notification.done():
+            # Envoy has sent the request again over a new stream; the old one has no client any more.
+            displaced.notification.set_exception(ClientGone(_TAKEN_OVER))
+            displaced.notification.exception()  # its task may not wait for it any more
         self._waiting[request.id] = waiter
         verdict: Decision | None = None
         try:
@@ -113,11 +145,11 @@ class SharedGate(PlacedRequests):
                 wait.queued = True
                 verdict = await self._queue(waiter, verdict)
         except (asyncio.CancelledError, StateFault) as fault:
-            # What the call did, if it arrived, is undone by whoever still owns the attempt. One that found no
-            # room did nothing, and there may be too many of those.
+            # Undo the admission in case it reached Redis. One that Redis refused for lack of memory has done
+            # nothing.
             if verdict is not None or not isinstance(fault, WritesRefused):
                 self._cancel(request.id, waiter.attempt, "cancelled")
-            # Unless others have cancelled it as well: the client went away, or the replica shuts down.
+            # Only if nothing else has cancelled the task as well: the client left, or the replica shuts down.
             if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
                 if waiter.expired:
                     self._accepted(request, Decision("expired", ""))
@@ -129,34 +161,34 @@ class SharedGate(PlacedRequests):
         return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), stream_owned)
 
     def give_up(self) -> None:
-        """End every wait with StateUnavailable; what it had asked for is taken back when it can be."""
+        """End every wait with StateUnavailable; admissions are cancelled once Redis answers."""
         for waiter in self._waiting.values():
             if not waiter.given_up:
                 waiter.given_up = True
                 waiter.task.cancel()
 
     def drop_expired(self) -> None:
-        """End each wait for an answer of the shared state that outlasts its request's time (G5); who waits
-        for its turn has a timer for that."""
+        """End each wait for an answer of Redis that outlasts its request's time (G5); a queued request has a
+        timer."""
         now_s = self._loop.time()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
-            if asking and now_s > waiter.arrived + waiter.request.ttl_s and not waiter.given_up:
+            if asking and now_s > waiter.arrived_s + waiter.request.ttl_s and not waiter.given_up:
                 waiter.given_up = waiter.expired = True
                 waiter.task.cancel()
 
     async def _queue(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """`placed`, once the turn of a queued request has come; every refusal is raised."""
+        """`placed`, in the end; every refusal is raised."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request.model, request.target_model, 1)
-        self._any_queued.set()
+        self._any_waiting.set()
         try:
             return await self._wait(waiter, verdict)
         finally:
             self._metrics.waiting(request.model, request.target_model, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """`placed`, in the end: a queued request may be granted and sent back to wait any number of times."""
+        """`placed`, in the end: a queued request may be granted and queued again any number of times."""
         request = waiter.request
         while True:
             verdict = await self._turn(waiter, verdict)
@@ -167,17 +199,17 @@ class SharedGate(PlacedRequests):
             if verdict.status == "gone":
                 if self._waiting.get(request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
-                # The grant was lost with the shared state, or reaped: ask again, as old as it is.
-                waiter.news = self._loop.create_future()
+                # The grant was lost with the shared state, or expired: admit it again with its age.
+                waiter.notification = self._loop.create_future()
                 verdict = await self._admit_known(waiter)
                 if verdict.status == "placed":
                     return verdict
 
     async def _take_up(self, waiter: Waiter) -> Decision:
-        """Ask for a granted request's place: `placed`, `queued` or `gone`; every refusal is raised."""
+        """Place a granted request: `placed`, `queued` or `gone`; every refusal is raised."""
         request = waiter.request
-        # Anew before it is asked: one that is sent back may be granted again before its task runs.
-        waiter.news, waiter.placing = self._loop.create_future(), True
+        # Renewed before the call: a request that is queued again may be granted before its task runs.
+        waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
             answer = await self._store.place(request.id, waiter.attempt, choice.candidates)
@@ -186,13 +218,13 @@ class SharedGate(PlacedRequests):
         return self._chosen(request, choice, answer)
 
     async def _admit_known(self, waiter: Waiter) -> Decision:
-        """`placed` or `queued`; every refusal is raised. Waits out the rebuilding of a lost pool."""
+        """`placed` or `queued`; every refusal is raised. Waits until a lost pool is rebuilt."""
         request = waiter.request
         if self.pause_detector.resumed_recently:
-            # Envoy may have given this stream up since, and another replica have its request.
+            # Envoy may have given this stream up during the pause, and another replica may have its request.
             await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
-            age_s = self._loop.time() - waiter.arrived
+            age_s = self._loop.time() - waiter.arrived_s
             choice = self._chooser.choose(request)
             verdict = await self._store.admit(
                 request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
@@ -204,7 +236,7 @@ class SharedGate(PlacedRequests):
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
     def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> Decision:
-        """`verdict`, and what came of `choice` is remembered; every refusal is raised."""
+        """`verdict`; the chooser learns what became of `choice`. Every refusal is raised."""
         if verdict.status == "placed":
             self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.loads)
             return verdict
@@ -229,12 +261,12 @@ class SharedGate(PlacedRequests):
         raise error
 
     async def _turn(self, waiter: Waiter, queued: Decision) -> Decision:
-        """Wait for the grant of a queued request; `granted`, or `placed` if it was placed meanwhile."""
+        """Wait for the grant of a queued request: `granted`, or `placed` if it was placed meanwhile."""
         request = waiter.request
         left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
-        timer = self._loop.call_later(left_s, tell, waiter.news, Decision("late", ""))
+        timer = self._loop.call_later(left_s, _notify, waiter.notification, Decision("late", ""))
         try:
-            verdict = await waiter.news
+            verdict = await waiter.notification
         finally:
             timer.cancel()
         if verdict.status == "late":
@@ -245,13 +277,13 @@ class SharedGate(PlacedRequests):
         """`granted` if the grant came in time after all, else `expired`."""
         try:
             async with asyncio.timeout(_EXPIRY_ANSWER_S):
-                # Shielded: the link must still carry it when nobody waits for the answer any more.
+                # Shielded: the call must be sent even if nobody waits for its answer any more.
                 expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
                 answer = await asyncio.shield(expiry)
         except TimeoutError:
-            return "expired"  # the shared state is away; it learns of the expiry when it returns
+            return "expired"  # Redis is told of the expiry when it answers again
         except ScriptFailed:
-            return "expired"  # its time is up, whatever is damaged
+            return "expired"  # its time is up all the same
         return "granted" if answer == "granted" else "expired"
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
@@ -263,44 +295,46 @@ class SharedGate(PlacedRequests):
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
     def on_notification(self, what: str, request_id: str) -> bool:
-        """News of a waiting request: granted, expired, preempted, evicted. Repeated or late news, or a word
-        of another version, changes nothing.
+        """A request was granted, expired, preempted or evicted. A repeated or late notification, or one of
+        another version, changes nothing.
 
-        True if somebody waited for it who had not been told. A grant of a request that neither waits nor runs
-        here was given by a shared state that has lost its end: it is given back.
+        True if a request waits that was not notified before. A grant of a request that neither waits nor runs
+        here comes from a shared state that has lost its end, and is returned.
         """
         waiter = self._waiting.get(request_id)
         if waiter is not None:
-            return what in _NEWS and tell(waiter.news, Decision(what, ""))
+            return what in _NOTIFICATIONS and _notify(waiter.notification, Decision(what, ""))
         if what == "granted" and request_id not in self._owned_streams:
-            ignore_loss(self._store.return_grant(request_id))
+            _ignore_loss(self._store.return_grant(request_id))
         return False
 
     def is_placing(self, request_id: str) -> bool:
-        """Whether a waiting request has been granted and its placement is asked for."""
+        """Whether the placement of a granted request is not answered yet."""
         waiter = self._waiting.get(request_id)
         return waiter is not None and waiter.placing
 
     async def register_again(self) -> bool:
-        """Tell a shared state that has lost us what we hold: streams first, then waiters, oldest first.
+        """Register owned streams and then waiting requests, oldest first, with a shared state that has lost
+        them.
 
-        False if it could not be told of all; the call may be repeated.
+        False if some could not be registered; the call may be repeated.
         """
         if self.pause_detector.resumed_recently:
             await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
-        # Answered first: decisions overtake renewals where Redis is slow, and waiters would find it all free.
+        # Wait for the answers: admissions overtake renewals where Redis is slow, and would find everything
+        # free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
-        waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived)
+        waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
         async with asyncio.TaskGroup() as tasks:
-            told = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]
-        return all(task.result() for task in told)
+            registered = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]
+        return all(task.result() for task in registered)
 
     async def _register_waiter(self, waiter: Waiter) -> bool:
-        if waiter.news.done() or waiter.placing:
+        if waiter.notification.done() or waiter.placing:
             return True
-        age_s = self._loop.time() - waiter.arrived
+        age_s = self._loop.time() - waiter.arrived_s
         choice = self._chooser.choose(waiter.request)
         try:
             answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
@@ -308,10 +342,138 @@ class SharedGate(PlacedRequests):
         except (StateUnavailable, WritesRefused):
             return False
         except RequestError as error:
-            if not waiter.news.done():
-                waiter.news.set_exception(error)
-                waiter.news.exception()  # it may be past waiting for news
+            if not waiter.notification.done():
+                waiter.notification.set_exception(error)
+                waiter.notification.exception()  # its task may not wait for it any more
             return True
         if verdict.status == "placed":
-            tell(waiter.news, verdict)
+            _notify(waiter.notification, verdict)
         return verdict.status != "unknown-pool"
+
+    # Placed requests
+
+    def placed_elsewhere(
+        self, request: InferenceRequest, endpoints: tuple[str, ...], *, stream_owned: bool
+    ) -> Placement:
+        """The placement of a request that was admitted without Redis."""
+        return self._placement(request, next(self._attempts), endpoints, stream_owned, self._store.now_ms())
+
+    def _placement(
+        self,
+        request: InferenceRequest,
+        attempt: int,
+        endpoints: tuple[str, ...],
+        stream_owned: bool,
+        alone_ms: int | None = None,
+    ) -> Placement:
+        self._record_cost(request.band, request.flow, request.cost)
+        written = accounting_token.write(request, endpoints[0], self.answer_tokens, alone_ms)
+        token = accounting_token.signed(written, request.id, self._keys)
+        if stream_owned:
+            self._owned_streams[request.id] = _OwnedStream(attempt, token, endpoints[0])
+        return Placement(endpoints, token, attempt, self._chooser.session_token(endpoints[0]))
+
+    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
+        # Without its token: a place that is lost may be another's, and restored would be one too many (G1).
+        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
+
+    def withdraw(self, request_id: str, placement: Placement) -> None:
+        self._owned_streams.pop(request_id, None)
+        self._cancel(request_id, placement.attempt, "withdrawn")
+
+    def settle(self, completion: Completion, on_settled: Callable[[], object] = lambda: None) -> None:
+        """As `Gate.settle`; `on_settled` is called when Redis has answered, or never will."""
+
+        def settled(answer: asyncio.Future[str]) -> None:
+            on_settled()
+            if not answer.cancelled() and answer.exception() is None:
+                self._settled(completion, token, answer.result())
+
+        token = completion.accounting_token or self.accounting_token_of(completion.id)
+        self.ended(completion)
+        self._tell_end(completion).add_done_callback(settled)
+
+    def accounting_token_of(self, request_id: str) -> str:
+        """The accounting token of a request whose stream this replica owns; '' if it owns none."""
+        owned = self._owned_streams.get(request_id)
+        return owned.accounting_token if owned is not None else ""
+
+    def ended(self, completion: Completion) -> None:
+        """Account for an end in this replica."""
+        owned = self._owned_streams.pop(completion.id, None)
+        if owned is not None or completion.accounting_token:  # else it was never placed
+            self._chooser.ended(completion)
+        if completion.failed:
+            self._note_failed(completion.failed)
+
+    def tell_end(self, completion: Completion) -> None:
+        """Tell Redis of an end; the call is kept until Redis takes it."""
+        _ignore_loss(self._tell_end(completion))
+
+    def _tell_end(self, completion: Completion) -> asyncio.Future[str]:
+        actual = answer_tokens = None
+        if self._counts_tokens:
+            answer_tokens = completion.completion_tokens
+            if answer_tokens is not None and completion.prompt_tokens is not None:
+                actual = float(completion.prompt_tokens + answer_tokens)
+        return self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
+
+    def _note_failed(self, address: str) -> None:
+        """No request goes to the endpoint until a probe succeeds."""
+        known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
+        if known is not None and not known.down:
+            _log.warning("endpoint %s cannot be connected to", address)
+            _ignore_loss(self._store.mark_endpoint(address, "down", True))
+
+    def _settled(self, completion: Completion, token: str, reply: str) -> None:
+        what, _, model = reply.partition(" ")
+        if what == "settled":
+            self._metrics.completed(completion, model)
+            if accounting_token.is_alone(token):  # a replica that saw it alive must not restore it
+                self._tombstone(completion)
+        elif what == "unknown" and token:
+            # Placed without Redis, or lost with it, or its lease has expired.
+            self._metrics.completed(completion, accounting_token.model_of(token))
+            if completion.accounting_token:  # the replica that placed it may not learn of the end
+                self._tombstone(completion)
+
+    def suspect(self, request_id: str) -> None:
+        _ignore_loss(self._store.report_client_gone(request_id))
+
+    def _tombstone(self, completion: Completion) -> None:
+        def written(answer: asyncio.Future[str]) -> None:
+            if not answer.cancelled() and answer.exception() is None and answer.result() == "back":
+                self.tell_end(completion)  # restored meanwhile
+
+        self._store.tombstone(completion.id).add_done_callback(written)
+
+    def renew(self, alive: Alive) -> None:
+        # An entry written while this process was paused must not restore a request whose end is lost.
+        token = "" if self.pause_detector.resumed_recently else alive.accounting_token
+        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
+
+    def renew_owned_streams(self) -> list[asyncio.Future[str]]:
+        """Renew the lease of every owned stream. The answers need not be awaited."""
+        answers = [
+            self._store.renew(request_id, owned.attempt, owned.served, owned.accounting_token)
+            for request_id, owned in self._owned_streams.items()
+        ]
+        for answer in answers:
+            _ignore_loss(answer)
+        return answers
+
+    def _cancel(self, request_id: str, attempt: int, why: str) -> None:
+        _ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:
+    """Deliver a notification; False if one was delivered before."""
+    if notification.done():
+        return False
+    notification.set_result(verdict)
+    return True
+
+
+def _ignore_loss(answer: asyncio.Future[str]) -> None:
+    """Ignore a failed call that a lease or a repetition makes good."""
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())

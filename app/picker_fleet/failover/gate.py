@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from picker_fleet.admission import accounting_token
+from picker_fleet.admission.gate import Wait
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.admission.waiting import Wait
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
 from picker_fleet.failover.local_gate import LocalGate, LocalPicker

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from picker_fleet.admission.waiting import Wait, time_up
+from picker_fleet.admission.gate import Wait, time_up
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError
 from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting

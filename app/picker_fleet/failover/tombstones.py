@@ -3,7 +3,7 @@ restoring what has ended (G6, G8; docs/without-redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running lately. Another
 replica may have received the end of one since. So every replica remembers each end for longer than a sign of
-life counts (`journal.unseen_s`). When a heartbeat shows that another replica is degraded, it publishes these
+life counts (`outage.unseen_s`). When a heartbeat shows that another replica is degraded, it publishes these
 ends to Redis as tombstones, and each further end at once. The replica that resyncs waits until the others say
 that they have done so.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from picker_fleet.errors import ScriptFailed, StateFault
-from picker_fleet.failover.journal import MAX_ENTRIES, unseen_s
+from picker_fleet.failover.outage import MAX_ENTRIES, unseen_s
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
 from picker_fleet.state.store import Store
