@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from picker_fleet.admission import waiting
+from picker_fleet.admission import gate
 from picker_fleet.state import schema
 from picker_fleet.state.scripts import NAMES, load_library
 
@@ -32,7 +32,7 @@ def test_another_source_has_other_names() -> None:
 
 
 def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
-    assert set(waiting._REFUSALS) == set(schema.REFUSALS)
+    assert set(gate._REFUSALS) == set(schema.REFUSALS)
 
 
 def test_an_unknown_function_is_named() -> None:
