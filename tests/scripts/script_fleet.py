@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from decision_ledger import Entry, Ledger
@@ -161,13 +161,16 @@ class Replica:
 
 
 class Fleet:
-    """The replicas of one pool, and the shared state as Redis holds it."""
+    """The replicas of one pool, and the shared state as Redis has it. `it, a, b = fleet` unpacks it."""
 
     def __init__(self, redis: Redis, pool: str, replicas: tuple[Replica, ...]) -> None:
         self.redis = redis
         self.pool = pool
         self.keys = Keys.of(pool)
         self.replicas = replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, *self.replicas))
 
     async def log(self, last: int | None = None) -> list[Entry]:
         """The decision log, oldest first; all of it, or its `last` entries."""

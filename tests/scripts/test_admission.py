@@ -15,8 +15,7 @@ from picker_tools.audit.auditor import audit
 
 async def test_below_the_bound_a_request_is_placed_at_once(fleet: OpenFleet) -> None:
     # Given room for two and an empty queue
-    async with fleet("a", upper_per=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=2) as (it, a):
         # When two come
         verdicts = [await a.admit("r1"), await a.admit("r2")]
         # Then both have the endpoint, and the stock is two
@@ -26,8 +25,7 @@ async def test_below_the_bound_a_request_is_placed_at_once(fleet: OpenFleet) -> 
 
 async def test_at_the_bound_a_request_is_queued_with_its_time_to_live(fleet: OpenFleet) -> None:
     # Given a full stock
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("r1")
         # When another comes, 2 s old already, then it waits for what is left of its TTL
         assert await a.admit("r2", ttl_s=30, age_s=2) == Decision("queued", "28000")
@@ -36,8 +34,7 @@ async def test_at_the_bound_a_request_is_queued_with_its_time_to_live(fleet: Ope
 
 async def test_many_in_one_call_take_what_there_is_and_no_more(fleet: OpenFleet) -> None:
     # Given room for three on each of two endpoints
-    async with fleet("a", endpoints=2, upper_per=3) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=3) as (it, a):
         # When ten come in one turn of the loop
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(10)))
         # Then the first six are placed
@@ -48,8 +45,7 @@ async def test_many_in_one_call_take_what_there_is_and_no_more(fleet: OpenFleet)
 
 async def test_the_queue_is_served_only_below_the_lower_bound(fleet: OpenFleet) -> None:
     # Given four running at an upper bound of 4 and a lower one of 2, and one waiting
-    async with fleet("a", upper_per=4, lower_per=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=4, lower_per=2) as (it, a):
         for i in range(1, 5):
             await a.admit(f"r{i}")
         await a.admit("waits")
@@ -65,8 +61,7 @@ async def test_the_queue_is_served_only_below_the_lower_bound(fleet: OpenFleet) 
 
 async def test_nothing_bypasses_a_queue(fleet: OpenFleet) -> None:
     # Given room below the upper bound, but one that waits for the lower
-    async with fleet("a", upper_per=4, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=4, lower_per=1) as (it, a):
         for i in range(1, 5):
             await a.admit(f"r{i}")
         await a.admit("first")
@@ -82,8 +77,7 @@ async def test_nothing_bypasses_a_queue(fleet: OpenFleet) -> None:
 
 async def test_a_request_that_costs_more_than_there_is_waits_for_room(fleet: OpenFleet) -> None:
     # Given three of four taken
-    async with fleet("a", upper_per=4, lower_per=4) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=4, lower_per=4) as (it, a):
         for i in range(1, 4):
             await a.admit(f"r{i}")
         # When one of cost 2 comes, then it waits
@@ -97,16 +91,14 @@ async def test_a_request_that_costs_more_than_there_is_waits_for_room(fleet: Ope
 
 async def test_a_request_past_its_time_to_live_is_not_admitted_into_an_empty_pool(fleet: OpenFleet) -> None:
     # Given room, when a request comes that is as old as it may get, then it has expired (G5)
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         assert await a.admit("late", ttl_s=1, age_s=1) == Decision("expired", "")
         assert await it.at_rest()
 
 
 async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet: OpenFleet) -> None:
     # Given a queue of three, two a flow, and a full stock
-    async with fleet("a", upper_per=1, total_capacity=3, flow_capacity=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=3, flow_capacity=2) as (it, a):
         await a.admit("runs")
         # When flow x brings three, then its third is refused
         assert [(await a.admit(f"x{i}", flow="x")).status for i in range(2)] == ["queued"] * 2
@@ -123,8 +115,7 @@ async def test_a_flow_has_its_part_of_the_queue_and_the_queue_its_capacity(fleet
 
 
 async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, total_capacity=9, flow_capacity=9, max_flows=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=9, flow_capacity=9, max_flows=2) as (_, a):
         await a.admit("runs")
         for name, flow in (("x0", "x"), ("y0", "y"), ("x1", "x")):
             assert (await a.admit(name, flow=flow)).status == "queued"
@@ -142,8 +133,7 @@ async def test_requests_of_so_many_flows_may_wait(fleet: OpenFleet) -> None:
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
     # Given a queue with one place a flow, two in all, and a full stock
-    async with fleet("a", upper_per=1, total_capacity=2, flow_capacity=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=2, flow_capacity=1) as (_, a):
         await a.admit("runs")
         await a.admit("x0", flow="x")
         # When the gate asks for more than there is, then it raises what the protocol names
@@ -159,8 +149,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
 
 
 async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         # Given no endpoint, or only one that drains, when a request comes, then it is refused
         for endpoints in ((), (Endpoint("10.0.0.1:8000", draining=True),)):
             await a.publish(*endpoints)
@@ -170,8 +159,7 @@ async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -
 
 async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet) -> None:
     # Given one waiting, and no endpoint left
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (_, a):
         await a.admit("runs")
         await a.admit("waits")
         await a.publish()
@@ -185,8 +173,7 @@ async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet
 
 async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
     # Given replicas that have not published, when one asks, then it is told to publish first
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
         assert (await a.admit("r")).status == "unknown-pool"
         pulse = await a.beat()
@@ -196,8 +183,7 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
 
 async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFleet) -> None:
     # Given a stock of 1000 tokens, of which one request takes a quarter at most
-    async with fleet("a", upper_per=1000, lower_per=1000, claim_share=0.25) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1000, lower_per=1000, claim_share=0.25) as (it, a):
         # When six claim a million each, and a hundred honest ones of 10 come behind them
         for n in range(6):
             await a.admit(f"greedy{n}", flow="greedy", cost=1e6)
@@ -222,8 +208,7 @@ A, B = addresses(2)
 
 async def test_without_a_queue_all_are_placed_at_once_where_the_load_is_least(fleet: OpenFleet) -> None:
     # Given bounds of two requests, and no queue
-    async with fleet("a", "b", endpoints=2, upper_per=1, queue_enabled=0) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, upper_per=1, queue_enabled=0) as (it, a, b):
         # When fifty come through either replica, of any flow and band
         for i in range(50):
             verdict = await (a, b)[i % 2].admit(f"r{i}", flow=f"flow{i % 3}", band=i % 3, cost=1 + i % 4)
@@ -243,8 +228,7 @@ async def test_without_a_queue_all_are_placed_at_once_where_the_load_is_least(fl
 
 async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -> None:
     # Given a full fleet and more who wait than one call serves
-    async with fleet("a", endpoints=1, upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=1, upper_per=1) as (it, a):
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
@@ -270,8 +254,7 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
 async def test_without_a_queue_limits_hold_and_who_finds_none_below_its_own_is_refused(
     fleet: OpenFleet,
 ) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (_, a):
         await a.publish(Endpoint(A, max_inflight=1), Endpoint(B, max_inflight=1), queue_enabled=0)
         assert [(await a.admit(f"r{i}")).status for i in range(2)] == ["placed"] * 2
         verdict = await a.admit("third")

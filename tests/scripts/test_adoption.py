@@ -12,8 +12,7 @@ from picker_fleet.state.store import Decision
 
 async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> None:
     # Given three waiting by one replica
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         for name in ("q0", "q1", "q2"):
             await a.admit(name)
@@ -33,8 +32,7 @@ async def test_an_adopted_queued_request_keeps_its_place(fleet: OpenFleet) -> No
 
 async def test_an_adopted_granted_request_is_placed_at_once(fleet: OpenFleet) -> None:
     # Given a request granted to a replica that has not placed it
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await a.admit("r")
         await a.settle("runs")
@@ -49,8 +47,7 @@ async def test_an_adopted_granted_request_is_placed_at_once(fleet: OpenFleet) ->
 
 async def test_an_adopted_granted_request_without_an_endpoint_is_refused(fleet: OpenFleet) -> None:
     # Given a granted request, when its adopter asks for endpoints that do not exist, then it is over
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await a.admit("r")
         await a.settle("runs")
@@ -61,8 +58,7 @@ async def test_an_adopted_granted_request_without_an_endpoint_is_refused(fleet: 
 
 async def test_an_adopted_placed_request_stays_where_it_is(fleet: OpenFleet) -> None:
     # Given a placed request on one of many endpoints
-    async with fleet("a", "b", endpoints=4) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=4) as (it, a, b):
         placed = await a.admit("r")
         # When another replica brings it, then it is told the same endpoints in the same order
         assert await b.admit("r", attempt=5) == placed
@@ -77,8 +73,7 @@ async def test_an_adopted_placed_request_stays_where_it_is(fleet: OpenFleet) -> 
 
 async def test_an_admission_told_twice_can_be_taken_back(fleet: OpenFleet) -> None:
     # Given a request that was placed, when the reply is lost and the same stream asks again
-    async with fleet("a", endpoints=4) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=4) as (it, a):
         placed = await a.admit("r", attempt=3)
         assert await a.admit("r", attempt=3) == placed
         # Then it is still that stream's own
@@ -88,8 +83,7 @@ async def test_an_admission_told_twice_can_be_taken_back(fleet: OpenFleet) -> No
 
 async def test_a_late_cancel_of_the_old_owner_harms_no_queued_request(fleet: OpenFleet) -> None:
     # Given a queued request that was adopted, by another replica or a newer stream of the same
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         for name, adopter in (("q0", b), ("q1", a)):
             await a.admit(name, attempt=1)
@@ -102,8 +96,7 @@ async def test_a_late_cancel_of_the_old_owner_harms_no_queued_request(fleet: Ope
 
 async def test_a_silent_replicas_requests_are_held_and_adopted_in_their_old_place(fleet: OpenFleet) -> None:
     # Given a request of a replica that falls silent, and a younger one of another
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         await a.admit("old", ttl_s=3600)
         await b.admit("young")
@@ -126,8 +119,7 @@ async def test_a_silent_replicas_requests_are_held_and_adopted_in_their_old_plac
 
 async def test_a_held_request_nobody_brings_is_abandoned(fleet: OpenFleet) -> None:
     # Given a held request
-    async with fleet("a", "b", upper_per=1, silence_ms=200) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, silence_ms=200) as (it, a, b):
         await b.admit("runs")
         await a.admit("q")
 
@@ -148,8 +140,7 @@ async def test_a_held_request_nobody_brings_is_abandoned(fleet: OpenFleet) -> No
 
 async def test_notifications_for_a_replica_that_is_gone_are_not_kept(fleet: OpenFleet) -> None:
     # Given a replica that was swept away, and a late admission of it
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         await a.admit("q")
         await a.store.leave()
@@ -164,8 +155,7 @@ async def test_notifications_for_a_replica_that_is_gone_are_not_kept(fleet: Open
 
 async def test_nothing_is_granted_to_a_silent_replica(fleet: OpenFleet) -> None:
     # Given a silent replica's request at the head of the queue, before any sweep
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         await a.admit("dead")
         await b.admit("alive")
@@ -179,8 +169,7 @@ async def test_nothing_is_granted_to_a_silent_replica(fleet: OpenFleet) -> None:
 
 async def test_more_waiting_requests_than_one_sweep_walks_are_all_held(fleet: OpenFleet) -> None:
     # Given 250 waiting by a replica that falls silent, and ten of another among them
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
@@ -198,8 +187,7 @@ async def test_more_waiting_requests_than_one_sweep_walks_are_all_held(fleet: Op
 
 async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFleet) -> None:
     # Given a replica whose waiting request was held, its walk half done
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
@@ -214,8 +202,7 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
 
 async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
     # Given a request that waits, and comes again to the same replica over a new stream
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         await until(lambda: _queued(it, 1))
@@ -233,8 +220,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
     # Given a waiter whose request was adopted elsewhere
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await until(lambda: _queued(it, 1))

@@ -177,8 +177,7 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
 
 async def test_what_a_dead_replica_leaves_is_adopted(valkey_fleet: OpenFleet) -> None:
     # Given requests that wait through a replica which falls silent
-    async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as it:
-        a, b = it.replicas
+    async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
         await b.beat()
         await a.admit("runs")
         for i in range(6):
@@ -217,8 +216,7 @@ async def test_the_command_tells_a_violation_and_its_evidence(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Given a log in which a request ends twice
-    async with valkey_fleet("a") as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a") as (it, a):
         await a.admit("r")
         await a.settle("r")
         *_, (_, last) = await it.redis.xrange(it.keys.log)
@@ -246,8 +244,7 @@ async def test_what_is_trimmed_while_the_log_is_read_is_told(
 ) -> None:
     # Given a log of several pages, of which the first has been read
     monkeypatch.setattr("picker_tools.audit.log.PAGE", 10)
-    async with valkey_fleet("a") as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
         with LogStream(valkey_url, it.pool) as log:

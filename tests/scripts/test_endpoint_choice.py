@@ -20,8 +20,7 @@ def listed(verdict: Decision) -> list[str]:
 
 async def test_the_endpoint_with_the_fewest_in_flight_is_chosen(fleet: OpenFleet) -> None:
     # Given four endpoints with room
-    async with fleet("a", "b", endpoints=4, upper_per=10) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=4, upper_per=10) as (_, a, b):
         # When eight come by two replicas, then each endpoint has two
         chosen = [listed(await (a, b)[i % 2].admit(f"r{i}"))[0] for i in range(8)]
         assert Counter(chosen) == dict.fromkeys((E1, E2, E3, E4), 2)
@@ -32,8 +31,7 @@ async def test_the_endpoint_with_the_fewest_in_flight_is_chosen(fleet: OpenFleet
 
 async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
     # Given four idle endpoints, when requests come one at a time, then no endpoint is left out
-    async with fleet("a", endpoints=4) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=4) as (_, a):
         seen = set()
         for i in range(100):
             seen.add(listed(await a.admit(f"r{i}"))[0])
@@ -46,8 +44,7 @@ async def test_fallbacks_are_the_next_best_and_as_many_as_configured(
     fleet: OpenFleet, fallbacks: int
 ) -> None:
     # Given two idle endpoints, one with one in flight and one with two
-    async with fleet("a", endpoints=4, upper_per=10, fallbacks=fallbacks) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=4, upper_per=10, fallbacks=fallbacks) as (_, a):
         await a.admit("x", subset=(E2,))
         await a.admit("y", subset=(E3,))
         await a.admit("z", subset=(E3,))
@@ -63,8 +60,7 @@ async def test_fallbacks_are_the_next_best_and_as_many_as_configured(
 
 async def test_a_subset_is_kept_to(fleet: OpenFleet) -> None:
     # Given a subset of one busy endpoint and one that does not exist
-    async with fleet("a", endpoints=4, upper_per=10) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=4, upper_per=10) as (_, a):
         await a.admit("busy", subset=(E2,))
         # When requests name it, then they get what exists of it, idle others or not, and no fallback else
         assert await a.admit("one", subset=(E2,)) == Decision("placed", E2)
@@ -76,8 +72,7 @@ async def test_a_subset_is_kept_to(fleet: OpenFleet) -> None:
 async def test_a_subset_without_a_known_endpoint_is_refused(
     fleet: OpenFleet, subset: tuple[str, ...]
 ) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         # Given room, when the subset names nothing, then the request is refused and holds nothing
         assert await a.admit("r", subset=subset) == Decision("refused", "no-endpoints 1")
         assert await it.at_rest()
@@ -85,8 +80,7 @@ async def test_a_subset_without_a_known_endpoint_is_refused(
 
 async def test_a_queued_request_whose_subset_is_gone_is_refused_when_placed(fleet: OpenFleet) -> None:
     # Given a granted request
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("waits")
         await a.settle("runs")
@@ -99,8 +93,7 @@ async def test_a_queued_request_whose_subset_is_gone_is_refused_when_placed(flee
 
 async def test_a_granted_request_is_placed_in_its_subset(fleet: OpenFleet) -> None:
     # Given a granted request and an idle endpoint outside its subset
-    async with fleet("a", endpoints=2, upper_per=0.5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=0.5) as (_, a):
         await a.admit("runs", subset=(E2,))
         await a.admit("waits")
         await a.settle("runs")
@@ -110,8 +103,7 @@ async def test_a_granted_request_is_placed_in_its_subset(fleet: OpenFleet) -> No
 
 async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(fleet: OpenFleet) -> None:
     # Given two requests on one endpoint
-    async with fleet("a", endpoints=2, upper_per=5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.admit("r1", subset=(E1,))
         await a.admit("r2", subset=(E1,))
         # When it leaves, then it takes nothing new, and its count stays
@@ -128,8 +120,7 @@ async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_en
 
 async def test_an_endpoint_that_comes_back_has_its_count_still(fleet: OpenFleet) -> None:
     # Given one that left while busy
-    async with fleet("a", endpoints=2, upper_per=5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.admit("r1", subset=(E1,))
         await a.publish(E2, upper_per=5)
         # When it comes back, then the other, idle one is chosen first
@@ -141,8 +132,7 @@ async def test_an_endpoint_that_comes_back_has_its_count_still(fleet: OpenFleet)
 
 async def test_a_draining_endpoint_takes_nothing_new_and_counts_for_no_bound(fleet: OpenFleet) -> None:
     # Given one busy on each of two endpoints
-    async with fleet("a", endpoints=2, upper_per=2, lower_per=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=2, lower_per=2) as (it, a):
         await a.admit("r1", subset=(E1,))
         await a.admit("r2", subset=(E2,))
         # When one drains, then the bound is the other's
@@ -160,8 +150,7 @@ async def test_a_draining_endpoint_takes_nothing_new_and_counts_for_no_bound(fle
 
 
 async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (_, a):
         # Given endpoints with labels, one draining, when a replica asks, then it has them by address
         endpoints = (Endpoint(E1, labels={"zone": "ü"}), Endpoint("[::1]:8000", draining=True))
         await a.publish(*reversed(endpoints))
@@ -172,8 +161,7 @@ async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
 
 async def test_scores_decide_and_live_load_has_its_part(fleet: OpenFleet) -> None:
     # Given two idle endpoints, of which the second has the better score by 0.3; load in flight weighs 0.5
-    async with fleet("a", endpoints=2, upper_per=10, live_weight=0.5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=10, live_weight=0.5) as (_, a):
         scored = f"{E1}=0.2,{E2}=0.5"
         # When requests come, then the better one has them until its load outweighs its score
         first, second = [listed(await a.admit(f"r{i}", candidates=scored)) for i in range(2)]
@@ -195,8 +183,7 @@ async def test_equal_scores_do_not_herd_whoever_asks(fleet: OpenFleet) -> None:
 
 async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: OpenFleet) -> None:
     # Given the best of three endpoints drained, and one of them at its flow's limit
-    async with fleet("a", endpoints=3, upper_per=10) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=3, upper_per=10) as (_, a):
         scored = f"{E1}=0.9,{E2}=0.8,{E3}=0.1"
         await a.store.mark_endpoint(E1, "drained", True)
         await a.admit("limited", subset=(E2,), limit=1)
@@ -208,8 +195,7 @@ async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: Op
 @pytest.mark.parametrize("why", ["drained", "full"])
 async def test_what_cannot_be_picked_makes_the_load_of_others_no_smaller(fleet: OpenFleet, why: str) -> None:
     # Given an endpoint that takes nothing of a flow, a busy one with the better score, and an idle one
-    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
         await a.admit("busy", subset=(E2,))
         await a.admit("other", subset=(E1,))
         await a.admit("limited", subset=(E1,), limit=1)
@@ -228,8 +214,7 @@ MARKS = pytest.mark.parametrize("what", ["drained", "down"])
 @MARKS
 async def test_nothing_new_goes_to_a_marked_endpoint_whoever_picks(fleet: OpenFleet, what: str) -> None:
     # Given two endpoints with room for two each, and a request on the first
-    async with fleet("a", "b", endpoints=2, upper_per=2) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, upper_per=2) as (it, a, b):
         assert await a.admit("runs", subset=(E1,)) == Decision("placed", E1)
         # When one replica marks it
         assert await a.store.mark_endpoint(E1, what, True) == "marked"
@@ -250,8 +235,7 @@ async def test_nothing_new_goes_to_a_marked_endpoint_whoever_picks(fleet: OpenFl
 
 async def test_both_marks_must_go_before_an_endpoint_is_picked(fleet: OpenFleet) -> None:
     # Given an endpoint that is drained and down, each said twice
-    async with fleet("a", endpoints=2, upper_per=5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=5) as (_, a):
         for what in ("drained", "down", "drained", "down"):
             await a.store.mark_endpoint(E1, what, True)
         # When one mark goes, then the other still holds; when both have gone, it is picked again
@@ -264,8 +248,7 @@ async def test_both_marks_must_go_before_an_endpoint_is_picked(fleet: OpenFleet)
 @MARKS
 async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
     # Given a marked endpoint
-    async with fleet("a", endpoints=2, upper_per=5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.store.mark_endpoint(E1, what, True)
         # When the same endpoints are published again, then the mark holds
         await a.publish(E1, E2, upper_per=5)
@@ -282,8 +265,7 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
 
 async def test_a_draining_endpoint_that_is_marked_is_counted_once(fleet: OpenFleet) -> None:
     # Given an endpoint that discovery calls draining
-    async with fleet("a", endpoints=2, upper_per=5) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.publish(Endpoint(E1, draining=True), Endpoint(E2), upper_per=5)
         # When it is marked and unmarked, then there is one ready endpoint all along
         for on in (True, False):
@@ -293,16 +275,14 @@ async def test_a_draining_endpoint_that_is_marked_is_counted_once(fleet: OpenFle
 
 
 async def test_an_unknown_endpoint_cannot_be_marked(fleet: OpenFleet) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         assert await a.store.mark_endpoint("10.9.9.9:1", "down", True) == "unknown"
         assert not await it.redis.exists(it.keys.marks)
 
 
 async def test_a_mark_changes_the_version_that_heartbeats_bring(fleet: OpenFleet) -> None:
     # Given a replica that knows the endpoints
-    async with fleet("a", endpoints=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2) as (_, a):
         before = (await a.store.heartbeat("{}", 60)).endpoints_version
         # When one is marked, then the version changes; when it is said again, it does not
         await a.store.mark_endpoint(E1, "down", True)

@@ -68,8 +68,7 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
 
 async def test_a_hot_prefix_does_not_pile_up_on_one_endpoint(fleet: OpenFleet) -> None:
     # Given an endpoint that has everybody's prefix, by a score that no load outweighs, and a limit of 2
-    async with fleet("a", upper_per=ROOM) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 2), Endpoint(B), Endpoint(C), upper_per=ROOM)
         verdicts = [await a.admit(f"r{i}", candidates=f"{A}=100,{B}=0,{C}=0") for i in range(6)]
         # Then two are there, and the others where there is room; no answer names it as a fallback either
@@ -80,8 +79,7 @@ async def test_a_hot_prefix_does_not_pile_up_on_one_endpoint(fleet: OpenFleet) -
 
 async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
     # Given one that fills the only endpoint some may go to
-    async with fleet("a", upper_per=ROOM) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), Endpoint(B), upper_per=ROOM)
         assert await take(a, "first", subset=(A,), flow="x") == "placed"
         # When two more flows come that may go nowhere else, then they wait
@@ -105,8 +103,7 @@ async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet:
 
 
 async def test_who_waits_for_an_endpoint_and_leaves_is_forgotten(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=ROOM) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), limited(B, 1), Endpoint(C), upper_per=ROOM)
         for name in (A, B):
             await take(a, name, subset=(name,))
@@ -122,8 +119,7 @@ async def test_who_waits_for_an_endpoint_and_leaves_is_forgotten(fleet: OpenFlee
 
 async def test_a_grant_that_is_not_placed_yet_has_its_place(fleet: OpenFleet) -> None:
     # Given two endpoints with one place each; one request runs, another was queued behind a pause and granted
-    async with fleet("a", upper_per=ROOM) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), limited(B, 1), upper_per=ROOM)
         await a.admit("runs")
         await a.store.set_live_config({"paused": 1}, {})
@@ -137,8 +133,7 @@ async def test_a_grant_that_is_not_placed_yet_has_its_place(fleet: OpenFleet) ->
 
 
 async def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=ROOM) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 3), upper_per=ROOM)
         for i in range(3):
             await a.admit(f"r{i}")

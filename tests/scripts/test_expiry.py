@@ -12,8 +12,7 @@ from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
 async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFleet) -> None:
     # Given one waiting 50 ms at most, and one with time, behind it
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await b.admit("short", ttl_s=0.05)
         await a.admit("long")
@@ -31,8 +30,7 @@ async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFlee
 
 async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
     # Given 50 expired requests of one replica and no capacity
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
@@ -51,8 +49,7 @@ async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
 
 async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
     # Given a full stock and nobody who sweeps
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         # When a request waits past its time, then it is answered and its place is given back
         with pytest.raises(ExpiredTtl) as answer:
@@ -96,8 +93,7 @@ async def _has(it: Fleet, word: str) -> bool:
 
 async def test_an_expiry_does_not_take_back_a_grant_given_in_time(fleet: OpenFleet) -> None:
     # Given a request granted, then placed
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("q")
         await a.settle("runs")
@@ -110,8 +106,7 @@ async def test_an_expiry_does_not_take_back_a_grant_given_in_time(fleet: OpenFle
 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
     # Given a waiter that nobody wakes
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await until(lambda: _has(it, "q"))
@@ -124,8 +119,7 @@ async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) 
 
 async def test_an_adopted_request_past_its_time_has_expired(fleet: OpenFleet) -> None:
     # Given one waiting whose time is up, when another replica brings it, then it is raised so
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await a.admit("q", ttl_s=0.05)
         await it.after(60)

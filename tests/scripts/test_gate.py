@@ -33,8 +33,7 @@ async def cancel(task: "asyncio.Task[Placement]") -> None:
 
 async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) -> None:
     # Given a replica that listens and waits
-    async with fleet("a", "b", upper_per=1, listening=True) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, listening=True) as (it, a, b):
         await a.admit("runs")
         waiter = asked(b, "q")
         await queued(it, "q")
@@ -46,8 +45,7 @@ async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) 
 
 async def test_a_lost_wake_up_is_made_good_by_the_heartbeat(fleet: OpenFleet) -> None:
     # Given a replica that never hears wake-ups
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         waiter = asked(b, "q")
         await queued(it, "q")
@@ -66,8 +64,7 @@ async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> 
         "decision_log": {"enabled": True},
         "request_queue_controller": {"watermark_per_backend": 2},
     }
-    async with fleet("a", "b", endpoints=2, joined=config) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, joined=config) as (it, a, b):
 
         async def one(number: int) -> None:
             name = f"r{number}"
@@ -82,8 +79,7 @@ async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> 
 
 async def test_a_client_that_leaves_before_its_admission_is_sent_leaves_nothing(fleet: OpenFleet) -> None:
     # Given a request whose admission is in no message yet
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)
         # When its client leaves, then the cancel follows the admission
@@ -97,8 +93,7 @@ async def test_a_client_that_leaves_while_its_admission_is_on_the_way_leaves_not
     fleet: OpenFleet,
 ) -> None:
     # Given a message on the wire
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)  # one turn: it has been sent, and no reply can have been read
         await cancel(task)
@@ -110,8 +105,7 @@ async def test_a_client_that_leaves_while_its_admission_is_on_the_way_leaves_not
 
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
     # Given one that waits and one behind it
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         task = asked(a, "q")
         await queued(it, "q")
@@ -132,8 +126,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     # Given a granted request whose placement is stopped before it is sent, or before its answer is read
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         placing = asyncio.Event()
         real = a.store.place
 
@@ -161,8 +154,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
 async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
     # Given a placement, when it never reaches Envoy, then it is given back, once
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
         a.gate.withdraw("r", placement)
@@ -173,8 +165,7 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
 
 async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
     # Given a waiter whose granted request is taken away before it is placed
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
         waiter = asked(a, "q")
         await queued(it, "q")
@@ -188,8 +179,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
 
 async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> None:
     # Given two in flight, when two replicas report the end of the same one, then the other runs on
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         for name in ("r1", "r2"):
             await a.gate.admit(ask(name), stream_owned=False)
         for replica in (a, b, a):
@@ -204,8 +194,7 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
     fleet: OpenFleet,
 ) -> None:
     # Given a full stock and one endpoint that drains
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.publish(E1, Endpoint(E2, draining=True))
         # When such a request asks, then it has a ready endpoint of its subset, and holds nothing
@@ -219,8 +208,7 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 
 async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet) -> None:
     # Given a queue that holds a request of b's that b knows nothing of, and one behind it
-    async with fleet("a", "b", upper_per=1, listening=True) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, listening=True) as (it, a, b):
         await a.admit("runs")
         await b.store.admit(ask("unknown"), 1, "*")
         waiter = asked(b, "q")
@@ -236,8 +224,7 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
 
 async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_request(fleet: OpenFleet) -> None:
     # Given a request that was granted and placed, and is not waited for any more
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         waiter = asked(b, "q")
         await queued(it, "q")

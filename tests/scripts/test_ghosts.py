@@ -43,8 +43,7 @@ async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_th
     fleet: OpenFleet,
 ) -> None:
     names = [f"r{i}" for i in range(6)]
-    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         for name in names:
             await a.admit(name)
         await seen(it, *names[4:], ago_s=4)  # it has shown itself, though not since the last pages
@@ -72,8 +71,7 @@ async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_th
 
 
 async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # the access log is late, and the page has it
         await report(it, 1, before=(0.5, 1))
@@ -84,8 +82,7 @@ async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fl
 
 
 async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         await a.admit("r")
         await seen(it, "r", ago_s=10)
         metrics = it.keys.prefix + "metrics"
@@ -109,8 +106,7 @@ async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fle
 async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
     fleet: OpenFleet,
 ) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         # Given a placed request whose client has gone, as somebody says without a accounting token
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
@@ -131,8 +127,7 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
 
 
 async def test_a_suspect_that_gives_a_sign_of_life_is_none(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         await a.admit("r")
         await a.store.report_client_gone("r")
         await it.redis.zincrby(it.keys.prefix + "suspects", -5000, "r")

@@ -52,8 +52,7 @@ TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
 @asynccontextmanager
 async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Fleet]:
     """A fleet with room for two: `placed` and `granted` are in flight, `queued` and `other` wait."""
-    async with fleet("a", endpoints=2, upper_per=1, lower_per=1, flow_capacity=3, **options) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
         await a.admit("placed", workload="w")
         await a.admit("ends")
         await a.admit("granted", workload="w")

@@ -75,8 +75,7 @@ async def _queued(it: Fleet, request_id: str) -> bool:
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
     # Given a full pool: a body that is whole but for the mark of its end, and one that waits behind it
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         clock = Clock()
         exchange = uploading(a, clock)
         await whole_but_open(exchange)
@@ -99,8 +98,7 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
 
 async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFleet) -> None:
     # Given a body whose place was reaped before its end was answers, so that the first who waited has it
-    async with fleet("a", upper_per=1, lease_ms=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         clock = Clock()
         exchange = uploading(a, clock)
         await whole_but_open(exchange)

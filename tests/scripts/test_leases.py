@@ -18,8 +18,7 @@ MOST_TOMBSTONES = 100_000
 
 async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
     # Given three placed with a lease of 50 ms, and one that waits
-    async with fleet("a", upper_per=3, lease_ms=50) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=3, lease_ms=50) as (it, a):
         for i in range(3):
             await a.admit(f"r{i}", workload="w")
         await a.admit("waits")
@@ -36,8 +35,7 @@ async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
 
 async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
     # Given a grant that its owner does not place
-    async with fleet("a", upper_per=1, lease_ms=50) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lease_ms=50) as (it, a):
         await a.admit("runs")
         await a.admit("q")
         await a.settle("runs")
@@ -51,8 +49,7 @@ async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
 
 async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
     # Given 50 whose lease has run out
-    async with fleet("a", "b", upper_per=200, lease_ms=50) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
         # When two replicas sweep at most once a minute, then the first takes 32 and says more
@@ -68,8 +65,7 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
 
 async def test_a_renewed_request_is_not_reclaimed(fleet: OpenFleet) -> None:
     # Given two with the same short lease, one of which is renewed with a long one
-    async with fleet("a", upper_per=3, lease_ms=100) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         await asyncio.gather(a.admit("renewed"), a.admit("silent"))
         await a.publish(E1, upper_per=3, lease_ms=60_000)
         assert await a.store.renew("renewed", None, "", "") == "renewed"
@@ -81,8 +77,7 @@ async def test_a_renewed_request_is_not_reclaimed(fleet: OpenFleet) -> None:
 
 
 async def test_a_request_that_waits_is_not_renewed(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("q")
         # Given one waiting, when it is renewed, then it waits on
@@ -92,8 +87,7 @@ async def test_a_request_that_waits_is_not_renewed(fleet: OpenFleet) -> None:
 
 async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
     # Given one held stream, one that the access log reports, and one that nobody does; short leases
-    async with fleet("a", upper_per=3, lease_ms=100) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
@@ -116,8 +110,7 @@ async def _one_runs(it: Fleet) -> bool:
 
 async def test_renewals_move_the_count_to_the_endpoint_that_serves(fleet: OpenFleet) -> None:
     # Given a request placed on one endpoint, with another as fallback
-    async with fleet("a", endpoints=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2) as (it, a):
         await a.admit("r", subset=(E1,))
         # When the access log says that the other serves it, twice
         for _ in range(2):
@@ -130,8 +123,7 @@ async def test_renewals_move_the_count_to_the_endpoint_that_serves(fleet: OpenFl
 
 async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: OpenFleet) -> None:
     # Given a request that an endpoint serves which is in the pool no more
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await a.admit("r1")
         await a.admit("r2")
         for name in ("r1", "r2"):
@@ -148,8 +140,7 @@ async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_w
     fleet: OpenFleet,
 ) -> None:
     # Given a placed request and a shared state that has been lost and published anew
-    async with fleet("a", "b", endpoints=2) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, 1, "*")
         token = accounting_token.write(request, placed.detail.split(",")[0])
@@ -173,8 +164,7 @@ async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_w
 
 async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fleet: OpenFleet) -> None:
     # Given two that were let go without the shared state, of which one has ended
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "buried"
         # When the replica that let them go brings both, then only the one that runs is counted
@@ -210,8 +200,7 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
 async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_came_after(
     fleet: OpenFleet, ended_s: float, seen_s: float, answer: str
 ) -> None:
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         # Given an end that was heard some time ago, and is answers now
         assert await a.store.tombstone("r", ended_s) == "buried"
@@ -228,8 +217,7 @@ async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_
 
 
 async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet: OpenFleet) -> None:
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "buried"
         now_ms = await it.now_ms()
         # Given more than are kept
@@ -248,8 +236,7 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
     fleet: OpenFleet,
 ) -> None:
     # Given a request that one replica let go without the shared state, and whose end another is answers of
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
@@ -274,8 +261,7 @@ async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_hear
 )
 async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, token: str) -> None:
     # Given no record, when a renewal brings a accounting token that cannot be read, then nothing is counted
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await it.at_rest()
 
@@ -287,8 +273,7 @@ async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
     # Given a bound of four, also where some of its endpoints are down at the moment
-    async with fleet("a", endpoints=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
         # When a accounting token claims more
@@ -303,8 +288,7 @@ async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
 
 
 async def test_a_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
-    async with fleet("a", endpoints=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
         # Given accounting tokens for an endpoint that nobody knows, then they restore nothing
         assert await a.store.renew("r", None, "", accounting_token.write(ask("r"), nowhere)) == "unknown"
@@ -317,8 +301,7 @@ async def test_a_accounting_token_counts_only_where_the_pool_has_an_endpoint(fle
 
 
 async def test_an_old_accounting_token_of_an_ended_request_does_not_bring_it_back(fleet: OpenFleet) -> None:
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         # Given a request that was let go without the shared state, and has ended
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
@@ -334,8 +317,7 @@ async def test_an_old_accounting_token_of_an_ended_request_does_not_bring_it_bac
 
 async def test_a_restored_request_of_a_held_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
     # Given a held stream whose record is lost
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
@@ -361,8 +343,7 @@ DAMAGED = [
 @pytest.mark.parametrize("damaged", DAMAGED)
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
     # Given a request in flight
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await a.admit("r")
         # When the access log tells of one that nobody knows, with a accounting token that is damaged
         assert await a.store.renew("x", None, "", damaged) == "unknown"
@@ -373,8 +354,7 @@ async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, dam
 
 
 async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fleet: OpenFleet) -> None:
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
 
         async def keys() -> list[str]:
             return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
@@ -407,8 +387,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fl
 
 async def test_an_endpoint_that_is_none_moves_nothing(fleet: OpenFleet) -> None:
     # Given a request in flight, and one that was lost
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await a.admit("r")
         # When the access log tells of endpoints that no address can be
         for served in ("a\tb", ",", "x,y", "\x01"):

@@ -21,8 +21,7 @@ E1 = addresses(1)[0]
 
 async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet) -> None:
     # Given more items than one call takes
-    async with fleet("a", upper_per=150) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=150) as (it, a):
         # When they come in one turn, then each has its own answer, in order
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [verdict.status for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
@@ -43,8 +42,7 @@ async def _next(call: Callable[[], Awaitable[str]]) -> str:
 
 async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fleet: OpenFleet) -> None:
     # Given a server that forgets every script
-    async with valkey_fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
             lambda: a.beat(),
             lambda: a.publish(E1, upper_per=1),
@@ -67,8 +65,7 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
 
 async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_fleet: OpenFleet) -> None:
     # Given one in flight, one granted, one queued
-    async with valkey_fleet("a", endpoints=2, upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
@@ -95,8 +92,7 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
     valkey_fleet: OpenFleet, forgotten: str
 ) -> None:
     # Given a server that has forgotten one script and knows the others
-    async with valkey_fleet("a") as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a") as (it, a):
         await it.redis.function_flush()
         registered = rf"redis\.register_function\{{function_name='{forgotten}_.*\n.*\}}\n"
         without, removed = re.subn(registered, "", load_library().source)
@@ -118,8 +114,7 @@ async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
 
 async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:
     # Given a pool key that is no hash
-    async with valkey_fleet("a") as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
         # When a script fails on it, then the caller has the fault in words
@@ -229,8 +224,7 @@ async def test_an_end_that_redis_takes_no_writes_for_is_told_when_it_does(
 
 async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFleet) -> None:
     # Given a link that nobody asks anything
-    async with valkey_fleet("a") as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a") as (it, a):
         link = a.store._client
         lives = link.connection_epoch
         # When its connection is cut, then it is well again without a call
@@ -244,8 +238,7 @@ async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFle
 
 async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
     # Given an admission that is on its way when its process falls asleep
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
         link = a.store._client
         while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it

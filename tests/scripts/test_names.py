@@ -31,8 +31,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
 
 async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_them(fleet: OpenFleet) -> None:
     # Given an attacker's flow and workload and another's, which joined by ':' read the same
-    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as it:
-        (replica,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         attacker = {"flow": "llama3:8b", "workload": "chat"}
         other = {"flow": "llama3", "workload": "8b:chat"}
         await replica.admit("runs", flow="other")
@@ -50,8 +49,7 @@ async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_th
 
 async def test_what_the_version_before_has_queued_is_served_in_its_order(fleet: OpenFleet) -> None:
     # Given requests of one workload that wait in a line spelled with ':', as the version before had it
-    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as it:
-        (replica,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         await replica.admit("runs", flow="other")
         for request_id in ("old 1", "old 2", "old 3"):
             await replica.admit(request_id, flow="f", workload="w")
@@ -94,8 +92,7 @@ async def _use_all_scripts(
 ) -> None:
     # Given requests of every pair of flow and workload, behind one that runs
     policy = {"upper_per": 1, "lower_per": 1, "ordering": "workload-aware", "fairness": fairness}
-    async with fleet(replica, **policy) as it:
-        (one,) = it.replicas
+    async with fleet(replica, **policy) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
         for request_id, (flow, workload) in zip(ids, pairs, strict=True):

@@ -93,8 +93,7 @@ async def test_flows_are_served_in_the_order_of_their_start_tags(
 
 async def test_a_flow_that_was_idle_has_no_credit(fleet: OpenFleet) -> None:
     # Given flow x, which has been served eight times while y brought nothing
-    async with fleet("a", upper_per=1, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("runs", flow="other")
         await queue_up(it, {"x": [1.0] * 12}, {"x": 1})
         for ends in ("runs", *(f"x{i}" for i in range(7))):
@@ -110,8 +109,7 @@ async def test_a_flow_that_was_idle_has_no_credit(fleet: OpenFleet) -> None:
 
 async def test_a_flow_that_comes_back_still_owes_what_it_has_had(fleet: OpenFleet) -> None:
     # Given x, whose one large request has been served, and y with a backlog of small ones
-    async with fleet("a", upper_per=5, lower_per=0.5) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=5, lower_per=0.5) as (it, a):
         await a.admit("runs", flow="other", cost=5)
         await queue_up(it, {"x": [5.0], "y": [1.0] * 8}, {"x": 1, "y": 1})
         await a.settle("runs")
@@ -125,8 +123,7 @@ async def test_a_flow_that_comes_back_still_owes_what_it_has_had(fleet: OpenFlee
 
 async def test_a_request_that_leaves_leaves_no_hole(fleet: OpenFleet) -> None:
     # Given two flows with three each, when the middle one of x leaves
-    async with fleet("a", upper_per=1, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("runs", flow="other")
         await queue_up(it, {"x": [1.0] * 3, "y": [1.0] * 3}, {"x": 1, "y": 1})
         assert await a.store.cancel("x1", 1, "cancelled") == "ended"
@@ -146,8 +143,7 @@ async def test_a_lower_band_is_served_when_the_higher_ones_are_empty(fleet: Open
 
 
 async def test_one_flow_name_in_two_bands_is_two_flows(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("runs", flow="other")
         # Given the same flow in two bands, when it is drained, then neither disturbs the other
         await a.admit("low", flow="f", band=Band.SHEDDABLE)
@@ -158,8 +154,7 @@ async def test_one_flow_name_in_two_bands_is_two_flows(fleet: OpenFleet) -> None
 
 async def test_those_who_come_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
     # Given two that came within a millisecond, and whose ids are the other way round, when they come again
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
         # Then who came first is served first
@@ -174,8 +169,7 @@ def by_guard(entries: Sequence[Entry]) -> list[str]:
 
 async def test_one_dispatch_in_ten_goes_to_the_most_overdue(fleet: OpenFleet) -> None:
     # Given overdue sheddable requests beside many critical ones
-    async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=100) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=100) as (it, a):
         await a.admit("runs")
         for i in range(5):
             await a.admit(f"shed{i}", band=Band.SHEDDABLE, flow="shed")
@@ -195,8 +189,7 @@ async def test_one_dispatch_in_ten_goes_to_the_most_overdue(fleet: OpenFleet) ->
 
 
 async def test_without_a_share_nobody_is_served_out_of_turn(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, starvation_ms=1, guard_share=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, starvation_ms=1, guard_share=0) as (it, a):
         await a.admit("runs")
         await a.admit("shed", band=Band.SHEDDABLE)
         await it.after(5)
@@ -209,8 +202,7 @@ async def test_without_a_share_nobody_is_served_out_of_turn(fleet: OpenFleet) ->
 
 async def test_by_default_half_the_ttl_is_patience(fleet: OpenFleet) -> None:
     # Given a short-lived and a long-lived request of equal age
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("long", band=Band.SHEDDABLE, flow="l", ttl_s=60)
         await a.admit("short", band=Band.SHEDDABLE, flow="s", ttl_s=10, age_s=6)
@@ -222,8 +214,7 @@ async def test_by_default_half_the_ttl_is_patience(fleet: OpenFleet) -> None:
 
 
 async def test_what_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, starvation_ms=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, starvation_ms=1) as (it, a):
         await a.admit("runs")
         for name in ("one", "two"):
             await a.admit(name)
@@ -238,8 +229,7 @@ async def test_what_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
 
 async def test_a_share_that_does_not_divide_one_is_kept_all_the_same(fleet: OpenFleet) -> None:
     # Given overdue requests enough, beside a higher band, and a share of 0.3
-    async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=200, guard_share=0.3) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=200, guard_share=0.3) as (it, a):
         await a.admit("runs")
         for i in range(40):
             await a.admit(f"shed{i}", band=Band.SHEDDABLE, flow="shed")

@@ -14,8 +14,7 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
     fleet: OpenFleet,
 ) -> None:
     # Given a queue full of two sheddable flows and a default one
-    async with fleet("a", "b", upper_per=1, total_capacity=7) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, total_capacity=7) as (it, a, b):
         await a.admit("runs")
         for name in ("x1", "x2", "x3", "y1", "y2", "y3"):
             await b.admit(name, flow=name[0], band=Band.SHEDDABLE)
@@ -34,8 +33,7 @@ async def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_a
 
 async def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(fleet: OpenFleet) -> None:
     # Given a full queue of three flows with one request each
-    async with fleet("a", upper_per=1, total_capacity=3) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=3) as (it, a):
         await a.admit("runs")
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
@@ -59,8 +57,7 @@ async def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_bac
 
 async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
     # Given an order of candidates with a flow queue that has drained, and without two that wait
-    async with fleet("a", upper_per=1, total_capacity=3) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=3) as (it, a):
         await a.admit("runs")
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
@@ -76,8 +73,7 @@ async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: Op
 
 
 async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, total_capacity=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=2) as (it, a):
         await a.admit("runs")
         await a.admit("c1", band=Band.CRITICAL)
         await a.admit("d1", band=Band.DEFAULT, flow="d")
@@ -89,8 +85,7 @@ async def test_critical_is_never_preempted_nor_its_own_band(fleet: OpenFleet) ->
 
 async def test_a_critical_flow_gets_its_places_however_full_the_queue_is(fleet: OpenFleet) -> None:
     # Given a queue with room for two flows, full of a critical one and a default one
-    async with fleet("a", upper_per=1, total_capacity=6, flow_capacity=3) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=6, flow_capacity=3) as (it, a):
         await a.admit("runs")
         for n in range(3):
             await a.admit(f"c{n}", flow="c", band=Band.CRITICAL)
@@ -108,8 +103,7 @@ async def test_a_critical_flow_gets_its_places_however_full_the_queue_is(fleet: 
 
 
 async def test_where_only_critical_requests_queue_others_are_refused(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, overload="reject-noncritical", total_capacity=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, overload="reject-noncritical", total_capacity=1) as (_, a):
         await a.admit("runs")
         assert (await a.admit("d", band=Band.DEFAULT)) == Decision("refused", "saturated 1")
         assert (await a.admit("c", band=Band.CRITICAL)).status == "queued"
@@ -118,8 +112,7 @@ async def test_where_only_critical_requests_queue_others_are_refused(fleet: Open
 
 async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet) -> None:
     # Given a queue that has drained at a known rate for a while
-    async with fleet("a", upper_per=1, total_capacity=8) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=8) as (it, a):
         await a.sweep()
         await a.admit("runs")
         for i in range(4):
@@ -139,8 +132,7 @@ async def test_retry_after_is_the_time_the_queue_takes_to_drain(fleet: OpenFleet
 
 async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
     # Given room for many, and a flow that may have one on each of two endpoints
-    async with fleet("a", "b", endpoints=2, upper_per=10) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, upper_per=10) as (it, a, b):
         verdicts = await asyncio.gather(*(a.admit(f"x{i}", flow="x", limit=1) for i in range(4)))
         assert sorted(verdict.status for verdict in verdicts) == ["placed", "placed", "queued", "queued"]
         # When others come, then they pass
@@ -160,8 +152,7 @@ async def test_a_flow_at_its_limit_waits_and_blocks_nobody(fleet: OpenFleet) -> 
 
 async def test_a_grant_whose_subset_is_at_the_limit_goes_back_to_its_place(fleet: OpenFleet) -> None:
     # Given a flow with its one request on the first endpoint, and one that must go there too
-    async with fleet("a", endpoints=2, upper_per=10) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=10) as (it, a):
         first, second = addresses(2)
         await a.admit("x0", flow="x", limit=1, subset=(first,))
         await a.admit("x1", flow="x", limit=1, subset=(first,))
@@ -180,8 +171,7 @@ async def test_a_grant_whose_subset_is_at_the_limit_goes_back_to_its_place(fleet
 
 @pytest.mark.parametrize("when", ["queued", "running", "unknown"])
 async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> None:
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("running")
         await a.admit("queued")
         answer = await b.store.evict(when)
@@ -193,8 +183,7 @@ async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> Non
 
 async def test_fractions_of_costs_leave_nothing_of_the_stock(fleet: OpenFleet) -> None:
     # Given requests whose costs have no exact sum
-    async with fleet("a", upper_per=1000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1000) as (it, a):
         for i in range(10):
             await a.admit(f"r{i}", cost=0.1 + i / 3)
         # When all have ended, in another order

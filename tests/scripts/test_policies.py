@@ -19,8 +19,7 @@ async def served(it: Fleet, a: Replica, count: int) -> list[str]:
 
 async def test_weighted_bands_share_by_weight(fleet: OpenFleet) -> None:
     # Given twenty waiting in each band
-    async with fleet("a", upper_per=1, band_policy="weighted", guard_share=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, band_policy="weighted", guard_share=0) as (it, a):
         await a.admit("runs")
         for i in range(20):
             for band in Band:
@@ -32,8 +31,7 @@ async def test_weighted_bands_share_by_weight(fleet: OpenFleet) -> None:
 
 
 async def test_strict_bands_serve_a_lower_one_only_when_the_higher_are_empty(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         for name, band in (("s", 2), ("d", 1), ("c", 0), ("d2", 1)):
             await a.admit(name, band=Band(band), flow=name)
@@ -41,8 +39,7 @@ async def test_strict_bands_serve_a_lower_one_only_when_the_higher_are_empty(fle
 
 
 async def test_round_robin_gives_each_flow_one_a_round_whatever_it_costs(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=100, lower_per=1, fairness="round-robin") as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=100, lower_per=1, fairness="round-robin") as (it, a):
         await a.admit("runs", cost=100)
         for name in ("x1", "x2", "y1", "y2", "z1"):
             await a.admit(name, flow=name[0], cost=9 if name[0] == "x" else 1, weight=5)
@@ -51,8 +48,7 @@ async def test_round_robin_gives_each_flow_one_a_round_whatever_it_costs(fleet: 
 
 async def test_no_fairness_is_one_order_for_the_band(fleet: OpenFleet) -> None:
     # Given a flow with many requests before another's one, and a part of the queue for each flow
-    async with fleet("a", upper_per=1, fairness="none", flow_capacity=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, fairness="none", flow_capacity=2) as (it, a):
         await a.admit("runs")
         for name in ("x1", "x2", "x3", "y1", "x4"):
             await a.admit(name, flow=name[0])
@@ -61,8 +57,7 @@ async def test_no_fairness_is_one_order_for_the_band(fleet: OpenFleet) -> None:
 
 
 async def test_earliest_deadline_first_within_a_flow(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, ordering="edf") as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering="edf") as (it, a):
         await a.admit("runs")
         for name, ttl_s in (("late", 50), ("soon", 20), ("middle", 30)):
             await a.admit(name, ttl_s=ttl_s)
@@ -77,8 +72,7 @@ async def test_a_higher_criticality_goes_first_and_a_workload_is_served_in_its_o
     fleet: OpenFleet,
 ) -> None:
     # Given two workloads' requests, the more critical ones later
-    async with fleet("a", upper_per=1, ordering="workload-aware", rate_weight=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering="workload-aware", rate_weight=0) as (it, a):
         await a.admit("runs")
         for name, criticality in (("low1", 1), ("low2", 5), ("high1", 4), ("high2", 4)):
             await a.admit(name, workload=name[:-1], criticality=criticality)
@@ -90,8 +84,7 @@ async def test_a_higher_criticality_goes_first_and_a_workload_is_served_in_its_o
 
 async def test_a_workload_that_asks_often_goes_behind(fleet: OpenFleet) -> None:
     # Given a workload with a high rate, and one that asks once
-    async with fleet("a", upper_per=1, ordering="workload-aware", window_ms=1000, rate_cap=10) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering="workload-aware", window_ms=1000, rate_cap=10) as (it, a):
         await a.admit("runs")
         for i in range(8):
             await a.admit(f"often{i}", workload="often")
@@ -102,8 +95,7 @@ async def test_a_workload_that_asks_often_goes_behind(fleet: OpenFleet) -> None:
 
 async def test_past_the_cap_a_longer_wait_counts_no_more(fleet: OpenFleet) -> None:
     # Given a cap of 50 ms that an uncritical request has long passed
-    async with fleet("a", upper_per=1, ordering="workload-aware", wait_cap_ms=50) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering="workload-aware", wait_cap_ms=50) as (it, a):
         await a.admit("runs")
         await a.admit("old", workload="old", criticality=2)
         await it.after(120)
@@ -133,8 +125,7 @@ async def test_the_workloads_average_wait_can_be_the_signal(fleet: OpenFleet) ->
 
 async def test_real_costs_correct_what_a_flow_was_charged(fleet: OpenFleet) -> None:
     # Given two flows whose estimates are equal, though one's requests cost a hundred times as much
-    async with fleet("a", upper_per=10, lower_per=10, flow_capacity=1000, guard_share=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lower_per=10, flow_capacity=1000, guard_share=0) as (it, a):
         await a.admit("runs", cost=10)
         for i in range(120):
             await a.admit(f"dear{i}", flow="dear", cost=10)
@@ -153,8 +144,7 @@ async def test_real_costs_correct_what_a_flow_was_charged(fleet: OpenFleet) -> N
 
 async def test_a_charge_below_nothing_is_corrected_like_any_other(fleet: OpenFleet) -> None:
     # Given a flow that was charged one for its turn, and is then given back nine by another policy
-    async with fleet("a", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0) as (it, a):
         await a.admit("runs", cost=10)
         for name in ("x1", "x2", "x3"):
             await a.admit(name, flow="x", cost=10)

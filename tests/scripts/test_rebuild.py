@@ -72,8 +72,7 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
 
 async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
     # Given four streams and five waiters of one flow on one replica
-    async with fleet("a", endpoints=2, joined=CONFIG) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 9))
@@ -91,8 +90,7 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
 
 async def test_streams_are_registered_before_waiters_where_redis_is_slow(fleet: OpenFleet) -> None:
     # Given four streams and five waiters of a replica, and a state that was lost and is published again
-    async with fleet("a", endpoints=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await a.publish(*addresses(2))
@@ -112,8 +110,7 @@ async def test_streams_are_registered_before_waiters_where_redis_is_slow(fleet: 
 
 async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
     # Given a replica that beats every two seconds, and a state that is lost in between
-    async with fleet("a", endpoints=2, joined=SLOW) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
         # When a request comes, then it has the state published at once and is placed
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
@@ -122,8 +119,7 @@ async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFle
 
 async def test_access_log_entries_restore_what_no_replica_holds(fleet: OpenFleet) -> None:
     # Given a stream that only Envoy knows of, and a state that was lost
-    async with fleet("a", "b", endpoints=2, joined=CONFIG) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 0))
@@ -145,8 +141,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given waiters whose first registration after a flush fails
-    async with fleet("a", endpoints=1, joined=CONFIG) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 2, 3)
         real = a.store.admit
         failures = 0
@@ -176,8 +171,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
 
 async def test_a_replica_that_was_away_too_long_registers_what_it_holds(fleet: OpenFleet) -> None:
     # Given a stream and a waiter of a replica that the others have given up
-    async with fleet("a", endpoints=1, joined=CONFIG) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, (waiter,) = await filled(it, 2, 1)
         await it.redis.zadd(it.keys.replicas, {"a": 1})
 
@@ -195,8 +189,7 @@ async def test_a_replica_that_was_away_too_long_registers_what_it_holds(fleet: O
 
 async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:
     # Given two replicas with the same configuration
-    async with fleet("a", "b", endpoints=2, joined=CONFIG) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         assert a.membership is not None
         assert b.membership is not None
         await until(lambda: len(b.cell.current.endpoints) == 2)

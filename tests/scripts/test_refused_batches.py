@@ -47,8 +47,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
 
 async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet: OpenFleet) -> None:
     # Given a full pool, and a flow whose queue is of another type
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         kept = await broken(it, BAD)
         # When requests of it and of others arrive in one message
@@ -76,8 +75,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
 
 async def test_an_end_stands_though_its_admission_was_asked_for_again(valkey_fleet: OpenFleet) -> None:
     # Given a broken flow
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         kept = await broken(it, BAD)
         # When one arrives beside one of that flow, and leaves in the same message
@@ -99,8 +97,7 @@ async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_
     valkey_fleet: OpenFleet, how: str
 ) -> None:
     # Given two of a flow in the queue, and one of a flow that breaks then
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
@@ -125,8 +122,7 @@ async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_
 
 async def test_an_admission_that_failed_half_way_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
     # Given a script that failed after it had put a request into its queue, and is not asked again
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("first", flow="good")
         await it.redis.zadd(it.keys.prefix + "queue:1:good", {"stray": 1})
@@ -143,8 +139,7 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
     valkey_fleet: OpenFleet,
 ) -> None:
     # Given a broken flow
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await broken(it, BAD)
         await it.redis.config_resetstat()

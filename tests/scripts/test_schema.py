@@ -79,8 +79,7 @@ def test_the_keys_that_python_spells_are_documented() -> None:
 
 
 async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet) -> None:
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (it, a, b):
         await it.redis.flushall()
         seen: dict[str, str] = {}
         await a.publish("10.0.0.1:8000", upper_per=1)
@@ -160,8 +159,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
     # Given a pool in which each band has served a request
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band)

@@ -60,8 +60,7 @@ async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
 
 
 async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet, for_long: None) -> None:
-    async with valkey_fleet("a", "b", "c", upper_per=1) as it:
-        a, *others = it.replicas
+    async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         await wait_in_line(it)
         # Given flow queues that one has read, and a queue that has changed since
         read = await queues_of(a)
@@ -84,8 +83,7 @@ async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_lo
 
 
 async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", "c", upper_per=1) as it:
-        a, b, c = it.replicas
+    async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
         # Given one that was told to read, and of which nothing more is heard
         assert await a.store._client.call("claim_queue_snapshot", reads.CLAIM_MS) == ["", 0]
@@ -96,8 +94,7 @@ async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valke
 
 
 async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         await wait_in_line(it)
         await queues_of(a)
         await a.admit("late", flow="late")
@@ -109,8 +106,7 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
 
 
 async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
-    async with valkey_fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         # Given an empty queue, at which both have looked
         assert await queues_of(a) == []
         assert await it.redis.exists(it.keys.queue_snapshot) == 0
@@ -123,8 +119,7 @@ async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for
 
 
 async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
             await it.redis.set(it.keys.queue_snapshot, other, px=FOREVER_MS)
@@ -133,8 +128,7 @@ async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFl
 
 
 async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
             # Given a cache that runs, and that nobody asks: then nothing is read
@@ -172,8 +166,7 @@ class Meanwhile:
 
 
 async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 

@@ -46,8 +46,7 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
     fleet: OpenFleet, weight: float
 ) -> None:
     # Given a flow whose weight an older version or nobody has checked, and one beside it
-    async with fleet("a", upper_per=1, lower_per=1, weights={"bad": weight}) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1, weights={"bad": weight}) as (it, a):
         await a.admit("running")
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
@@ -64,8 +63,7 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
 async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
     fleet: OpenFleet,
 ) -> None:
-    async with fleet("a", upper_per=1, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("running")
         for number in range(2):
             for flow in ("a", "z"):
@@ -88,8 +86,7 @@ async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
 async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(
     fleet: OpenFleet,
 ) -> None:
-    async with fleet("a", upper_per=1, lower_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         # Given turns of the lightest flow that there may be, of the dearest requests, and one that waits
         await a.admit("running")
         for number in range(3):
@@ -168,8 +165,7 @@ async def life(it: Fleet, name: str) -> None:
 async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set(
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
-    async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
         # Given ids, flow queues, replicas and endpoints that nothing stands behind
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
@@ -185,8 +181,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
 
 @pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "victims:1"])
 async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
-    async with valkey_fleet("a", upper_per=1, lower_per=1, total_capacity=1) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", upper_per=1, lower_per=1, total_capacity=1) as (it, a):
         await a.admit("first")
         await a.admit("waits", band=1)
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS[:3], FIRST))
@@ -210,8 +205,7 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
 async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
-    async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
         # Given entries that can't be read, some of them under names that requests come with
         names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))

@@ -17,8 +17,7 @@ from picker_fleet.request import Band, InferenceRequest
 
 
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", upper_per=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         await a.admit("waits")
         assert await b.store.set_live_config({"upper_per": 2, "lower_per": 2}, {"watermark": 2}) == "1"
@@ -55,8 +54,7 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
 
 
 async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=2) as (it, a):
         await a.store.set_live_config({"paused": 1}, {"paused": True})
         assert (await a.beat()).paused
         assert (await a.admit("waits")).status == "queued"
@@ -69,8 +67,7 @@ async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFle
 
 
 async def test_a_flows_weight_counts_for_what_already_waits(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, guard_share=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, guard_share=0) as (it, a):
         await a.admit("runs")
         for i in range(12):
             for flow in "xy":
@@ -100,8 +97,7 @@ async def test_policies_change_while_requests_wait(
     fleet: OpenFleet, before: dict[str, str], after: dict[str, str]
 ) -> None:
     # Given requests of several flows, bands and workloads, named or not, that wait under one policy
-    async with fleet("a", upper_per=1, guard_share=0, **before) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, guard_share=0, **before) as (it, a):
         await a.admit("runs")
         for i in range(24):
             await a.admit(

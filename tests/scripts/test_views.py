@@ -27,8 +27,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
 
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
     # Given three bands with waiting flows, one flow that has been served, and one at its limit
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await queued_behind_one(
             it, ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
         )
@@ -50,8 +49,7 @@ async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fl
 
 
 async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, weights={"gold": 4.0}) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, weights={"gold": 4.0}) as (it, a):
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
         await a.settle("runs")
         await it.after(20)
@@ -77,8 +75,7 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     fleet: OpenFleet, page: int
 ) -> None:
     # Given 230 flows in two bands, whose tags are all 0
-    async with fleet("a", upper_per=1, total_capacity=1000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=1000) as (_, a):
         await a.admit("runs")
         names = [f"flow-{i:03d} é" for i in range(115)]
         await asyncio.gather(
@@ -101,8 +98,7 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
 async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
     # Given two flow queues, one of them longer than a call may read
-    async with fleet("a", upper_per=1, ordering=ordering) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering=ordering) as (_, a):
         await a.admit("runs")
         # By arrival, and by deadline
         await asyncio.gather(
@@ -135,8 +131,7 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
 
 
 async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, starvation_ms=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, starvation_ms=1) as (it, a):
         await queued_behind_one(it, ("late", "f", 1))
         await it.after(5)
         await a.beat()
@@ -149,8 +144,7 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
 
 async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet) -> None:
     # Given 230 requests in flight, two of them granted and not yet placed
-    async with fleet("a", upper_per=230) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
         await a.admit("q1")
         await a.admit("q2")
@@ -177,8 +171,7 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
 
 
 async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", upper_per=1, starvation_ms=1) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
         # Queued: with its rank, its flow queue, and its place among the overdue
         await it.after(5)
@@ -203,8 +196,7 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
 
 async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
     # Given 230 workloads
-    async with fleet("a", upper_per=1000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
         # When they are read in pages of 40
@@ -227,8 +219,7 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
 
 
 async def test_replicas_and_decisions_are_told(fleet: OpenFleet) -> None:
-    async with fleet("a", "b") as it:
-        a, b = it.replicas
+    async with fleet("a", "b") as (_, a, b):
         await b.store.leave()
         found = {each.id: each for each in await a.store.reads.replicas()}
         assert found["a"].heartbeat_s_ago < 60 < found["b"].heartbeat_s_ago
@@ -241,8 +232,7 @@ async def test_replicas_and_decisions_are_told(fleet: OpenFleet) -> None:
 
 async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> None:
     # Given an empty Redis
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await it.redis.flushall()
         reads = a.store.reads
         # When everything is read
@@ -335,8 +325,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
 async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
     # Given requests that run and wait, of workloads and of none, of a flow with a limit and without
     policy = {**CONFIG["fair_request_queue"], "ordering": ordering}
-    async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as (_, a):
         assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert (await a.admit(f"q{number}", **kind)).status == "queued"
@@ -378,8 +367,7 @@ async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> 
 
 
 async def test_reasons_name_what_stands_in_the_way(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", joined=CONFIG) as (it, a):
         await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0), ("q2", "gold", Band.DEFAULT, 1.0))
         lists = lists_of(a)
 
@@ -431,8 +419,7 @@ async def test_more_flows_than_are_read_are_listed_still(
 
 
 async def test_service_is_told_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        (a,) = it.replicas
+    async with valkey_fleet("a", joined=CONFIG) as (it, a):
         lists = lists_of(a)
         await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0))
         served = '{"host":"h","up_s":5,"served":{"bands":[0,%d,0],"flows":[[1,"gold",%d]],"cut":false}}'

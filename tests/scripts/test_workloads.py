@@ -36,8 +36,7 @@ async def entry(it: Fleet, workload: str) -> Entry | None:
 
 async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenFleet) -> None:
     # Given room for one
-    async with fleet("a", "b", upper_per=1, flow_capacity=2) as it:
-        a, b = it.replicas
+    async with fleet("a", "b", upper_per=1, flow_capacity=2) as (it, a, b):
         # When its requests come by two replicas, then all are active and one is dispatched
         await a.admit("r1", workload="w")
         await b.admit("r2", workload="w")
@@ -64,8 +63,7 @@ async def test_a_workloads_requests_are_counted_through_their_lives(fleet: OpenF
 
 async def test_a_request_that_is_sent_back_to_the_queue_counts_as_dispatched_once(fleet: OpenFleet) -> None:
     # Given a flow with its one request on the first endpoint, and a workload's that must go there too
-    async with fleet("a", endpoints=2, upper_per=10) as it:
-        (a,) = it.replicas
+    async with fleet("a", endpoints=2, upper_per=10) as (it, a):
         first, _ = addresses(2)
         await a.admit("x0", flow="x", limit=1, subset=(first,))
         await a.admit("x1", flow="x", limit=1, subset=(first,), workload="w")
@@ -86,8 +84,7 @@ async def test_a_request_that_is_sent_back_to_the_queue_counts_as_dispatched_onc
 
 async def test_the_average_wait_follows_new_waits_by_a_fifth(fleet: OpenFleet) -> None:
     # Given a first request that waited 2.5 s, which is the average
-    async with fleet("a") as it:
-        (a,) = it.replicas
+    async with fleet("a") as (it, a):
         await a.admit("r1", workload="w", age_s=2.5)
         found = await entry(it, "w")
         assert found is not None
@@ -101,8 +98,7 @@ async def test_the_average_wait_follows_new_waits_by_a_fifth(fleet: OpenFleet) -
 
 async def test_a_queued_requests_wait_counts_from_its_arrival(fleet: OpenFleet) -> None:
     # Given one that waits, 10 s old when it came
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         before_ms = await it.now_ms()
         await a.admit("r", workload="w", age_s=10)
@@ -116,8 +112,7 @@ async def test_a_queued_requests_wait_counts_from_its_arrival(fleet: OpenFleet) 
 
 async def test_arrivals_are_counted_by_sixths_of_a_sliding_window(fleet: OpenFleet) -> None:
     # Given a window of 240 ms: slots of 40 ms
-    async with fleet("a", window_ms=240, upper_per=100) as it:
-        (a,) = it.replicas
+    async with fleet("a", window_ms=240, upper_per=100) as (it, a):
         model: dict[int, int] = {}
         for i in range(100):
             # When requests keep coming, then each slot counts those that came in it, and old ones fall off
@@ -136,8 +131,7 @@ async def test_arrivals_are_counted_by_sixths_of_a_sliding_window(fleet: OpenFle
 
 async def test_a_long_silence_empties_the_window(fleet: OpenFleet) -> None:
     # Given a window of 60 ms, long past
-    async with fleet("a", window_ms=60) as it:
-        (a,) = it.replicas
+    async with fleet("a", window_ms=60) as (it, a):
         await a.admit("r1", workload="w")
         await it.after(80)
         # When the next comes, then it is the only one in the window
@@ -149,8 +143,7 @@ async def test_a_long_silence_empties_the_window(fleet: OpenFleet) -> None:
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
     # Given 250 workloads that have ended and one that has a request running
-    async with fleet("a", upper_per=1000) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))
         await a.admit("runs", workload="busy")
@@ -169,8 +162,7 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
 
 async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
     # Given requests without a workload, when they run, wait and end, then the registry is empty
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("r1")
         await a.admit("r2")
         await a.settle("r1", "r2")
@@ -183,8 +175,7 @@ async def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_act
     fleet: OpenFleet, reason: str
 ) -> None:
     # Given a workload with one request running, and no room, or nowhere to go
-    async with fleet("a", upper_per=1, total_capacity=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=0) as (it, a):
         await a.admit("runs", workload="w")
         if reason == "no endpoints":
             await a.publish(upper_per=1)
@@ -203,8 +194,7 @@ async def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_act
 
 async def test_a_refusal_that_is_sent_twice_leaves_nothing_but_its_arrivals(fleet: OpenFleet) -> None:
     # Given a queue without room
-    async with fleet("a", upper_per=1, total_capacity=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=0) as (it, a):
         await a.admit("runs", workload="w")
         # When the same request is brought twice, then it is refused twice, and nothing is kept by its id
         for _ in range(2):
@@ -220,8 +210,7 @@ async def test_a_refusal_that_is_sent_twice_leaves_nothing_but_its_arrivals(flee
 async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet) -> None:
     # Given two workloads of one flow with a request waiting each, the greedy one's first, and no more room
     rates = {"rate_weight": 0.9, "rate_cap": 0.1, "guard_share": 0}
-    async with fleet("a", upper_per=1, total_capacity=2, ordering="workload-aware", **rates) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=2, ordering="workload-aware", **rates) as (_, a):
         await a.admit("runs")
         await a.admit("greedy", workload="greedy")
         await a.admit("modest", workload="modest")
@@ -236,8 +225,7 @@ async def test_requests_that_are_refused_push_a_workload_behind(fleet: OpenFleet
 
 async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:
     # Given room for everybody and a registry for two
-    async with fleet("a", upper_per=100, max_workloads=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # When three workloads come, two of them again
         for request, workload in enumerate(("w1", "w2", "w3", "w1", "w3")):
             assert (await a.admit(f"r{request}", workload=workload)).status == "placed"
@@ -248,8 +236,7 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: Ope
 
 
 async def test_workloads_of_one_batch_are_counted_before_they_are_written(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=100, max_workloads=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # When ten new workloads arrive at once
         await asyncio.gather(*(a.admit(f"r{n}", workload=f"w{n}") for n in range(10)))
         # Then two have been registered
@@ -260,8 +247,7 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
     fleet: OpenFleet,
 ) -> None:
     # Given no room in the queue, and a registry for four
-    async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
         # When a client brings a new workload with each request, one by one and at once
         for number in range(10):
@@ -279,8 +265,7 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
 
 async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
     # Given a registry that is full, and one slot that is taken
-    async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
         # When requests of workloads wait that found no room, and leave in any order
         for n in range(6):
@@ -298,8 +283,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
 
 
 async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=100, max_workloads=2) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         for n in range(5):
             await a.admit(f"r{n}", flow=f"flow{n}")
             await a.store.settle(f"r{n}", Outcome.COMPLETED, None, 10)
@@ -308,8 +292,7 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
 
 async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
     # Given a pool that is never at rest, and more idle flow queues with tags above v than are kept
-    async with fleet("a", upper_per=1) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
@@ -327,8 +310,7 @@ async def test_a_client_with_a_new_flow_for_each_request_does_not_hold_off_the_o
     fleet: OpenFleet,
 ) -> None:
     # Given one slot, a flow with five requests, and twenty waiting requests with a flow each
-    async with fleet("a", upper_per=1, guard_share=0, log_max=0) as it:
-        (a,) = it.replicas
+    async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
             await a.admit(f"steady-{n}", flow="z-steady")
