@@ -316,7 +316,7 @@ class Attackers:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self.came: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
+        self.outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
 
     async def run(self) -> None:
         """Attack until cancelled."""
@@ -337,9 +337,9 @@ class Attackers:
             except TimeoutError:
                 outcome = "no answer"
             except asyncio.CancelledError:
-                self.came[attack.name]["under way"] += 1
+                self.outcomes[attack.name]["under way"] += 1
                 raise
-            self.came[attack.name][outcome] += 1
+            self.outcomes[attack.name][outcome] += 1
             await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
 
 
@@ -399,7 +399,7 @@ async def _attack_until_eof(target: Target) -> None:
     attacking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await attacking
-    print(json.dumps(attackers.came))
+    print(json.dumps(attackers.outcomes))
 
 
 if __name__ == "__main__":
