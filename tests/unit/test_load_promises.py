@@ -53,12 +53,10 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
     dispatches = tuple(
         Dispatch(
             at_s=base.wall_s + each.sent_s + waits_s.get(each.source.replace("-", "_"), 0.0),
-            request=f"{each.source}-{each.number}",
             flow=source.flow,
             band=int(source.band),
             workload=source.workload,
             cost=base.cost(each),
-            weight=1.0,
             wait_s=waits_s.get(each.source.replace("-", "_"), 0.0),
         )
         for each in base.answers

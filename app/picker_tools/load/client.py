@@ -103,21 +103,6 @@ _TAIL_BYTES = 2048  # of an answer; its end says whether it is whole
 class Exchange:
     """An answer while it arrives. `over` is set at its end, good or bad; times are of `perf_counter`."""
 
-    __slots__ = (
-        "answers",
-        "fault",
-        "first_at",
-        "head_at",
-        "headers",
-        "kept_bytes",
-        "last_at",
-        "over",
-        "sent_at",
-        "status",
-        "tail",
-        "timed_out",
-    )
-
     def __init__(self, kept_bytes: int = _TAIL_BYTES) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sent_at = time.perf_counter()

@@ -181,8 +181,13 @@ class ClosedLoop:
     async def wait_for_served(self, count: int) -> None:
         """Wait until `count` more requests are served than now. Raises TimeoutError."""
         goal = self.served + count
-        async with asyncio.timeout(_SERVED_WITHIN_S), self._changed:
-            await self._changed.wait_for(lambda: self.served >= goal)
+        async with asyncio.timeout(_SERVED_WITHIN_S):
+            await self.wait_until(lambda: self.served >= goal)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, which is asked whenever a request has ended."""
+        async with self._changed:
+            await self._changed.wait_for(condition)
 
 
 @asynccontextmanager

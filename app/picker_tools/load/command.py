@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +28,7 @@ from picker_tools.load.session import Plan, Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.processes import expected_error
+from picker_tools.local_fleet.up_command import whole_number
 
 _LINE_EVERY_S = 2.0
 
@@ -118,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
     add("--allow-remote", action="store_true", help="a target that is not on this machine's loopback")
     add("--own", action="store_true", help="a fleet of its own, whatever runs")
-    add("--replicas", type=_count(1), metavar="N", help="of its own fleet (default: 3)")
-    add("--endpoints", type=_count(1), metavar="N", help="of its own fleet (default: 4)")
+    add("--replicas", type=whole_number(1), metavar="N", help="of its own fleet (default: 3)")
+    add("--endpoints", type=whole_number(1), metavar="N", help="of its own fleet (default: 4)")
     add("--mode", choices=MODES, help="of its own fleet (default: lean)")
     add("--duration", type=_seconds, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
     add(
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-requests",
-        type=_count(1, _MAX_REQUESTS),
+        type=whole_number(1, _MAX_REQUESTS),
         default=20_000,
         metavar="N",
         help="stop there (%(default)s)",
@@ -287,15 +287,6 @@ def _report(evidence: RunResult, report: Path) -> int:
     if any(promise.verdict is Verdict.BROKEN for promise in promises):
         return 1
     return _INTERRUPTED if evidence.interrupted else 0
-
-
-def _count(least: int, max_requests: int = 100) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= max_requests:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {max_requests}")
-        return int(text)
-
-    return parse
 
 
 def _seconds(text: str) -> float:

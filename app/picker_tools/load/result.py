@@ -69,12 +69,10 @@ class Dispatch:
     """The dispatch of a request. Times are seconds of Redis's clock; `cost` is in the stock's unit."""
 
     at_s: float
-    request: str
     flow: str
     band: int
     workload: str
     cost: float
-    weight: float
     wait_s: float
 
 
@@ -85,19 +83,13 @@ class LogAudit:
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
     events: tuple[tuple[str, int], ...] = ()
-    begins_s: float = 0.0  # the first entry's time
     why: str = ""
-
-    def count(self, event: str) -> int:
-        """How many entries of `event` it has."""
-        return dict(self.events).get(event, 0)
 
 
 def read(url: str, pool: str = "default") -> LogAudit:
     """Audit all of the log that Redis has now. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
     events: dict[str, int] = {}
-    begins_s = 0.0
     try:
         with LogStream(url, pool) as log:
             auditor = Auditor(log.settings_throughout())
@@ -105,7 +97,6 @@ def read(url: str, pool: str = "default") -> LogAudit:
                 for raw in page.entries:
                     auditor.take(raw)
                     entry = Entry.parse(raw)
-                    begins_s = begins_s or entry.time_us / 1e6
                     events[entry.event] = events.get(entry.event, 0) + 1
                     if entry.event in ("granted", "bypassed"):
                         dispatches.append(_turn(entry))
@@ -114,7 +105,7 @@ def read(url: str, pool: str = "default") -> LogAudit:
     report = auditor.report()
     if not report.entries:
         return LogAudit(None, why="the fleet has no decision log (decision_log.enabled)")
-    return LogAudit(report, tuple(dispatches), tuple(sorted(events.items())), begins_s)
+    return LogAudit(report, tuple(dispatches), tuple(sorted(events.items())))
 
 
 def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
@@ -135,12 +126,10 @@ def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, 
 def _turn(entry: Entry) -> Dispatch:
     return Dispatch(
         at_s=entry.time_us / 1e6,
-        request=entry.request,
         flow=entry.flow,
         band=entry.band,
         workload=entry.workload,
         cost=entry.cost,
-        weight=entry.weight,
         # `arrived` is the time of arrival in µs, or the number after the last one's: never less.
         wait_s=max(0.0, (entry.time_us - entry.arrived) / 1e6),
     )
@@ -233,8 +222,8 @@ class RunResult:
     """Times in seconds since the load began. `wall_s` is that moment by the clock of the machine.
 
     `sent` requests went out. `rest` is the first sample of the fleet, after the last answer, in which all its
-    counts were 0 (None: there was none in `rest_within_s`). `ledgers` are stretches of the decision log,
-    empty for a fleet that was found.
+    counts were 0 (None: there was none in `rest_within_s`). `log_audits` are of its decision log, more
+    than one if it was lost meanwhile, and none for a fleet that was found.
     """
 
     scenario: Scenario
@@ -267,16 +256,16 @@ class RunResult:
     def dispatches_of(self, source: Source) -> list[Dispatch]:
         """Dispatches of requests that `source` sent, by the decision log."""
         return [
-            turn
+            dispatch
             for log_audit in self.log_audits
-            for turn in log_audit.dispatches
-            if turn.flow == source.flow and source.workload in ("", turn.workload)
+            for dispatch in log_audit.dispatches
+            if dispatch.flow == source.flow and source.workload in ("", dispatch.workload)
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
         """Moment and length of each wait, by the decision log, or else the time to first token."""
         if self.has_dispatches:
-            return [(turn.at_s - self.wall_s, turn.wait_s) for turn in self.dispatches_of(source)]
+            return [(dispatch.at_s - self.wall_s, dispatch.wait_s) for dispatch in self.dispatches_of(source)]
         return [
             (answer.sent_s + answer.first_s, answer.first_s)
             for answer in self.answers_of(source)
@@ -288,7 +277,9 @@ class RunResult:
         served = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
             if self.has_dispatches:
-                moments = [(turn.at_s - self.wall_s, turn.cost) for turn in self.dispatches_of(source)]
+                moments = [
+                    (dispatch.at_s - self.wall_s, dispatch.cost) for dispatch in self.dispatches_of(source)
+                ]
             else:
                 moments = [
                     (answer.sent_s + (answer.first_s or 0.0), self.cost(answer))

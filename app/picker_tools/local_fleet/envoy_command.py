@@ -11,6 +11,7 @@ from picker_fleet import config
 from picker_fleet.allowlist import trusted, trusted_name
 from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.parts import MODES
+from picker_tools.local_fleet.up_command import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-connections",
-        type=_count,
+        type=whole_number(1, 10_000_000),
         default=10_000,
         metavar="N",
         help="of clients (default: %(default)s)",
     )
     add(
         "--max-heap-mib",
-        type=_count,
+        type=whole_number(1, 10_000_000),
         default=1024,
         metavar="N",
         help="memory past which Envoy refuses requests; below its container's limit (default: %(default)s)",
@@ -98,12 +99,6 @@ def _own_picker(settings: config.Settings) -> tuple[str, int]:
     except ValueError:
         everywhere = False
     return ("127.0.0.1" if everywhere else host), port
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 10000000")
-    return int(text)
 
 
 def _headers(text: str) -> list[str]:

@@ -20,10 +20,10 @@ from picker_tools.local_fleet.processes import Report
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--replicas", type=_count(1), default=3, metavar="N", help="pickers (default: %(default)s)")
+    add("--replicas", type=whole_number(1), default=3, metavar="N", help="pickers (default: %(default)s)")
     add(
         "--endpoints",
-        type=_count(0),
+        type=whole_number(0),
         default=4,
         metavar="N",
         help="simulated model servers (default: %(default)s); 0: the discovery of --config",
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
     add("--sim-ttft", type=_milliseconds, metavar="MS", help="simulators' time to first token")
     add("--sim-itl", type=_milliseconds, metavar="MS", help="simulators' time from token to token")
-    add("--sim-max-num-seqs", type=_count(1), metavar="N", help="requests a simulator runs at once")
+    add("--sim-max-num-seqs", type=whole_number(1), metavar="N", help="requests a simulator runs at once")
     add("--seed", type=int, metavar="N", help="of the simulators")
 
 
@@ -112,10 +112,12 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
     await fleet.watch()
 
 
-def _count(least: int) -> Callable[[str], int]:
+def whole_number(least: int, most: int = 100) -> Callable[[str], int]:
+    """A parser of arguments, for argparse's `type`."""
+
     def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= 100:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to 100")
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
         return int(text)
 
     return parse

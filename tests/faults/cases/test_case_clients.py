@@ -59,8 +59,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(AT_ONCE):
             tasks.create_task(load.run_client(stopping))
-        while _left(load) < count:  # noqa: ASYNC110 - a plain count, not an event
-            await asyncio.sleep(0.1)
+        await load.wait_until(lambda: _left(load) >= count)
         stopping.set()
     since = time.monotonic()
     await rests(here, within_s=5.0)
