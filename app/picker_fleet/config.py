@@ -8,6 +8,7 @@ mapping.
 
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,6 +124,14 @@ class Settings(Section):
         if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
             raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveConfig:
+    """The configuration with the live changes in it, and the weights of single flows."""
+
+    settings: Settings
+    weights: Mapping[str, float]
 
 
 def load(path: Path | None, environ: Mapping[str, str]) -> Settings:

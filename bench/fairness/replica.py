@@ -14,10 +14,10 @@ import uvloop
 from bench.fairness.drive import Clients
 from bench.fairness.job import Job
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.assembly import assemble
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import PickerError
+from picker_fleet.serve import assemble
 from picker_fleet.state.subscriptions import listen
 
 _JOINS_S = 30.0

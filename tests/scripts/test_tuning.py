@@ -10,10 +10,10 @@ from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
-from picker_fleet.assembly import Parts, assemble
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.request import Band, InferenceRequest
+from picker_fleet.serve import Parts, assemble
 
 
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from script_fleet import SETTINGS
 
 from picker_fleet.config import Settings
-from picker_fleet.live_config import shared_settings
+from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
 from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import Library, load_library

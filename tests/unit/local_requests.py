@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from picker_fleet.config import parse
+from picker_fleet.config import EffectiveConfig, parse
 from picker_fleet.failover.local_queue import Rules, rules_of
-from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Band, InferenceRequest, Workload
 
 

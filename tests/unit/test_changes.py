@@ -15,8 +15,8 @@ from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError, StateUnavailable
-from picker_fleet.live_config import LIVE
 from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.replica.live_config import LIVE
 from picker_fleet.state.store import Store
 
 SECRETIVE = parse(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet import live_config
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError
-from picker_fleet.live_config import shared_settings
+from picker_fleet.replica import live_config
+from picker_fleet.replica.live_config import shared_settings
 
 CONFIGURED = parse(
     {

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from picker_fleet.config import Settings
-from picker_fleet.live_config import AFFECTS
+from picker_fleet.replica.live_config import AFFECTS
 from picker_fleet.sections import Section
 
 ROOT = Path(__file__).parents[2]

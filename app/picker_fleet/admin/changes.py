@@ -11,13 +11,13 @@ import orjson
 from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
-from picker_fleet import live_config
 from picker_fleet.admin import models
 from picker_fleet.admin.protection import Deadlines, Refused, deadline
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, StateUnavailable
-from picker_fleet.live_config import LiveConfig
+from picker_fleet.replica import live_config
 from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.replica.live_config import LiveConfig
 from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3

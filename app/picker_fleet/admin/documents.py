@@ -21,7 +21,7 @@ from fastapi import Depends, FastAPI, Response
 from picker_fleet.admin.models import EXAMPLE_CURSORS
 from picker_fleet.admin.protection import RateLimit, Refused
 from picker_fleet.admin.views import BadCursor
-from picker_fleet.live_config import LIVE
+from picker_fleet.replica.live_config import LIVE
 from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"

@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from picker_fleet.admin.models import Problem
 from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
-from picker_fleet.live_config import LIVE
 from picker_fleet.rates import Rates
+from picker_fleet.replica.live_config import LIVE
 from picker_fleet.units import is_loopback
 
 BURST_S = 2.0  # unused calls of this many seconds may be made at once

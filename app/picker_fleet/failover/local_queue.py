@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from picker_fleet.config import EffectiveConfig
 from picker_fleet.errors import InsufficientFlowCapacity, RequestError, Saturated, TooManyFlows, TotalCapacity
 from picker_fleet.failover.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
-from picker_fleet.live_config import EffectiveConfig
 from picker_fleet.request import Band, InferenceRequest
 
 _REFUSALS: dict[str, tuple[type[RequestError], str]] = {

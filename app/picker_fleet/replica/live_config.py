@@ -1,17 +1,19 @@
-"""Changes of the configuration while the fleet runs: which keys may change, and what they amount to.
+"""Changes of the configuration while the fleet runs: which keys may change, and what they amount to. Pure.
 
-A change is kept twice, both in the shared state: as *note*, in the operator's words ({`section.key`: value},
-{`weights.FLOW`: weight}, and of a mapping each name by itself: {`fair_request_queue.band_weights.BAND`: …},
-{`scheduling.scorers.NAME`: weight}), and as *overrides*, the settings that the scripts read in place of the
-published ones. Overrides always follow from the whole note, so that a fault between two keys is found
-whichever of them comes last. Pure.
+The shared state keeps each change twice. The *changes* are in the operator's words: {`section.key`: value},
+{`weights.FLOW`: weight}, and each name of a mapping by itself: {`fair_request_queue.band_weights.BAND`: …},
+{`scheduling.scorers.NAME`: weight}. The *overrides* are the settings that the scripts read in place of the
+published ones. Overrides always follow from all changes, so that a fault between two keys is found whichever
+comes last.
+
+`admin/changes.py` makes changes, `replica/heartbeat.py` follows them.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from picker_fleet.config import Settings, parse
+from picker_fleet.config import EffectiveConfig, Settings, parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Band, finite_number
 from picker_fleet.scheduling.chooser import with_in_flight
@@ -52,7 +54,7 @@ _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _SCORERS = "scheduling.scorers"
 _BY_NAME = (_BAND_WEIGHTS, _SCORERS)  # each name under them changes on its own
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # the scripts read all of them anew after every change
+_MOST_WEIGHTS = 200  # the scripts read all of them again after every change
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
 
@@ -66,16 +68,8 @@ class LiveConfig:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class EffectiveConfig:
-    """The configuration as changed, and the weights of single flows."""
-
-    settings: Settings
-    weights: Mapping[str, float]
-
-
 def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
-    """A partial settings tree as changes of the note; None takes a change back.
+    """A partial settings tree as changes; None takes a change back.
 
     Raises:
         ConfigError: something in it may not change live; one line a fault.
@@ -99,29 +93,29 @@ def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def merged(note: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`note` with `changes` made."""
-    return {key: value for key, value in {**note, **changes}.items() if value is not None}
+def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`current` with `changes` made."""
+    return {key: value for key, value in {**current, **changes}.items() if value is not None}
 
 
-def applied(settings: Settings, note: Mapping[str, Any]) -> EffectiveConfig:
-    """`settings` with the changes of `note` in it.
+def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
+    """`settings` with `changes` in it.
 
     Raises:
         ConfigError: together they are not valid; its lines name the keys.
     """
-    changes = nested(note)
-    weights = changes.pop(_WEIGHTS, {})
-    scorers = changes.pop("scheduling", {}).get("scorers", {})
+    patch = nested(changes)
+    weights = patch.pop(_WEIGHTS, {})
+    scorers = patch.pop("scheduling", {}).get("scorers", {})
     faults = [*_weight_faults(weights), *_scorer_faults(scorers)]
     if faults:
         raise ConfigError("\n".join(faults))
-    queue = changes.get("fair_request_queue", {})
+    queue = patch.get("fair_request_queue", {})
     if isinstance(by_band := queue.get("band_weights"), Mapping):
         configured = settings.fair_request_queue.band_weights.items()
         queue["band_weights"] = {**{_named(band): weight for band, weight in configured}, **by_band}
     tree = settings.model_dump(exclude_unset=True)
-    for section, keys in changes.items():
+    for section, keys in patch.items():
         tree[section] = {**tree.get(section, {}), **keys}
     if scorers:
         by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
@@ -130,15 +124,15 @@ def applied(settings: Settings, note: Mapping[str, Any]) -> EffectiveConfig:
     return EffectiveConfig(parse(tree), weights)
 
 
-def overrides(settings: Settings, note: Mapping[str, Any]) -> dict[str, object]:
+def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
     """What the scripts must read in place of what `settings` publish.
 
     Raises:
         ConfigError: as `applied` does.
     """
-    effective = applied(settings, note)
+    effective = applied(settings, changes)
     shared = shared_settings(effective.settings, effective.weights)
-    names = {name for key in note for name in AFFECTS.get(_whole(key), ())}
+    names = {name for key in changes for name in AFFECTS.get(_whole(key), ())}
     if effective.weights:
         names.add(_WEIGHTS)
     return {name: shared[name] for name in sorted(names)}
@@ -150,10 +144,11 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**new, **dict.fromkeys(sorted(gone))}
 
 
-def nested(note: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`note` as the partial settings tree that would bring it about."""
+def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`changes` as the partial settings tree that would bring it about."""
     tree: dict[str, dict[str, Any]] = {}
-    for key, value in sorted(note.items()):  # a whole mapping, as earlier versions kept it, before its bands
+    # Sorted, so that a whole mapping, as earlier versions kept it, comes before its bands.
+    for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
         if (whole_key := _whole(key)) != key:
