@@ -1,17 +1,16 @@
-"""Metrics: the names on the page, capped labels, and JSON log lines."""
+"""Metrics: names, capped labels, and the one text that all readers get."""
 
-import io
-import json
-import logging
-from collections.abc import Iterator
+import asyncio
+import re
+from collections import Counter
 
 import pytest
 from metrics_page import page_of, samples
 from metrics_table import documented, families
 
+from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
+from picker_fleet.admin.protection import Refused
 from picker_fleet.request import Band, Completion, Outcome
-from picker_fleet.telemetry import logs
-from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.series import OTHER, LabelCap
 
@@ -47,7 +46,7 @@ def ended(**changes: object) -> Completion:
     return Completion(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_given_a_decision_when_counted_then_code_mode_and_latency_are_on_the_page() -> None:
+def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
     metrics = Metrics()
     metrics.answered("lean", "llama", "ok", 0.003)
     metrics.answered("lean", "llama", "expired_ttl", 3)
@@ -62,7 +61,7 @@ def test_given_a_decision_when_counted_then_code_mode_and_latency_are_on_the_pag
     assert page["epp_decision_latency_seconds_sum", "mode=lean"] == pytest.approx(3.003)
 
 
-def test_given_completions_when_counted_then_tokens_and_durations_add_up_and_unknowns_are_left_out() -> None:
+def test_completions_add_up_and_unknown_figures_are_left_out() -> None:
     metrics = Metrics()
     metrics.completed(ended(), "llama")
     metrics.completed(
@@ -94,7 +93,7 @@ def test_given_completions_when_counted_then_tokens_and_durations_add_up_and_unk
         (Outcome.CLIENT_GONE, 0, "false", "499"),
     ],
 )
-def test_given_a_wait_when_its_request_has_ended_then_it_counts_by_the_outcome(
+def test_a_wait_is_counted_by_the_outcome_of_its_request(
     outcome: Outcome, status: int, success: str, shown: str
 ) -> None:
     metrics = Metrics()
@@ -106,7 +105,7 @@ def test_given_a_wait_when_its_request_has_ended_then_it_counts_by_the_outcome(
     assert page["epp_responses_total", "model=m", f"status={shown}"] == 1
 
 
-def test_given_queue_events_when_counted_then_they_have_the_specified_names() -> None:
+def test_queue_events_have_the_specified_names() -> None:
     metrics = Metrics()
     metrics.waited("m", 0.3, True)
     metrics.waited("m", 30, False)
@@ -149,10 +148,12 @@ def test_given_queue_events_when_counted_then_they_have_the_specified_names() ->
     assert page["epp_access_log_entries_total", "kind=ended"] == 6
 
 
-def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoints_end() -> None:
+def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
     metrics = Metrics()
     metrics.pool(STATE)
+    assert samples(metrics)["epp_degraded",] == 1
     metrics.pool({"in_flight": {"10.0.0.2:8000": 1}})
+    metrics.degraded(False)
     page = samples(metrics)
     assert page["epp_stock_level",] == 7
     assert page["epp_upper_bound",] == pytest.approx(8.8)
@@ -161,7 +162,7 @@ def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoint
     assert page["epp_band_queue_length", "band=Default"] == 3
     assert page["epp_paused",] == 1
     assert page["epp_live_replicas",] == 2
-    assert page["epp_degraded",] == 1
+    assert page["epp_degraded",] == 0
     assert page["epp_overdue_requests",] == 1
     assert page["epp_leases",] == 7
     assert page["epp_dispatches_total",] == 50
@@ -171,7 +172,7 @@ def test_given_a_state_when_shown_then_gauges_follow_and_series_of_gone_endpoint
     assert ("epp_endpoint_in_flight", "endpoint=10.0.0.1:8000") not in page
 
 
-def test_given_more_names_than_the_cap_when_counted_then_the_rest_is_other_and_known_models_stay() -> None:
+def test_names_above_the_cap_are_other_and_known_models_keep_theirs() -> None:
     metrics = Metrics(models=["llama"])
     for number in range(1500):
         metrics.bypassed(f"made-up-{number}")
@@ -183,7 +184,7 @@ def test_given_more_names_than_the_cap_when_counted_then_the_rest_is_other_and_k
     assert page["epp_bypass_total", "model=llama"] == 1
 
 
-def test_given_a_client_that_makes_up_both_names_when_counted_then_the_pairs_are_capped_too() -> None:
+def test_pairs_of_names_are_capped_too() -> None:
     metrics = Metrics(models=["llama"])
     for number in range(3000):
         metrics.bypassed(f"made-up-{number % 90}", f"variant-{number}")
@@ -196,15 +197,7 @@ def test_given_a_client_that_makes_up_both_names_when_counted_then_the_pairs_are
     assert any(f"target_model={OTHER}" in key for key in pairs)
 
 
-def test_given_a_replica_without_the_shared_state_when_told_then_the_gauge_follows() -> None:
-    metrics = Metrics()
-    metrics.degraded(True)
-    assert samples(metrics)["epp_degraded",] == 1
-    metrics.degraded(False)
-    assert samples(metrics)["epp_degraded",] == 0
-
-
-def test_given_scores_when_shown_then_each_scorer_has_its_series_and_gone_endpoints_have_none() -> None:
+def test_each_scorer_has_a_series_and_removed_endpoints_have_none() -> None:
     metrics = Metrics()
     metrics.scores({"10.0.0.1:8000": {"queue-depth": 0.5, "total": 0.7}})
     metrics.scores({"10.0.0.2:8000": {"queue-depth": 0.25}})
@@ -213,7 +206,7 @@ def test_given_scores_when_shown_then_each_scorer_has_its_series_and_gone_endpoi
     assert not any("endpoint=10.0.0.1:8000" in key for key in page)
 
 
-def test_given_a_thousand_endpoints_gone_when_new_ones_come_then_gauges_name_them() -> None:
+def test_gauges_name_new_endpoints_after_a_thousand_others() -> None:
     metrics = Metrics()
     metrics.scrape_ages(1000, {f"10.0.{n // 250}.{n % 250}:8000": 0.1 for n in range(1000)})
     metrics.scrape_ages(1, {"10.9.9.9:8000": 0.1})
@@ -223,91 +216,112 @@ def test_given_a_thousand_endpoints_gone_when_new_ones_come_then_gauges_name_the
 
 
 @pytest.mark.parametrize("name", ['a"b\n\\', "\ud800", "x" * 100_000, "", "naïve模型", "\x00"])
-def test_given_a_hostile_model_name_when_counted_then_the_page_still_parses(name: str) -> None:
+def test_the_text_parses_with_a_hostile_model_name(name: str) -> None:
     metrics = Metrics()
     metrics.answered("lean", name, "ok", 0.1)
     assert len(page_of(metrics)) < 50_000
     assert any(key[0] == "epp_requests_total" for key in samples(metrics))
 
 
-def test_given_a_cap_when_a_known_value_comes_again_then_it_keeps_its_name() -> None:
+def test_a_known_value_keeps_its_name_at_the_cap() -> None:
     cap = LabelCap(limit=1)
     assert [cap("a"), cap("b"), cap("a")] == ["a", OTHER, "a"]
 
 
-@pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    stream = io.StringIO()
-    logs.setup("INFO", stream, replica="r-1")
-    yield stream
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-def test_given_a_log_line_when_written_then_it_is_one_json_object_with_its_fields(lines: io.StringIO) -> None:
-    logging.getLogger("picker_fleet.x").warning(
-        "took %d", 3, extra={"request_id": "id-1", "flow": "flow-1", "decision": "expired"}
-    )
-    line = json.loads(lines.getvalue())
-    assert lines.getvalue().count("\n") == 1
-    assert line["message"] == "took 3"
-    assert line["level"] == "warning"
-    assert (line["request_id"], line["flow"], line["decision"]) == ("id-1", "flow-1", "expired")
-    assert line["replica"] == "r-1"
-
-
-def test_given_values_json_does_not_know_when_logged_then_the_line_is_written_all_the_same(
-    lines: io.StringIO,
-) -> None:
-    # Alone: what half a character does to other handlers is not the matter here.
-    root = logging.getLogger()
-    root.handlers[:] = [each for each in root.handlers if getattr(each, "stream", None) is lines]
-    try:
-        raise ValueError("bad \ud800 text\nsecond line")
-    except ValueError:
-        logging.getLogger("picker_fleet.x").exception("failed \ud800", extra={"what": {1, 2}, "size": 2**70})
-    line = json.loads(lines.getvalue())
-    assert "ValueError" in line["exception"]
-    assert lines.getvalue().count("\n") == 1
-
-
-def test_given_the_page_when_compared_with_its_documentation_then_both_name_the_same_families() -> None:
+def test_the_documentation_names_the_same_families() -> None:
     found = families(page_of(Metrics()).decode())
     assert {name: kind for name, (kind, _) in found.items()} == {
         name: row.kind for name, row in documented().items()
     }
 
 
-def test_given_text_when_a_line_is_written_then_it_stays_one_line_and_its_fields_can_be_told_apart() -> None:
-    formatter = logs.TextFormatter()
-    record = logging.makeLogRecord(
-        {
-            "name": "picker_fleet.x",
-            "levelname": "INFO",
-            "msg": "a\nb",
-            "flow": "x y=\n",
-            "request_id": "r-1",
-            "none": "",
-        }
-    )
-    line = formatter.format(record)
-    assert "\n" not in line
-    assert line.endswith('INFO    picker_fleet.x a\\nb flow="x y=\\n" request_id=r-1 none=""')
-
-
-def test_given_a_flood_of_refusals_when_logged_then_a_few_a_second_are_written_and_the_rest_counted(
-    lines: io.StringIO,
-) -> None:
+class Clock:
     now_s = 0.0
-    written = DecisionLines(lambda: now_s)
-    for _ in range(100):
-        written.refused(None, "total_capacity", 503, "lean", 0.1)
-    written.refused(None, "bad_request", 400, "lean", 0.1)
-    now_s = 1.0
-    written.refused(None, "total_capacity", 503, "lean", 0.1)
-    told = [json.loads(line) for line in lines.getvalue().splitlines()]
-    assert [line["decision"] for line in told] == ["total_capacity"] * 5 + ["bad_request", "total_capacity"]
-    assert told[-1]["left_out"] == 95
-    assert not written.debug
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:
+    made = Counter[str]()
+
+    class Counted(Metrics):
+        def pieces(self):  # type: ignore[no-untyped-def]
+            made["pages"] += 1
+            return super().pieces()
+
+    metrics, clock = Counted(), Clock()
+    pages = MetricsText(metrics, clock)
+    first = set(await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50))))
+    metrics.adopted()
+    clock.now_s += METRICS_INTERVAL_S - 0.01
+    first.add(await pages.read("10.0.1.1"))
+    assert len(first) == made["pages"] == 1
+    clock.now_s += 0.02
+    assert b"epp_adoptions_total 1.0" in await pages.read("10.0.0.1")
+    assert made["pages"] == 2
+
+
+async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> None:
+    metrics = Metrics()
+    pages = MetricsText(metrics)
+    page = await pages.read("a")
+    for _ in range(MAX_METRICS_READS - 1):
+        assert await pages.read("a") is page
+    waiting = [asyncio.create_task(pages.read("a")) for _ in range(MAX_METRICS_READS + 2)]
+    assert await pages.read("b") is page
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(each is not page for each in answers)
+    assert sum(isinstance(each, bytes) for each in answers) == MAX_METRICS_READS
+    assert [each.code for each in answers if isinstance(each, Refused)] == ["too_many_calls"] * 2
+
+
+async def test_the_text_is_rendered_in_slices_between_which_the_event_loop_runs() -> None:
+    metrics, turns = Metrics(), 0
+    for number in range(100):
+        metrics.answered("lean", f"model-{number}", "ok", 0.01)
+    making = asyncio.create_task(MetricsText(metrics, slice_s=0.0).read("a"))
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 100
+
+
+def filled(models: int, statuses: int = 1) -> Metrics:
+    """Metrics after requests of many models that a client invented."""
+    metrics = Metrics()
+    for number in range(models):
+        name = f"model-{number}"
+        for code in ("ok", "queue_ttl", "total_capacity"):
+            metrics.answered("lean", name, code, 0.01, f"variant-{number}")
+        for success in (True, False):
+            metrics.waited(name, 0.1, success, f"variant-{number}")
+        for status in range(200, 200 + statuses):
+            ended = Completion("id", Outcome.COMPLETED, status, None, 1, 1, 1.0, 0.1)
+            metrics.completed(ended, name)
+        metrics.scraped(f"10.{number >> 8}.{number & 255}.1:80", 0.01)
+    return metrics
+
+
+@pytest.mark.parametrize(("models", "statuses"), [(3000, 1), (1000, 300)])
+def test_label_values_that_clients_choose_cannot_make_the_text_large(models: int, statuses: int) -> None:
+    page = page_of(filled(models, statuses)).decode()
+    assert len(page) < 12_000_000
+    values: dict[str, set[str]] = {}
+    for label, value in set(re.findall(r'(\w+)="([^"]*)"', page)):
+        values.setdefault(label, set()).add(value)
+    for label, seen in values.items():
+        assert len(seen) <= 1002, label
+    if models > 1000:
+        assert OTHER in values["model"]
+        assert OTHER in values["endpoint"]
+    assert max(Counter(line.split("{")[0] for line in page.splitlines()).values()) <= 2_501 * 16
+
+
+def test_only_changed_series_are_rendered_again() -> None:
+    metrics = filled(100)
+    pieces = list(metrics.pieces())
+    metrics.answered("lean", "model-7", "ok", 0.01, "variant-7")
+    again = list(metrics.pieces())
+    written = [new for old, new in zip(pieces, again, strict=True) if new is not old and old[:1] != b"#"]
+    assert len(written) == 2  # the count and the time of a decision

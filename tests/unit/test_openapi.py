@@ -1,4 +1,4 @@
-"""The admin API's own description: complete, with examples that are what the API really answers."""
+"""The OpenAPI document of the admin API is complete, and its examples are what the API answers."""
 
 import functools
 from typing import Any, cast
@@ -14,12 +14,12 @@ from picker_fleet.config import parse
 from picker_fleet.errors import StateUnavailable
 
 METHODS = ("get", "post", "patch")
-PLACES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}
-LATE = StateUnavailable("the shared state did not answer within 2 s")
+PATH_EXAMPLES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}
+UNAVAILABLE = StateUnavailable("the shared state did not answer within 2 s")
 
 
-class Nobody:
-    """Lists that know of nothing, and read cursors as the real ones do."""
+class NoRows:
+    """Lists that are empty, and check cursors as the real ones do."""
 
     async def flows(self, limit: int, cursor: str | None, band: Any) -> Flows:
         decode_cursor(str(cursor), "flows", int, str, str)
@@ -41,13 +41,13 @@ def operations() -> list[tuple[str, str]]:
     return [(method, path) for path, calls in described()["paths"].items() for method in calls]
 
 
-def fits(page: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
-    """The value is of the schema, which may point into the page."""
+def validate(page: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    """The value is valid under the schema, which may refer to the page."""
     Draft202012Validator({**schema, "components": page["components"]}).validate(value)
 
 
 def example(page: dict[str, Any], content: dict[str, Any]) -> Any:
-    """Of a media type: its own, else its schema's, as OpenAPI has it."""
+    """The example of a media type: its own, or else its schema's."""
     if "example" in content:
         return content["example"]
     schema = content["schema"]
@@ -57,48 +57,43 @@ def example(page: dict[str, Any], content: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("method", "path"), operations())
-def test_given_a_call_when_its_description_is_read_then_every_answer_has_an_example_that_fits(
-    method: str, path: str
-) -> None:
+def test_every_answer_and_parameter_of_a_call_has_an_example_of_its_schema(method: str, path: str) -> None:
     page = described()
     call = page["paths"][path][method]
-    # Given the call's words
     assert call["summary"]
     assert call["description"]
     assert call["summary"] != call["description"]
-    # Then each answer, good or bad, has an example of its own schema
     assert {"200", "default"} <= call["responses"].keys()
     for status, response in call["responses"].items():
         assert response["description"], status
         assert response["content"], status
         for kind, content in response["content"].items():
             shown = example(page, content)
-            fits(page, content["schema"], shown)
+            validate(page, content["schema"], shown)
             if kind == "application/problem+json":
                 assert shown["status"] == (500 if status == "default" else int(status))
-                assert shown["instance"] == path.format(**PLACES)
-    # And so does each parameter, and the body
+                assert shown["instance"] == path.format(**PATH_EXAMPLES)
     for parameter in call.get("parameters", ()):
         assert parameter["description"], parameter["name"]
-        fits(page, parameter["schema"], parameter["example"])
+        validate(page, parameter["schema"], parameter["example"])
     if "requestBody" in call:
         for content in call["requestBody"]["content"].values():
-            fits(page, content["schema"], content["example"])
+            validate(page, content["schema"], content["example"])
 
 
 @pytest.mark.parametrize("name", sorted(described()["components"]["schemas"]))
-def test_given_a_schema_when_read_then_each_field_is_described_and_in_the_example(name: str) -> None:
+def test_every_field_of_a_schema_is_described_and_in_its_example(name: str) -> None:
     page = described()
     schema = page["components"]["schemas"][name]
     assert schema["description"]
-    fits(page, {"$ref": f"#/components/schemas/{name}"}, schema["example"])
+    validate(page, {"$ref": f"#/components/schemas/{name}"}, schema["example"])
     for field, about in schema["properties"].items():
         assert about.get("description"), f"{name}.{field} has no description"
         assert field in schema["example"], f"{name}.{field} is not in the example"
 
 
 @pytest.mark.parametrize("path", ["flows", "queue", "inflight", "workloads"])
-def test_given_a_list_when_its_cursors_example_is_read_then_it_is_a_cursor_of_this_list(path: str) -> None:
+def test_the_example_of_a_cursor_is_a_cursor_of_its_list(path: str) -> None:
     kinds = {"inflight": (str, str), "workloads": (str, int)}.get(path, (int, str, str))
     (parameter,) = [
         each for each in described()["paths"][f"/api/v1/{path}"]["get"]["parameters"]
@@ -123,23 +118,20 @@ def test_given_a_list_when_its_cursors_example_is_read_then_it_is_a_cursor_of_th
         ("post", "/api/v1/requests/{request_id}/evict", 409, "", {"store": "running"}),
         ("post", "/api/v1/pause", 401, "", {"token": "s3cret"}),
         ("get", "/api/v1/state", 500, "", {"view": KeyError("inside")}),
-        ("get", "/api/v1/state", 503, "", {"view": LATE}),
+        ("get", "/api/v1/state", 503, "", {"view": UNAVAILABLE}),
     ],
 )  # fmt: skip
-async def test_given_a_fault_when_it_is_provoked_then_the_answer_is_its_example(
+async def test_a_provoked_fault_is_answered_as_in_its_example(
     method: str, path: str, status: int, asked: str, more: dict[str, Any]
 ) -> None:
-    # Given a replica that has this fault, and what its page says of it
     store, view = ScriptedStore(), View()
     store.evicting = more.pop("store", "evicted")
     view.answer = more.pop("view", view.answer)
     admin = {"token": more.pop("token", None)}
-    app = api(view, store, parse({"admin": admin}), lists=cast(FleetLists, Nobody()))
+    app = api(view, store, parse({"admin": admin}), lists=cast(FleetLists, NoRows()))
     responses = app.openapi()["paths"][path][method]["responses"]
     (content,) = responses["default" if status == 500 else str(status)]["content"].values()
-    # When it is provoked
     async with asking(app) as http:
-        answer = await http.request(method.upper(), path.format(**PLACES) + asked, **more)
-    # Then the answer is the example, to the letter
+        answer = await http.request(method.upper(), path.format(**PATH_EXAMPLES) + asked, **more)
     assert answer.status_code == status
     assert answer.json() == content["example"]

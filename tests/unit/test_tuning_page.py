@@ -24,9 +24,7 @@ def row(section: str, key: str) -> str | None:
 
 
 @pytest.mark.parametrize("key", keys())
-def test_given_a_key_that_tunes_when_the_page_is_read_then_it_has_a_row_that_says_whether_it_is_live(
-    key: str,
-) -> None:
+def test_a_key_has_a_row_that_says_whether_it_is_live(key: str) -> None:
     section, _, name = key.rpartition(".")
     cell = row(section, name)
     assert cell is not None, f"docs/tuning.md has no row for {key}"

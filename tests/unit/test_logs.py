@@ -1,0 +1,112 @@
+"""Log lines: their format, and what the line of a decision says at each level."""
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from local_requests import ask
+
+from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.scheduling.chooser import LeastLoadedChooser
+from picker_fleet.scheduling.explain import Explanation
+from picker_fleet.telemetry import logs
+from picker_fleet.telemetry.logs import DecisionLines
+
+A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
+
+
+@contextlib.contextmanager
+def logged(level: str = "INFO") -> Iterator[io.StringIO]:
+    """What a replica logs at this level, and no other handler."""
+    root = logging.getLogger()
+    handlers, root_level = root.handlers[:], root.level
+    stream = io.StringIO()
+    logs.setup(level, stream, replica="r-1")
+    try:
+        yield stream
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(root_level)
+
+
+def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_log_line_is_one_json_object_with_its_fields() -> None:
+    fields = {"request_id": "id-1", "flow": "flow-1", "decision": "expired"}
+    with logged() as stream:
+        logging.getLogger("picker_fleet.x").warning("took %d", 3, extra=fields)
+    (line,) = lines_of(stream)
+    assert line.items() >= {**fields, "message": "took 3", "level": "warning", "replica": "r-1"}.items()
+
+
+def test_a_line_with_values_unknown_to_json_is_written() -> None:
+    with logged() as stream:
+        try:
+            raise ValueError("bad \ud800 text\nsecond line")
+        except ValueError:
+            extra = {"what": {1, 2}, "size": 2**70}
+            logging.getLogger("picker_fleet.x").exception("failed \ud800", extra=extra)
+    (line,) = lines_of(stream)
+    assert "ValueError" in line["exception"]
+
+
+def test_a_text_line_stays_one_line_with_distinct_fields() -> None:
+    fields = {"flow": "x y=\n", "request_id": "r-1", "none": ""}
+    record = logging.makeLogRecord({"name": "picker_fleet.x", "levelname": "INFO", "msg": "a\nb", **fields})
+    line = logs.TextFormatter().format(record)
+    assert "\n" not in line
+    assert line.endswith('INFO    picker_fleet.x a\\nb flow="x y=\\n" request_id=r-1 none=""')
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "INFO"])
+def test_decisions_are_explained_at_debug_level_only(level: str) -> None:
+    cell = SnapshotCell()
+    cell.publish(Snapshot("1", (Endpoint(A), Endpoint(B), Endpoint(C, down=True))))
+    chooser = LeastLoadedChooser(cell, lambda: {B: 2})
+    placed, refused = ask("r1"), ask("r2", subset=(C,))
+    chooser.placed(placed, chooser.choose(placed), (A, B), "0,3")
+    chooser.refused(refused, chooser.choose(refused))
+    explained: list[str] = []
+
+    def explain(request_id: str) -> Explanation | None:
+        explained.append(request_id)
+        return chooser.explain(request_id)
+
+    with logged(level) as stream:
+        decisions = DecisionLines(lambda: 0.0, explain)
+        if decisions.debug:
+            decisions.placed(placed, (A, B), "lean", 0.1)
+        decisions.refused(refused, "no_endpoints", 503, "lean", 0.1)
+        decisions.refused(refused, "total_capacity", 503, "lean", 0.1)
+    if level == "INFO":
+        assert explained == []
+        assert ["candidates" in line for line in lines_of(stream)] == [False, False]
+        return
+    one, two, other = lines_of(stream)
+    assert (one["candidates"], one["excluded"]) == (f"{A} ?/0, {B} ?/3", f"{C} unhealthy")
+    assert two["candidates"] == ""
+    assert f"{C} unhealthy" in two["excluded"]
+    assert f"{A} not in the subset hint" in two["excluded"]
+    assert "candidates" not in other
+    assert explained == ["r1", "r2"]
+
+
+def test_of_many_refusals_a_few_a_second_are_written_and_the_rest_counted() -> None:
+    now_s = 0.0
+    with logged() as stream:
+        decisions = DecisionLines(lambda: now_s)
+        for _ in range(100):
+            decisions.refused(None, "total_capacity", 503, "lean", 0.1)
+        decisions.refused(None, "bad_request", 400, "lean", 0.1)
+        now_s = 1.0
+        decisions.refused(None, "total_capacity", 503, "lean", 0.1)
+        assert not decisions.debug
+    found = lines_of(stream)
+    assert [line["decision"] for line in found] == ["total_capacity"] * 5 + ["bad_request", "total_capacity"]
+    assert found[-1]["left_out"] == 95
