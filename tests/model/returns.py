@@ -58,7 +58,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.counted: dict[str, bool] = {}  # whether it was restored
-        self.buried: set[str] = set()
+        self.tombstones: set[str] = set()
         self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
         self.asked: list[tuple[str, tuple[Any, ...], str]] = []  # script, arguments of its item, answer
@@ -68,7 +68,7 @@ class Pool:
         return str(self.life)
 
     def lose(self) -> None:
-        self.counted, self.buried = {}, set()
+        self.counted, self.tombstones = {}, set()
         self.life += 1
         self._answer("lose", (), "")
 
@@ -78,7 +78,7 @@ class Pool:
         return Decision("placed", ENDPOINT)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> Done:
-        self.buried.add(request_id)
+        self.tombstones.add(request_id)
         return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "buried")
 
     def now_ms(self) -> int:
@@ -90,7 +90,7 @@ class Pool:
         args = request_id, "" if attempt is None else attempt, served, accounting_token
         if request_id in self.counted:
             return self._answer("renew", args, "renewed")
-        if not accounting_token or request_id in self.buried:
+        if not accounting_token or request_id in self.tombstones:
             return self._answer("renew", args, "unknown")
         self.counted[request_id] = True
         return self._answer("renew", args, "restored")
@@ -120,9 +120,9 @@ class State(NamedTuple):
     request: str
     signs: int
     outs: tuple[int, ...]
-    told: tuple[bool, ...]  # this return's ends, of those on their way back
+    reported: tuple[bool, ...]  # this return's ends, of those on their way back
     counted: tuple[tuple[str, bool], ...]
-    buried: frozenset[str]
+    tombstones: frozenset[str]
     life: int
     said: tuple[Any, ...]
     gates: tuple[Any, ...]
@@ -130,7 +130,7 @@ class State(NamedTuple):
 
 class World:
     """`replicas` replicas that each may lose the shared state up to `outs` times, and one request, which
-    gives up to `signs` signs of life. `patient` replicas bring nothing back before the others have told of
+    is renewed up to `signs` times. `patient` replicas restore nothing before the others have reported
     their ends, unless one of those is without the shared state itself; others may have waited long enough at
     any time. `losses` is how often the shared state may lose all it knows. `whole` returns take place in one
     step, between heartbeats of all.
@@ -156,8 +156,8 @@ class World:
         )
         self.names = tuple("abcdef"[:replicas])
         self._request, self._signs = _UNSENT, 0
-        self._outs, self._told = [0] * replicas, [False] * replicas
-        self._said: list[_Said | None] = [None] * replicas  # the last that was heard of those that are away
+        self._outs, self._reported = [0] * replicas, [False] * replicas
+        self._said: list[_Said | None] = [None] * replicas  # the last replica info of those that are away
         self._gates = [self._gate(name) for name in self.names]
         for who, gate in enumerate(self._gates):
             self._beat(who)
@@ -190,15 +190,15 @@ class World:
         for who, gate in enumerate(self._gates):
             if self._request == _UNSENT:
                 if who == 0:  # they are all alike
-                    yield Step("let go", who)
+                    yield Step("start", who)
             elif self._request == _RUNS:
                 yield Step("end", who)
                 if self._signs < self._most_signs:
-                    yield Step("sign", who)
+                    yield Step("renew", who)
             if gate.state is not FailoverState.LOCAL and self._outs[who] < self._most_outs:
-                yield Step("out", who)
+                yield Step("leave", who)
             if gate.state is FailoverState.LOCAL:
-                yield Step("return" if self._whole else "back", who)
+                yield Step("return" if self._whole else "resync", who)
                 continue
             if not self._whole:
                 yield Step("beat", who)
@@ -208,44 +208,44 @@ class World:
                 # Who is back before there is a request stands where it began.
                 if self._request != _UNSENT:
                     yield Step("finish", who)
-            elif not self._told[who]:
-                yield Step("tell", who)
-            elif not self._patient or any(local) or self._others_told(gate):
-                yield Step("bring", who)
+            elif not self._reported[who]:
+                yield Step("report", who)
+            elif not self._patient or any(local) or self._others_reported(gate):
+                yield Step("restore", who)
 
     def take(self, step: Step) -> None:
         gate, who = self._gates[step.who], step.who
-        if step.what == "let go":
+        if step.what == "start":
             if gate._outage is not None:
                 gate._outage.gate.release(1.0)  # the budget is another model's subject
             _run(gate.admit(ask(REQUEST), stream_owned=False))
             self._request = _RUNS
-        elif step.what == "sign":
+        elif step.what == "renew":
             self._signs += 1
             gate.renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
         elif step.what == "end":
             self._request = _OVER
             gate.settle(self._completion())
-        elif step.what == "out":
+        elif step.what == "leave":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)
             gate._abort_resync() if gate._outage is not None else gate._begin_outage()
-        elif step.what == "back":
-            self._told[who], self._said[who] = False, None
+        elif step.what == "resync":
+            self._reported[who], self._said[who] = False, None
             gate._begin_resync()
-        elif step.what == "tell":
+        elif step.what == "report":
             _run(gate._tombstones.publish())
-            self._told[who] = True
-        elif step.what == "bring":
+            self._reported[who] = True
+        elif step.what == "restore":
             assert gate._outage is not None
             assert gate._outage.resync is not None
             _run(gate._outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
             gate._finish_resync(gate._outage, gate._outage.resync)
         elif step.what == "return":
-            for what in ("back", "tell"):
+            for what in ("resync", "report"):
                 self.take(Step(what, who))
             self._beat_all()
-            self.take(Step("bring", who))
+            self.take(Step("restore", who))
             self._beat_all()
         elif step.what == "finish":
             gate._end_outage()
@@ -260,7 +260,7 @@ class World:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
-        """One hears what the others say at this moment; when they hear what it says is another step."""
+        """A replica receives the info of the others as it is now; they receive its own in another step."""
         about = {
             name: said or _Said.of(gate)
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
@@ -275,7 +275,7 @@ class World:
             REQUEST, Outcome.COMPLETED, 200, ENDPOINT, 1, 1, 0.1, 0.1, accounting_token=self.accounting_token
         )
 
-    def _others_told(self, gate: FailoverGate) -> bool:
+    def _others_reported(self, gate: FailoverGate) -> bool:
         return gate._tombstones.peers_answered(self.names)
 
     # What must hold
@@ -317,16 +317,16 @@ class World:
         else:
             gates = (*before.gates[:who], _saved(self._gates[who]), *before.gates[who + 1 :])
         return State(
-            self._request, self._signs, tuple(self._outs), tuple(self._told), tuple(pool.counted.items()),
-            frozenset(pool.buried), pool.life, tuple(self._said),
+            self._request, self._signs, tuple(self._outs), tuple(self._reported), tuple(pool.counted.items()),
+            frozenset(pool.tombstones), pool.life, tuple(self._said),
             gates,
         )  # fmt: skip
 
     def go_to(self, state: State, since: State | None = None) -> None:
         """Back to `state`; `since` is the present one, if it is known."""
         self._request, self._signs = state.request, state.signs
-        self._outs, self._told = list(state.outs), list(state.told)
-        self.pool.counted, self.pool.buried = dict(state.counted), set(state.buried)
+        self._outs, self._reported = list(state.outs), list(state.reported)
+        self.pool.counted, self.pool.tombstones = dict(state.counted), set(state.tombstones)
         self.pool.life, self._said = state.life, list(state.said)
         for who, (gate, saved) in enumerate(zip(self._gates, state.gates, strict=True)):
             if since is None or since.gates[who] is not saved:
@@ -342,7 +342,7 @@ def search(world: World) -> tuple[int, str]:
     what must hold does not; '' if it always does."""
     world.restart()
     first = world.state()
-    came: dict[State, tuple[State, Step] | None] = {first: None}
+    reached: dict[State, tuple[State, Step] | None] = {first: None}
     open_states = [first]
     while open_states:
         state = open_states.pop()
@@ -352,16 +352,16 @@ def search(world: World) -> tuple[int, str]:
             fault = world.fault() if at_once else ""
             world.at_rest()
             if fault := fault or world.fault():
-                return len(came), f"{_way(came, state)}: {fault}"
+                return len(reached), f"{_way(reached, state)}: {fault}"
             world.go_to(state)
         for step in list(world.steps()):
             world.take(step)
             after = world.state(None if step.what == "return" else state, step.who)
-            if after not in came:
-                came[after] = state, step
+            if after not in reached:
+                reached[after] = state, step
                 open_states.append(after)
             world.go_to(state, after)
-    return len(came), ""
+    return len(reached), ""
 
 
 def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], str]:
@@ -380,9 +380,9 @@ def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], st
     return taken, world.fault()
 
 
-def _way(came: Mapping[State, tuple[State, Step] | None], state: State) -> str:
+def _way(reached: Mapping[State, tuple[State, Step] | None], state: State) -> str:
     steps: list[str] = []
-    while (before := came[state]) is not None:
+    while (before := reached[state]) is not None:
         state, step = before
         steps.append(f"{step.what} {'abcdef'[step.who]}")
     return ", ".join(reversed(steps))

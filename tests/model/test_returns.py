@@ -1,4 +1,4 @@
-"""What one replica let go and another heard the end of never comes back, however they cross (G6, G8)."""
+"""A request that one replica started in an outage, and whose end another reported, stays ended (G6, G8)."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize(("replicas", "how"), CASES)
 @pytest.mark.timeout(3600)
-async def test_in_every_order_of_crossings_what_counts_in_the_end_is_what_runs(
+async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_those_that_run(
     replicas: int, how: dict[str, Any]
 ) -> None:
     world = World(replicas, **{"outs": 1, **how})
@@ -52,18 +52,18 @@ async def test_in_every_order_of_crossings_what_counts_in_the_end_is_what_runs(
     assert states > 1000
 
 
-async def test_the_search_finds_the_ghost_of_replicas_that_forget_their_ends(
+async def test_the_search_finds_a_ghost_when_replicas_forget_their_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Given replicas that tell the shared state of each end once, and keep no memory of it
+    # Given replicas that report each end once, and do not remember it
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
-    # When they cross in every order, then some way leads to a request that has ended and counts
+    # When they leave and return in every order, then one way leads to a request that has ended and counts
     _, fault = search(World(2, outs=1))
     assert fault.endswith("it counts, and has ended")
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-async def test_on_any_way_of_two_crossings_each_the_scripts_answer_as_the_search_takes_them_to(
+async def test_over_two_outages_each_the_scripts_answer_as_the_search_assumes(
     replicas: int, side: ScriptSide
 ) -> None:
     world = World(replicas, outs=2, signs=2, patient=False, losses=1)

@@ -24,8 +24,8 @@ CONFIG: Mapping[str, Any] = {
 }
 
 
-class Crosser:
-    """A replica with the gate and the membership that cross over and back."""
+class FailoverReplica:
+    """A replica with the gate and the membership that leave Redis and return."""
 
     def __init__(self, replica: Replica) -> None:
         settings = parse(CONFIG)
@@ -56,9 +56,9 @@ class Crosser:
 
 
 @asynccontextmanager
-async def crossers(it: Fleet) -> AsyncIterator[list[Crosser]]:
+async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
     """The fleet's replicas, all of which know each other."""
-    those = [Crosser(replica) for replica in it.replicas]
+    those = [FailoverReplica(replica) for replica in it.replicas]
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(work) for one in those for work in (one.gate.run(), one.membership.run())
@@ -76,7 +76,7 @@ async def crossers(it: Fleet) -> AsyncIterator[list[Crosser]]:
 async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_back_with_it(
     valkey_fleet: OpenFleet, names: tuple[str, ...]
 ) -> None:
-    async with valkey_fleet(*names) as it, crossers(it) as (away, here, *others):
+    async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
             # Given two that were placed by Redis, and one that a replica lets go when it is away
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
@@ -104,7 +104,7 @@ async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_bac
 async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_back(
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
-    async with valkey_fleet("a", "b") as it, crossers(it) as (one, other):
+    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
         # Given two that are both away, of which one hears the end of what the other lets go
         other.leave()
         one.leave()
@@ -124,7 +124,7 @@ async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_
 
 
 async def test_what_runs_comes_back_also_where_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", "b") as it, crossers(it) as (away, here):
+    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (away, here):
         # Given a request whose end was heard, and another of its id, let go later by one that is away
         here.end("x", await here.start_locally("x"))
         await until(it.at_rest)

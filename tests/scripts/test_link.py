@@ -55,7 +55,7 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
             lambda: b.sweep(),
             lambda: b.store.state(60),
         )
-        # When a request lives its whole life, then nothing fails
+        # When a request epoch its whole life, then nothing fails
         for call in calls:
             await it.redis.function_flush()
             await call()
@@ -226,12 +226,12 @@ async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFle
     # Given a link that nobody asks anything
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
-        lives = link.connection_epoch
+        epoch = link.connection_epoch
         # When its connection is cut, then it is well again without a call
         await it.redis.client_kill_filter(skipme=True)
 
         async def well() -> bool:
-            return link.connection_epoch > lives and link.fault is None
+            return link.connection_epoch > epoch and link.fault is None
 
         await until(well)
 
@@ -280,8 +280,8 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         assert a.store.unsent_ends() == ["r2"]
         assert a.lost == ["silence"]
         # And when there is a new connection to a server that is as silent, though decisions go out on it
-        lives = a.store.connection_epoch
-        await until(lambda: _is(a.store.connection_epoch > lives))
+        epoch = a.store.connection_epoch
+        await until(lambda: _is(a.store.connection_epoch > epoch))
         deciding = asyncio.create_task(a.admit("r4"))
         with pytest.raises(StateUnavailable):
             await deciding

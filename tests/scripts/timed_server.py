@@ -90,7 +90,7 @@ class Server:
         self._client.function_load(self._source, replace=True)
 
     def lose(self, *names: str) -> None:
-        """The records of requests are lost, and what they took, as the last writes before a failover."""
+        """The records of requests are lost, and what they took, as if a failover had lost the last writes."""
         for name in names:
             self._client.hdel(f"{self._prefix}requests", name)
             self._client.zrem(f"{self._prefix}inflight", name)
