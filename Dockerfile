@@ -1,5 +1,5 @@
-# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds Envoy, the very
-# binary that the tests run, and what renders its bootstrap, and `load`, which adds Locust.
+# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds the Envoy that the tests run
+# and the tools for its bootstrap, and `load`, which adds Locust.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS build
@@ -22,7 +22,7 @@ RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock lo
 FROM build AS build-picker
 RUN /opt/picker/bin/pip uninstall --yes pip setuptools
 
-# What all images have besides their environments: a user, and no means to install anything.
+# Common to all images: a user, and no tools to install anything.
 FROM python:${PYTHON}-slim AS base
 RUN groupadd --gid 10001 picker \
  && useradd --uid 10001 --gid picker --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin picker \

@@ -1,7 +1,7 @@
-"""What the examples of this folder share: the bootstrap of `picker envoy-config` read, changed and written.
+"""Shared by the examples of this folder: reads, changes and writes the bootstrap of `picker envoy-config`.
 
-Clients' own fairness ids are gone before the first filter runs: the bootstrap removes them, in both
-spellings. So what a filter sets is what the picker sees, which counts it if `extproc.trusted_headers` has it.
+The bootstrap removes clients' own fairness ids, in both spellings, before the first filter runs. So the picker
+sees what a filter sets, and uses it if `extproc.trusted_headers` names it.
 """
 
 import sys

@@ -3,12 +3,11 @@
     locust -f deploy/locust/locustfile.py --host http://127.0.0.1:8080 NoisyNeighbourUser -u 40
 
 Each simulated user sends a request of one of the scenario's sources, waits for its answer, pauses, and sends
-the next: a closed loop, so a slow fleet is asked for less. `picker load` is the open loop, and the one that
-judges promises; this is for Locust's own page, its distribution over machines and its statistics. The classes
-of `replica-crash` and `redis-outage` bring the load alone: killing is left to whoever runs the fleet.
+the next: a closed loop, so a slow fleet is asked for less. `picker load` is an open loop and checks the
+promises; this is for Locust's own page, its distribution over machines and its statistics. The classes of
+`replica-crash` and `redis-outage` send the load only and kill nothing.
 
-A `TTFT` line of the statistics is the time to the first byte of the answers. Refusals are failures, named by
-the reason that the fleet gives.
+A `TTFT` line of the statistics is the time to the first byte. Refusals are failures, named by their reason.
 """
 
 import itertools

@@ -96,26 +96,20 @@ def ranked(order: str, **fields: Any) -> Expected:
     return Expected(order=order, **fields)
 
 
-def vllm(
-    waiting: float = 0,
-    kv: float = 0.1,
-    *,
-    loras: str | None = None,
-    queued_loras: str = "",
-    max_lora: int = 4,
-    older: bool = False,
-    **fields: Any,
-) -> Server:
-    """A vLLM server; `loras` are the adapters it runs, None if it has no adapters."""
-    page = {
-        'vllm:num_requests_waiting{model_name="llama"}': waiting,
-        'vllm:num_requests_running{model_name="llama"}': 0,
-        f'vllm:{"gpu_cache" if older else "kv_cache"}_usage_perc{{model_name="llama"}}': kv,
-    }
-    if loras is not None:
-        adapters = f'running_lora_adapters="{loras}",waiting_lora_adapters="{queued_loras}"'
-        page[f'vllm:lora_requests_info{{max_lora="{max_lora}",{adapters}}}'] = 1.7e9
-    return server(page, **fields)
+def vllm(waiting: float = 0, kv: float = 0.1, *, older: bool = False, **fields: Any) -> Server:
+    """A vLLM server without adapters."""
+    return server(_vllm_series(waiting, kv, "gpu_cache" if older else "kv_cache"), **fields)
+
+
+def lora(adapters: str, waiting: float = 0, kv: float = 0.1, *, queued: str = "", slots: int = 4) -> Server:
+    """A vLLM server with room for `slots` adapters, which runs `adapters`."""
+    info = f'max_lora="{slots}",running_lora_adapters="{adapters}",waiting_lora_adapters="{queued}"'
+    return server({**_vllm_series(waiting, kv, "kv_cache"), f"vllm:lora_requests_info{{{info}}}": 1.7e9})
+
+
+def _vllm_series(waiting: float, kv: float, cache: str) -> dict[str, float]:
+    figures = {"num_requests_waiting": waiting, "num_requests_running": 0, f"{cache}_usage_perc": kv}
+    return {f'vllm:{name}{{model_name="llama"}}': value for name, value in figures.items()}
 
 
 def sglang(waiting: float, kv: float) -> Server:

@@ -13,6 +13,7 @@ from picking_case import (
     Request,
     Server,
     ask,
+    lora,
     ranked,
     server,
     sglang,
@@ -56,12 +57,15 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 _DATA = Path(__file__).parents[1] / "data"
-_GATEWAY, _LLM_D = "x-gateway-", "x-llm-d-"
+_OBJECTIVE, _OBJECTIVE_2 = "x-gateway-inference-objective", "x-llm-d-inference-objective"
+_FAIRNESS, _FAIRNESS_2 = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
+_REWRITE, _REWRITE_2 = "x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite"
+_WORKLOAD, _BATCH = "x-workload-context", '{"workload_id": "batch-7", "criticality": 5}'
 _LONG = {**PROMPT, "prompt": "The quick brown fox jumps over the lazy dog. " * 60}
 _LARGE = {**PROMPT, "prompt": "x" * 200_000}
 _TWO = (vllm(), vllm())
 _THREE = (vllm(3, 0.2), vllm(1, 0.1), vllm(10, 0.2))
-_BUSY = vllm(9, 0.9)
+_BUSY, _FULL = vllm(9, 0.9), lora("b", slots=1)
 _LABELLED = (
     vllm(0, labels={"gpu": "a10", "zone": "b"}),
     vllm(9, labels={"gpu": "h100", "zone": "a"}),
@@ -93,6 +97,11 @@ def _own(waiting: float, kv: float) -> Server:
 
 def _error(name: str, body: Any, message: str, status: int = 400, **fields: Any) -> Case:
     return Case(name, _TWO, Expected(status=status, message=message), Request(body, **fields))
+
+
+def _adapter(name: str, expected: Expected, *servers: Server, model: str = "poet") -> Case:
+    """A request for an adapter, or for another model."""
+    return Case(name, servers, expected, ask(model))
 
 
 def _accounted(name: str, headers: dict[str, str], model: str = "llama", **token: str) -> Case:
@@ -136,58 +145,50 @@ _LOAD = (
     ),
 )
 _ADAPTERS = (
-    Case(
-        "active adapter, low queue",
-        (vllm(0, 0.2, loras="poet"), vllm(0, 0.1, loras="other"), vllm(10, 0.1, loras="poet")),
-        Expected("A"),
-        ask("poet"),
+    _adapter(
+        "active adapter, low queue", Expected("A"), lora("poet", 0, 0.2), lora("other"), lora("poet", 10)
     ),
-    Case(
+    _adapter(
         "adapter affinity over KV",
-        (vllm(5, 0.4, loras="poet"), vllm(5, 0.2, loras="b,c", max_lora=3), vllm(5, 0.3, loras="b,c,d,e")),
         ranked("AB"),
-        ask("poet"),
+        lora("poet", 5, 0.4),
+        lora("b,c", 5, 0.2, slots=3),
+        lora("b,c,d,e", 5, 0.3),
     ),
-    Case(
+    _adapter(
         "a free slot before none",
-        (vllm(0, 0.1, loras="b,c", max_lora=2), vllm(5, 0.5, loras="b", max_lora=2), vllm(9, loras="poet,b")),
         Expected("BC"),
-        ask("poet"),
+        lora("b,c", slots=2),
+        lora("b", 5, 0.5, slots=2),
+        lora("poet,b", 9),
     ),
-    Case(
-        "no slot anywhere: where the adapter is queued",
-        tuple(vllm(loras="b", queued_loras=queued, max_lora=1) for queued in ("", "poet", "")),
-        Expected("B"),
-        ask("poet"),
+    _adapter(
+        "no slot anywhere: where it is queued", Expected("B"), _FULL, lora("b", queued="poet", slots=1), _FULL
     ),
-    Case(
+    _adapter(
         "an unknown adapter goes by load",
-        (vllm(9, loras="b", max_lora=1), vllm(1, loras="c", max_lora=1)),
         Expected("B"),
-        ask("unheard-of"),
+        lora("b", 9, slots=1),
+        lora("c", 1, slots=1),
+        model="new",
     ),
-    Case(
-        "an adapter known by configuration needs a slot",
-        (vllm(0, loras="b", max_lora=1), vllm(9, loras="c", max_lora=2)),
-        ranked("B"),
-        ask("rare"),
+    _adapter("a configured adapter needs a slot", ranked("B"), _FULL, lora("c", 9, slots=2), model="rare"),
+    _adapter(
+        "the base model may go to full ones", Expected("A"), lora("b", 1, slots=1), lora("", 9), model="llama"
     ),
-    Case(
-        "the base model may go to full ones",
-        (vllm(1, loras="b", max_lora=1), vllm(9, loras="")),
-        Expected("A"),
+    _adapter(
+        "the adapters of a real page",
+        Expected("B"),
+        lora("b", 7, 0.6),
+        _page("vllm"),
+        lora("", 7, 0.6),
+        model="sql-lora",
     ),
     Case(
         "a model sent as an adapter",
-        (vllm(loras="b"), vllm(kv=0.3, loras="food-v2"), vllm(loras="")),
+        (lora("b"), lora("food-v2", 0, 0.3), lora("")),
         Expected("B", models=("food-v2",)),
         ask("food"),
-    ),
-    Case(
-        "the adapters of a real page",
-        (vllm(7, 0.6, loras="b"), _page("vllm"), vllm(7, 0.6, loras="")),
-        Expected("B"),
-        ask("sql-lora"),
     ),
 )
 _SUBSETS = (
@@ -207,15 +208,11 @@ _SUBSETS = (
     ),
 )
 _BODIES = (
-    _rewritten(
-        "two chunks, rewritten", {f"{_GATEWAY}model-name-rewrite": "llama-tuned"}, "llama-tuned", chunks=2
-    ),
-    _rewritten(
-        "rewrite by the other spelling", {f"{_LLM_D}model-name-rewrite": "llama-tuned"}, "llama-tuned"
-    ),
+    _rewritten("two chunks, rewritten", {_REWRITE: "llama-tuned"}, "llama-tuned", chunks=2),
+    _rewritten("rewrite by the other spelling", {_REWRITE_2: "llama-tuned"}, "llama-tuned"),
     _rewritten(
         "the gateway's spelling first",
-        {f"{_LLM_D}model-name-rewrite": "x", f"{_GATEWAY}model-name-rewrite": "y"},
+        {_REWRITE_2: "x", _REWRITE: "y"},
         "y",
     ),
     Case("a large body in chunks, unchanged", _TWO, _ANY, Request(_LARGE, chunks=7)),
@@ -244,35 +241,15 @@ _BODIES = (
     _error("rewrite in headers mode", b"", "cannot send", 500, mode="headers", metadata={"model": "food"}),
 )
 _HEADERS = (
-    _accounted("a known objective", {f"{_GATEWAY}inference-objective": "premium"}, band="0", weight="3.0"),
-    _accounted(
-        "a known objective by the other spelling",
-        {f"{_LLM_D}inference-objective": "premium"},
-        band="0",
-        weight="3.0",
-    ),
-    _accounted(
-        "an unknown objective is Default",
-        {f"{_GATEWAY}inference-objective": "nobody's"},
-        "vip",
-        band="1",
-        weight="1.0",
-    ),
+    _accounted("a known objective", {_OBJECTIVE: "premium"}, band="0", weight="3.0"),
+    _accounted("an objective by the other spelling", {_OBJECTIVE_2: "premium"}, band="0", weight="3.0"),
+    _accounted("an unknown objective is Default", {_OBJECTIVE: "nobody's"}, "vip", band="1", weight="1.0"),
     _accounted("no objective: the model's own band", {}, "vip", band="0", weight="2.0"),
-    _accounted("fairness id", {f"{_GATEWAY}inference-fairness-id": "tenant-1"}, flow="tenant-1"),
-    _accounted(
-        "fairness id by the other spelling", {f"{_LLM_D}inference-fairness-id": "tenant-2"}, flow="tenant-2"
-    ),
+    _accounted("fairness id", {_FAIRNESS: "tenant-1"}, flow="tenant-1"),
+    _accounted("fairness id by the other spelling", {_FAIRNESS_2: "tenant-2"}, flow="tenant-2"),
     _accounted("no fairness id: the model is the flow", {}, flow="llama"),
-    _accounted(
-        "a workload",
-        {"x-workload-context": '{"workload_id": "batch-7", "criticality": 5}'},
-        workload="batch-7",
-        criticality="5",
-    ),
-    _accounted(
-        "a workload that is no JSON is ignored", {"x-workload-context": "batch"}, workload="", criticality="3"
-    ),
+    _accounted("a workload", {_WORKLOAD: _BATCH}, workload="batch-7", criticality="5"),
+    _accounted("a workload that is no JSON is ignored", {_WORKLOAD: "x"}, workload="", criticality="3"),
     _accounted("a deadline", {"x-llm-d-inference-ttl": "500ms"}),
     Case("GET is not admitted", _TWO, _ANY, ask(get=True)),
     Case("GET in standard", _TWO, _ANY, ask(get=True, mode="standard")),
