@@ -1,7 +1,7 @@
 """Shared by the examples of this folder: reads, changes and writes the bootstrap of `picker envoy-config`.
 
-The bootstrap removes clients' own fairness ids, in both spellings, before the first filter runs. So the picker
-sees what a filter sets, and uses it if `extproc.trusted_headers` names it.
+The bootstrap removes clients' own fairness ids, in both spellings, before the first filter runs. So the
+picker sees what a filter sets, and uses it if `extproc.trusted_headers` names it.
 """
 
 import sys
