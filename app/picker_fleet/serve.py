@@ -281,7 +281,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         on_notification=lambda what, request_id: shared.on_notification(what, request_id),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
-        on_away=lambda cause, why: failover.redis_lost(cause, why),
+        on_unavailable=lambda cause, why: failover.redis_lost(cause, why),
         signing=signing,
     )
     scraping: ScrapingTask = ScrapingTask(

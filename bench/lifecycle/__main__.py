@@ -14,7 +14,7 @@ from bench.lifecycle.replay import Floor, Life, floor, life, upkeep_us
 from bench.lifecycle.server import Server, server
 from bench.lifecycle.upkeep import MANY
 from bench.overhead.surroundings import look
-from picker_fleet.state.batching import MAX_BATCH
+from picker_fleet.state.calls import MAX_BATCH
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROUNDS = 3

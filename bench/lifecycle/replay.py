@@ -12,7 +12,7 @@ import hiredis
 from bench.lifecycle.life import BATCH, Lives, Size
 from bench.lifecycle.server import Server
 from bench.lifecycle.upkeep import upkeep
-from picker_fleet.state.batching import HEAD
+from picker_fleet.state.calls import HEAD
 from picker_tools.local_fleet.network import LOOPBACK
 
 _DEADLINE_S = 60.0

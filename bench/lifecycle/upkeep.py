@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 
 from bench.lifecycle.life import Lives
-from picker_fleet.state.batching import MAX_BATCH
+from picker_fleet.state.calls import MAX_BATCH
 
 _CALLS = 150  # of each kind, at most
 MANY = 6000  # requests that are due at once

@@ -103,7 +103,7 @@ class Replica:
             pause_detector=PauseDetector(),
             connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
-            on_adopted=self._count_adopted, on_away=lambda cause, why: self.lost.append(cause),
+            on_adopted=self._count_adopted, on_unavailable=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
             self.store,

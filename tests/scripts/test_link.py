@@ -269,7 +269,7 @@ async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_canno
         between.mute()
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
-        await until(lambda: _is(a.store._client.waits and not a.store.unsent_ends()))
+        await until(lambda: _is(a.store._client.waiting and not a.store.unsent_ends()))
         # When another request ends, then only this end cannot be known there
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]

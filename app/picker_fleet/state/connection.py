@@ -1,11 +1,23 @@
-"""Connections to the server that a pool's keys are on, whoever that is at the moment.
+"""Connections to the Redis server that holds a pool's keys. The rest of state/ connects through this module.
 
-One server is where its URL says. Sentinels are asked for the primary that they agree on. A Cluster's nodes
-are asked for the owner of the pool's slot: all of a pool's keys and channels carry one hash tag, so one
-plain connection to that node is all that a replica needs.
+`redis.url` is one of:
 
-It is asked anew for each connection that is made, and a connection that meets a server which is not the
-primary any more is over. So whoever connects again after a fault follows the primary wherever it goes.
+    redis://[USER:PASSWORD@]HOST[:PORT][/DB]                        one server (PORT 6379, DB 0)
+    rediss://…                                                      the same over TLS
+    unix://[USER:PASSWORD@]/PATH[?db=DB]                            one server's socket
+    redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
+    redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
+
+What follows a `?` is an option: `username`, `password`, `db`, where not given before; `ssl=true` for TLS with
+Sentinels or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`,
+`ssl_cert_reqs`; for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
+
+One server is where its URL says. Sentinels are asked for the primary that most of them name. Nodes of a
+Cluster are asked for the owner of the pool's slot: all keys and channels of a pool carry one hash tag, so a
+replica needs a plain connection to that node only.
+
+The primary is looked up for each new connection, and a connection to a server that is not the primary counts
+as lost. So reconnecting after a fault follows the primary.
 """
 
 import asyncio
@@ -14,8 +26,10 @@ import enum
 import random
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import hiredis
 from redis import exceptions as redis_errors
@@ -28,18 +42,198 @@ from redis.asyncio.connection import (
 )
 from redis.crc import key_slot
 
-from picker_fleet.state.address import Address
-
 
 def raise_if_cancelled() -> None:
-    """Raise the CancelledError that the current task was owed."""
+    """Raise the CancelledError that the current task is due. Call it after connecting and after a handled
+    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and a
+    fault of closing one can replace it."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
+Kind = Literal["server", "socket", "sentinel", "cluster"]
+
+_KINDS: Mapping[str, Kind] = {
+    "redis": "server", "rediss": "server", "unix": "socket",
+    "redis+sentinel": "sentinel", "redis+cluster": "cluster",
+}  # fmt: skip
+_PORTS: Mapping[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
+_ANY = ("username", "password", "db")
+_OWN: Mapping[Kind, tuple[str, ...]] = {
+    "server": _ANY,
+    "socket": _ANY,
+    "sentinel": (*_ANY, "ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
+    "cluster": (*_ANY, "ssl"),
+}
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_DEMANDS = ("none", "optional", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed URL. `nodes`: the server, the Sentinels, or nodes of the Cluster. `tls`: redis-py's options
+    for checking certificates; None without TLS."""
+
+    kind: Kind
+    nodes: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    service: str = ""
+    db: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Mapping[str, str | bool] | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    sentinel_tls: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Raises ValueError, which names the fault without user and password."""
+        scheme, separator, _ = url.partition("://")
+        kind = _KINDS.get(scheme)
+        if kind is None or not separator:
+            raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
+        try:
+            parts = urlsplit(url)
+        except ValueError as fault:
+            raise ValueError(f"is not a URL: {fault}") from None
+        if parts.fragment:
+            raise ValueError("a # must be written %23")
+        options = _options(parts.query, kind, encrypted=scheme == "rediss")
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = (unquote(part) for part in credentials.partition(":"))
+        path, service, db = _path(parts, kind, options)
+        encrypted = scheme == "rediss" or _flag(options, "ssl", False)
+        return cls(
+            kind,
+            nodes=() if kind == "socket" else _nodes(hosts, kind),
+            path=path,
+            service=service,
+            db=db,
+            username=username or options.get("username") or None,
+            password=password or options.get("password") or None,
+            tls=_tls_options(options) if encrypted else None,
+            sentinel_username=options.get("sentinel_username"),
+            sentinel_password=options.get("sentinel_password"),
+            sentinel_tls=_flag(options, "sentinel_ssl", encrypted),
+        )
+
+
+def redis_url(url: str) -> str:
+    """`url` as it is. Raises ValueError as `Address.parse` does."""
+    Address.parse(url)
+    return url
+
+
+def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
+    """The options behind the `?`, each name known and given once."""
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    can_encrypt = encrypted or "ssl" in _OWN[kind]
+    valid = (*_OWN[kind], *(_TLS if can_encrypt else ()))
+    for name in options:
+        if name in _TLS and not can_encrypt:
+            raise ValueError(f"option {name} needs TLS: rediss://")
+        if name not in valid:
+            raise ValueError(f"unknown option {name[:40]!r}; valid here: {', '.join(valid) or 'none'}")
+    if len(pairs) > len(options):
+        raise ValueError("an option is given twice")
+    if any(name in _TLS for name in options) and not (
+        encrypted or _flag(options, "ssl", False) or _flag(options, "sentinel_ssl", False)
+    ):
+        raise ValueError("options ssl_… need ssl=true")
+    return options
+
+
+def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
+    text = options.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"option {name} must be true or false")
+    return _FLAGS[text.lower()]
+
+
+def _tls_options(options: Mapping[str, str]) -> dict[str, str | bool]:
+    found: dict[str, str | bool] = {name: options[name] for name in _TLS if name in options}
+    demand = options.get("ssl_cert_reqs", "required")
+    if demand not in _DEMANDS:
+        raise ValueError(f"option ssl_cert_reqs must be one of {', '.join(_DEMANDS)}")
+    if ("ssl_certfile" in found) < ("ssl_keyfile" in found):
+        raise ValueError("option ssl_keyfile needs ssl_certfile")
+    # The host name is checked only with the certificate.
+    found["ssl_check_hostname"] = _flag(options, "ssl_check_hostname", demand != "none")
+    if demand == "none" and found["ssl_check_hostname"]:
+        raise ValueError("ssl_check_hostname cannot be true where ssl_cert_reqs is none")
+    return found
+
+
+def _nodes(hosts: str, kind: Kind) -> tuple[tuple[str, int], ...]:
+    texts = hosts.split(",")
+    if kind == "server" and len(texts) > 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    if kind == "server" and not hosts:
+        return (("localhost", _PORTS[kind]),)
+    return tuple(_node(text, _PORTS[kind]) for text in texts)
+
+
+def _node(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port == 0 or text.endswith(":"):
+        raise ValueError("a host must be written HOST, HOST:PORT or [IPV6]:PORT, several with commas between")
+    return unquote(host), port or default_port
+
+
+def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[str, str, int]:
+    """Path of the socket, name of the service, number of the database."""
+    if kind == "socket":
+        if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
+            raise ValueError("a socket is written unix:///path/to/it")
+        return unquote(parts.path), "", _db("", options)
+    steps = parts.path.strip("/").split("/")
+    service = unquote(steps.pop(0)) if kind == "sentinel" else ""
+    if kind == "sentinel" and not service:
+        raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE/DB")
+    if len(steps) > 1:
+        raise ValueError("the path has too many parts")
+    db = _db(steps[0] if steps else "", options)
+    if kind == "cluster" and db:
+        raise ValueError("a Cluster has database 0 only")
+    return "", service, db
+
+
+def _db(text: str, options: Mapping[str, str]) -> int:
+    if text and "db" in options:
+        raise ValueError("the database is given twice")
+    text = text or options.get("db", "")
+    if text and not (text.isascii() and text.isdigit() and len(text) < 6):
+        raise ValueError("the database must be a number")
+    return int(text or 0)
+
+
+class Meaning(enum.Enum):
+    """What an error reply means. docs/errors.md shows the same table.
+
+    ELSEWHERE: retried on a new connection, which leads to the primary by then.
+    DENIED: retried a moment later. If either lasts, Redis counts as unavailable for the call.
+    FULL: Redis takes no writes for now.
+    ITEM: a script failed, on a damaged record for example.
+    """
+
+    ELSEWHERE = "elsewhere"
+    DENIED = "denied"
+    FULL = "full"
+    ITEM = "item"
+
+
 ERROR_REPLIES = (
-    # Not, or not now, the server to ask.
+    # This server is not the primary, or serves nobody now.
     ("MOVED ", "elsewhere"),
     ("ASK ", "elsewhere"),
     ("TRYAGAIN ", "elsewhere"),
@@ -52,32 +246,21 @@ ERROR_REPLIES = (
     ("NOAUTH ", "elsewhere"),
     ("DENIED ", "elsewhere"),
     ("ERR max number of clients", "elsewhere"),
-    # The one to ask, but it does not do this for anyone.
+    # The primary, but it runs this for nobody.
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
     ("ERR unknown command", "denied"),
     ("ERR Function not found", "denied"),  # and it cannot be given the library
-    # It takes nothing that would add to what it holds, or nothing at all that it would have to write down.
+    # The primary, but it takes no writes that need memory, or none at all.
     ("OOM ", "full"),
     ("MISCONF ", "full"),
 )
-NO_ANSWER = "no-answer"  # among the metrics' kinds of errors, beside the meanings of those that are answered
-
-
-class Meaning(enum.Enum):
-    """ELSEWHERE: asked once more, on a new connection, which leads to whoever is the primary by then. DENIED:
-    asked once more a moment later. Either, if it lasts, is as if Redis had not answered. FULL: it takes no
-    writes for now. ITEM: a script's error, on a damaged record for example."""
-
-    ELSEWHERE = "elsewhere"
-    DENIED = "denied"
-    FULL = "full"
-    ITEM = "item"
+NO_ANSWER = "no-answer"  # a kind of error in the metrics, beside the meanings of error replies
 
 
 def meaning_of(error: str) -> Meaning:
-    """What `error`, the text of an error reply, means; ITEM unless it is known to mean something else."""
+    """The meaning of the error reply `error`; ITEM unless it is in ERROR_REPLIES."""
     return next(
         (Meaning(meaning) for prefix, meaning in ERROR_REPLIES if error.startswith(prefix)), Meaning.ITEM
     )
@@ -85,25 +268,25 @@ def meaning_of(error: str) -> Meaning:
 
 Node = tuple[str, int]
 
-_ASK_S = 0.3  # until most agree, or for those that have answered by then
-_ASKED = 5  # nodes of a Cluster, at most
+_ASK_S = 0.3  # how long most servers have to agree; then the answers so far count
+_MAX_ASKED = 5  # nodes of a Cluster
 _CONNECT_S = 1.0
 _TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
-# A peer that has vanished is noticed by the system within about this many seconds, whatever waits for it.
+# The kernel notices a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     """A pool whose connections lead to the server that holds `key`; `options` are those of redis-py's
-    connections. Without retries or a timeout for replies: deadlines are their users'.
+    connections. They have no retries and no timeout of replies: callers set deadlines.
 
     Raises:
         ValueError: the URL is not valid.
     """
     address = Address.parse(url)
     options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
-    # Without a word about the library (CLIENT SETINFO): one command less to be allowed.
+    # Without CLIENT SETINFO: an ACL need not allow it.
     options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
@@ -120,14 +303,17 @@ def client(url: str, key: str, **options: Any) -> Redis:
     return Redis.from_pool(connections(url, key, **options))
 
 
-async def find(url: str, key: str) -> Node:
-    """Host and port of the server that holds `key` now. Raises redis-py's ConnectionError: nobody could tell;
-    its TimeoutError: some did not answer."""
+async def find_primary(url: str, key: str) -> Node:
+    """Host and port of the server that holds `key` now.
+
+    Raises:
+        redis-py's ConnectionError: no server names it; its TimeoutError: some did not answer.
+    """
     return await _finder(Address.parse(url), key)()
 
 
 class _Following(Connection):
-    """Leads to whoever `find` names; a server that is not the primary counts as a lost connection."""
+    """Connects to the server that `find` names; an answer of a server that is not the primary ends it."""
 
     def __init__(self, *, find: Callable[[], Awaitable[Node]] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -174,10 +360,10 @@ def _finder(address: Address, key: str) -> Callable[[], Awaitable[Node]]:
     if address.kind == "cluster":
         return _Nodes(address, key)
 
-    async def there() -> Node:
+    async def the_server() -> Node:
         return address.nodes[0]
 
-    return there
+    return the_server
 
 
 class _Sentinels:
@@ -191,20 +377,20 @@ class _Sentinels:
 
     async def _ask(self, node: Node) -> Node:
         address = self._address
-        said = await _answer(
+        reply = await _answer(
             node,
             ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", address.service),
             username=address.sentinel_username,
             password=address.sentinel_password,
             tls=dict(address.tls or {}) if address.sentinel_tls else None,
         )
-        if said is None:
+        if reply is None:
             raise redis_errors.ConnectionError(f"the Sentinels know no service {address.service!r}")
-        return said[0], int(said[1])
+        return reply[0], int(reply[1])
 
 
 class _Nodes:
-    """Asks some nodes of a Cluster who owns the slot of `key`; remembers who else there is to ask."""
+    """Asks some nodes of a Cluster who owns the slot of `key`, and remembers the nodes that they name."""
 
     def __init__(self, address: Address, key: str) -> None:
         self._address = address
@@ -212,7 +398,7 @@ class _Nodes:
         self._known: set[Node] = set(address.nodes)
 
     async def __call__(self) -> Node:
-        asked = random.sample(sorted(self._known), min(_ASKED, len(self._known)))
+        asked = random.sample(sorted(self._known), min(_MAX_ASKED, len(self._known)))
         try:
             return await _agreed([self._ask(node) for node in asked])
         except (redis_errors.ConnectionError, redis_errors.TimeoutError):
@@ -234,13 +420,13 @@ class _Nodes:
 
 
 def _named(entry: Sequence[Any], asked: Node) -> Node:
-    """A node of CLUSTER SLOTS; one that does not know its own name is the one that was asked."""
+    """A node of a CLUSTER SLOTS reply; a node that does not know its own name is the asked one."""
     host = entry[0] or asked[0]
     return (asked[0] if host == "?" else host), int(entry[1])
 
 
 async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
-    """What more than half of those asked say, or most of those that answer in time."""
+    """The answer of more than half of those asked, or of most that answer in time."""
     pending = {asyncio.ensure_future(ask) for ask in asks}
     votes: Counter[Node] = Counter()
     fault, silent = "no answer in time", False
@@ -259,15 +445,15 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
                     votes[task.result()] += 1
                 except _TIMEOUTS:
                     silent = True
-                except _FAULTS as told:
-                    fault = str(told) or fault
+                except _FAULTS as error:
+                    fault = str(error) or fault
     finally:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     raise_if_cancelled()
     if not votes:
-        # Some may only be slow: that is no proof that there is no primary.
+        # A slow server is no proof that there is no primary.
         kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
         raise kind(f"the primary cannot be found: {fault}")
     return votes.most_common(1)[0][0]
@@ -293,8 +479,12 @@ DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 
 
 class RedisConnection(asyncio.Protocol):
-    """An open connection. `on_reply` gets each reply in order, errors as `hiredis.ReplyError`; `on_lost` is
-    called once, if the connection ends other than by `close`."""
+    """An open connection that hands over each reply the moment it is read.
+
+    redis-py connects: addresses, TLS, authentication, database. Then its stream is taken over, because a
+    coroutine that waits for each reply costs a turn of the event loop and about 60 µs a message
+    (docs/decisions.md). `on_reply` gets each reply in order, errors as `hiredis.ReplyError`; `on_lost` is
+    called once if the connection ends other than by `close`."""
 
     def __init__(
         self,
@@ -324,7 +514,7 @@ class RedisConnection(asyncio.Protocol):
         """A new connection of `pool`, whose protocol must be RESP2; replies as str, or as bytes.
 
         Raises:
-            one of DOWN: it cannot be had.
+            one of DOWN: it cannot be made.
         """
         connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
@@ -340,7 +530,7 @@ class RedisConnection(asyncio.Protocol):
         self._transport.write(message)
 
     async def close(self) -> None:
-        """Drop the connection at once; nothing is reported of it any more."""
+        """End the connection at once; no callback follows."""
         self._closed = True
         self._transport.abort()
         with contextlib.suppress(*DOWN):
@@ -354,7 +544,7 @@ class RedisConnection(asyncio.Protocol):
             except hiredis.ProtocolError as fault:
                 self._lose(f"not a Redis reply: {fault}")
                 return
-            if reply is False:  # no script returns a boolean over RESP2
+            if reply is False:  # incomplete; no script returns a boolean over RESP2
                 return
             self._on_reply(reply)
 

@@ -243,20 +243,20 @@ class Watched(Protocol):
     """The connection that is watched. Times are the event loop's."""
 
     @property
-    def heard_s(self) -> float:
+    def last_reply_s(self) -> float:
         """When the last reply came."""
         ...
 
     @property
-    def waits(self) -> bool:
+    def waiting(self) -> bool:
         """Whether anything waits for Redis."""
         ...
 
-    def stuck(self) -> None:
-        """It is silent, and others are not."""
+    def on_stuck(self) -> None:
+        """This connection is silent while probes on others are answered."""
 
-    def away(self) -> None:
-        """Redis is silent."""
+    def on_silent(self) -> None:
+        """Redis is silent on every connection."""
 
 
 class ConnectionMonitor:
@@ -296,10 +296,10 @@ class ConnectionMonitor:
     def _look(self) -> None:
         awake_s = self._pause_detector.tick(closely=self._failure_detector.suspected)
         now_s, watched = self._loop.time(), self._watched
-        heard, self._looked_s = watched.heard_s > self._looked_s, now_s
+        heard, self._looked_s = watched.last_reply_s > self._looked_s, now_s
         answered, self._answered = self._answered, False
         health = self._failure_detector.observe(
-            now_s, awake_s, waits=watched.waits, heard=heard, answered=answered
+            now_s, awake_s, waits=watched.waiting, heard=heard, answered=answered
         )
         if health is not Health.SUSPECT:
             self._stop_probes()
@@ -309,9 +309,9 @@ class ConnectionMonitor:
                 self._probes.popleft().cancel()
             self._probes.append(asyncio.create_task(self._probe(), name="redis-probe"))
         if health is Health.STUCK:
-            watched.stuck()
+            watched.on_stuck()
         elif health is Health.UNAVAILABLE:
-            watched.away()
+            watched.on_silent()
 
     async def _probe(self) -> None:
         """Ask for a sign of life; an error is one as well."""

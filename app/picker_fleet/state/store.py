@@ -68,7 +68,7 @@ class Store:
 
     `on_notification(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
-    was already known; `on_away(cause, why)` when Redis is given up (state/batching.py).
+    was already known; `on_unavailable(cause, why)` when Redis is given up (state/batching.py).
     `reads` is what an operator sees, `survey` what of it is read once for all replicas. Heartbeats keep
     `signing` in step with the fleet's keys.
     Every method raises StateFault where Redis does not do it: StateUnavailable if it is away, the others if
@@ -88,7 +88,7 @@ class Store:
         on_notification: Callable[[str, str], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
-        on_away: Callable[[str, str], object],
+        on_unavailable: Callable[[str, str], object],
         signing: Keyring | None = None,
     ) -> None:
         self.keys = Keys.of(pool)
@@ -110,7 +110,7 @@ class Store:
             connect_timeout_s=connect_timeout_s,
             metrics=metrics,
             on_batch=self._take_head,
-            on_away=on_away,
+            on_unavailable=on_unavailable,
         )
         self.reads = Reads(self._client, self.keys.log)
         self.queue_snapshots = QueueSnapshots(self._client, self.reads, self.keys.queue_snapshot)

@@ -16,8 +16,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from picker_fleet.errors import PickerError
-from picker_fleet.state.address import Address
-from picker_fleet.state.connection import find
+from picker_fleet.state.connection import Address, find_primary
 from picker_fleet.state.keys import Keys
 
 TURN, GUARD = "turn", "guard"
@@ -227,7 +226,7 @@ def _connection(address: Address, url: str, key: str) -> dict[str, Any]:
     """The server to connect to, as arguments of redis-py."""
     if address.kind == "socket":
         return {"unix_socket_path": address.path}
-    host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find(url, key))
+    host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find_primary(url, key))
     return {"host": host, "port": port, "ssl": address.tls is not None, **(address.tls or {})}
 
 
