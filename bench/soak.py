@@ -56,7 +56,7 @@ class Reading:
 
 
 class Fleet:
-    """A running_fleet fleet; see `running_fleet`."""
+    """A running fleet; see `running_fleet`."""
 
     def __init__(self, state: dict[str, Any], process: psutil.Process, client: httpx.AsyncClient) -> None:
         self.url = str(state["envoy"])
@@ -69,7 +69,7 @@ class Fleet:
         self.redis = next(child for child in children if "valkey" in child.name())
 
     async def read(self, at_s: float, served: int) -> Reading:
-        """Everything now."""
+        """A reading now."""
         memory = await self._redis.info("memory")
         return Reading(
             at_s,

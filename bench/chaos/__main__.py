@@ -89,7 +89,7 @@ class ChaosRun:
                 ]
                 while self._admitted() < requests:
                     await self._read()
-                self._ending = True  # a kill under way first starts the replacement, which is told to end too
+                self._ending = True  # a kill in progress first starts the replacement, which must end too
                 for action in actions[2:]:
                     action.cancel()
                 await asyncio.wait(actions[1:])

@@ -1,4 +1,4 @@
-"""One replica's whole life with Redis: every function and command, under every policy."""
+"""One replica's use of every function and command of Redis, under every policy."""
 
 import itertools
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _NUMBERS = itertools.count(1)
 
 
 async def use_everything(fleet: Fleet, store: Store) -> None:
-    """Bring `store`, of one of the fleet's two replicas, through all it can do; then all is at rest."""
+    """Bring `store`, of one of the fleet's two replicas, through all it can do, until all is at rest."""
     me, other = fleet.replicas
     assert store is me.store
     for policy in POLICIES:
@@ -35,20 +35,22 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await other.store._client.call("claim_queue_snapshot", 300)  # it reads no lanes: the others wait
+    await other.store._client.call(
+        "claim_queue_snapshot", 300
+    )  # it does not read the flow queues, so the others wait
     await store.queue_snapshots.read(10)
-    await _much_news(fleet)
+    await _many_notifications(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)
     await store.leave()
     await other.sweep(idle_s=0)
 
 
-async def _much_news(fleet: Fleet) -> None:
-    """More news than a heartbeat brings."""
+async def _many_notifications(fleet: Fleet) -> None:
+    """More notifications than a heartbeat returns."""
     me, _ = fleet.replicas
-    news = {f"gone-{n}": "evicted" for n in range(300)}
-    await fleet.redis.hset(fleet.keys.inbox(me.name), mapping=news)
+    notifications = {f"gone-{n}": "evicted" for n in range(300)}
+    await fleet.redis.hset(fleet.keys.inbox(me.name), mapping=notifications)
     while await fleet.redis.hlen(fleet.keys.inbox(me.name)):
         await me.beat()
 

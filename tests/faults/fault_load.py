@@ -1,4 +1,4 @@
-"""Load on a fleet while something fails, and what it went through."""
+"""Load on the gates of replicas while something fails."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ JOINED = {
     "decision_log": {"enabled": True},
 }  # fmt: skip
 UPPER = 4  # of one endpoint
-MACHINE_S = 9.0  # patience with a machine that stands still
+MACHINE_S = 9.0  # patience with a stalled machine
 HANGS_S = 30.0  # no request takes so long unless it hangs
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
@@ -37,7 +37,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True)
 class Load:
-    """`running` requests are between their placement and their settlement, by their clients' own count."""
+    """`running` requests are placed and not yet settled, by their clients' own count."""
 
     running: int = 0
     highest: int = 0
@@ -70,7 +70,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE_S) -> AsyncIterator[Load]:
-    """Clients who ask again and again, spread over the replicas, until the block ends; then each finishes."""
+    """A closed loop of clients, spread over the replicas, until the block ends and each has finished."""
     load, stopping = Load(), asyncio.Event()
 
     async def client(replica: Replica) -> None:
@@ -105,7 +105,7 @@ async def rests_within_a_lease(fleet: Fleet) -> None:
 
 
 async def _rests(fleet: Fleet) -> bool:
-    """`Fleet.at_rest`; no while the shared state cannot be asked."""
+    """`Fleet.at_rest`; False while Redis is away."""
     try:
         return await fleet.at_rest()
     except (StateUnavailable, RedisError):

@@ -106,7 +106,7 @@ def faults_of_all(runs: Mapping[int, Run], calm: Run) -> list[str]:
 
 
 def page(about: str, runs: Mapping[int, Run], calm: Run) -> str:
-    """The results as Markdown; `about` the runs is told first."""
+    """The results as Markdown, beginning with `about`."""
     faults = faults_of_all(runs, calm)
     part = mean(run.rate for run in runs.values()) / calm.rate
     rows = [_row("calm", calm, calm), *(_row(str(seed), run, calm) for seed, run in sorted(runs.items()))]

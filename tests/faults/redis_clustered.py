@@ -25,7 +25,7 @@ class Cluster:
         return f"redis+cluster://{hosts(self.servers)}"
 
     def owner(self, pool: str, *, but: Sequence[Server] = ()) -> Server | None:
-        """The node that serves the slot of `pool`, as most of those see it that are not in `but`."""
+        """The node that serves the slot of `pool`, by the majority of the nodes that are not in `but`."""
         slot = key_slot(Keys.of(pool).pool.encode())
         seen = []
         for server in self.servers:
@@ -40,7 +40,7 @@ class Cluster:
         return all(map(_is_whole, self.servers))
 
     def pools(self) -> list[str]:
-        """A pool's name for each of the primaries, whose slot it owns."""
+        """For each primary, the name of a pool whose slot it owns."""
         found: dict[int, str] = {}
         for number in range(1000):
             owner = self.owner(f"pool-{number}")

@@ -1,6 +1,6 @@
-"""A Redis or Valkey by itself, with TLS or ACL if need be. A real process, in memory only, to be killed.
+"""A Redis or Valkey as a real process, in memory only, with TLS or ACL if needed.
 
-`redis_watched.py` and `redis_clustered.py` make larger shapes of it.
+`redis_watched.py` and `redis_clustered.py` make Sentinels and a Cluster of it.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from picker_tools.local_fleet.processes import packaged_binary
 
 READY_S = 30.0
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
-PATIENT_MS = 15_000  # where nothing dies: a primary that merely stood still would be replaced, writes lost
-REPLACED_S = 60.0  # an election that fails, since the machine stood still, is repeated after 10 s
+PATIENT_MS = 15_000  # where nothing is killed: a stalled primary must not be replaced
+REPLACED_S = 60.0  # a failed election is repeated after 10 s
 _POLL_S = 0.02
 _TRIES = 3  # another process may take a port between its choice and its use
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
@@ -40,7 +40,7 @@ def valkey_binary() -> str:
 
 
 def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> Any:
-    """The first true value of `condition`; a server that cannot be asked yet counts as no."""
+    """The first true value of `condition`; an unreachable server counts as false."""
     end, tick = time.monotonic() + within_s, threading.Event()
     last: object = None
     while time.monotonic() < end:
@@ -57,9 +57,9 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running server; `options` are how redis-py connects to it, as one who may do everything.
+    """A running server; `options` are redis-py's, for a user who may do everything.
 
-    It was started in `folder` by `command`; both are empty for one that is not to come back.
+    `folder` and `command` are those of its start; empty for one that is not restarted.
     """
 
     port: int

@@ -13,7 +13,7 @@ VALUES = (
 )  # fmt: skip
 
 
-def test_values_are_told_apart_wherever_they_are_cut() -> None:
+def test_values_are_separated_wherever_the_data_is_cut() -> None:
     whole = b"".join(VALUES)
     bounds = [sum(map(len, VALUES[: number + 1])) for number in range(len(VALUES))]
     for cut in range(len(whole) + 1):
@@ -26,7 +26,7 @@ def test_values_are_told_apart_wherever_they_are_cut() -> None:
 
 @asynccontextmanager
 async def echoing() -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server that says what it hears; its port, and what it has heard."""
+    """An echo server; yields its port and what it has received."""
     received: list[bytes] = []
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,30 +39,30 @@ async def echoing() -> AsyncIterator[tuple[int, list[bytes]]]:
         yield server.sockets[0].getsockname()[1], received
 
 
-async def test_each_fault_does_what_it_says() -> None:
+async def test_each_fault_of_the_proxy_has_its_effect() -> None:
     async with echoing() as (port, received), proxy(port) as between:
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
 
-        async def says(text: bytes) -> bytes:
+        async def echoed(text: bytes) -> bytes:
             writer.write(text)
             return await reader.readexactly(len(text))
 
-        # As long as nothing is set, everything passes
-        assert await says(b"one") == b"one"
-        # Stalled: it comes, but later
+        # Without a fault everything passes.
+        assert await echoed(b"one") == b"one"
+        # Stalled: data arrives after the stall.
         between.stalled = True
-        late = asyncio.create_task(says(b"two"))
+        late = asyncio.create_task(echoed(b"two"))
         await asyncio.sleep(0.05)
         assert not late.done()
         between.stalled = False
         assert await late == b"two"
-        # Delayed: never before its time
+        # Delayed: never earlier.
         between.delay_s = 0.05
         began = asyncio.get_running_loop().time()
-        assert await says(b"three") == b"three"
+        assert await echoed(b"three") == b"three"
         assert asyncio.get_running_loop().time() - began >= 0.05
         between.delay_s = 0.0
-        # A reply is lost: the server has heard, the client has not, and its connection is cut
+        # A reply is lost: the server has the request, and the client's connection is cut.
         between.lose_replies = 1
         writer.write(b"four")
         with suppress(ConnectionResetError):
@@ -71,11 +71,11 @@ async def test_each_fault_does_what_it_says() -> None:
         assert received[-1] == b"four"
         assert (between.lost, between.lose_replies) == (1, 0)
         await until(lambda: between.open == 0)
-        # Vanished: nothing arrives, and nothing is closed
+        # Vanished: nothing arrives, and nothing is closed.
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
-        assert await says(b"five") == b"five"
+        assert await echoed(b"five") == b"five"
         between.vanished = True
-        silent = asyncio.create_task(says(b"six"))
+        silent = asyncio.create_task(echoed(b"six"))
         await asyncio.sleep(0.05)
         assert not silent.done()
         assert (received[-1], between.open) == (b"five", 1)
@@ -85,20 +85,20 @@ async def test_each_fault_does_what_it_says() -> None:
         writer.close()
         between.vanished = False
         before = between.open
-        # Stranded: so are the connections of that moment, and new ones work
+        # Stranded: the open connections vanish, and new ones work.
         reader, writer = old = await asyncio.open_connection(LOOPBACK, between.port)
-        assert await says(b"seven") == b"seven"
+        assert await echoed(b"seven") == b"seven"
         between.strand()
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)
         old[1].write(b"lost")
-        assert await says(b"eight") == b"eight"
+        assert await echoed(b"eight") == b"eight"
         assert b"lost" not in received
         assert between.open == before + 2
         old[1].close()
         writer.close()
 
 
-async def test_only_a_scripts_reply_is_lost_and_only_after_those_it_is_to_spare() -> None:
+async def test_script_replies_are_lost_only_after_the_spared_ones() -> None:
     call, ping = b"*2\r\n$5\r\nFCALL\r\n$1\r\nx\r\n", b"*1\r\n$4\r\nPING\r\n"
     async with echoing() as (port, received), proxy(port) as between:
         reader, writer = await asyncio.open_connection(LOOPBACK, between.port)

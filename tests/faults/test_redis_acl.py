@@ -1,4 +1,4 @@
-"""The users of docs/redis.md: they may do all that is needed, and nothing else."""
+"""The Redis users of docs/redis.md may do what they need, and nothing else."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ SECRET = "p@ss"
 
 @pytest.fixture
 def restricted(redis7: Server) -> str:
-    """URL of a user who may do what the page says; what was denied before is forgotten."""
+    """The URL of the documented user; earlier denials are cleared."""
     for name, rules in (PICKER, AUDITOR):
         redis7.ask("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *rules.split())
     redis7.ask("ACL", "LOG", "RESET")
@@ -67,7 +67,7 @@ async def test_every_function_runs_as_that_user(redis7: Server, restricted: str,
     assert of_the_scripts() <= ran
 
 
-async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
+async def test_a_fleet_of_that_user_serves_and_its_streams_run(
     redis7: Server, restricted: str, pool: str
 ) -> None:
     through = dict.fromkeys("ab", restricted)
@@ -103,7 +103,7 @@ async def test_a_fleet_of_that_user_serves_and_its_feeds_run(
     assert denied(redis7) == []
 
 
-async def test_a_user_who_may_not_leave_what_he_has_read_reads_for_himself(
+async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itself(
     redis7: Server, restricted: str, pool: str
 ) -> None:
     # The user that an earlier page documents.

@@ -1,8 +1,7 @@
 """The server that takes over lacks the last writes of the former one, as an asynchronous replica may.
 
-Brought about on one server: everything of the pool is put back to what it was a moment ago, and in the same
-step every connection is closed. The life of the shared state is the same, so nothing but the new connection
-tells the replicas.
+The tests use one server: the pool is restored to an earlier moment, and every connection is closed in the
+same step. The epoch of the shared state is the same, so only the new connection tells the replicas.
 """
 
 import asyncio
@@ -26,15 +25,15 @@ for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 """
 
 
-class Past:
-    """What a pool was at one moment."""
+class Snapshot:
+    """The keys of a pool at one moment."""
 
     def __init__(self, server: Server, fleet: Fleet) -> None:
         self._server = server
         self._pattern = fleet.keys.prefix.replace("{", "\\{") + "*"
         self._saved: list[Any] = server.ask("EVAL", _SAVE, 0, self._pattern)
 
-    def return_to(self) -> None:
+    def restore(self) -> None:
         with self._server.client() as client, client.pipeline(transaction=True) as both:
             both.eval(_PUT_BACK, 0, self._pattern, *self._saved)
             both.execute_command("CLIENT", "KILL", "TYPE", "normal")
@@ -42,7 +41,7 @@ class Past:
             both.execute()
 
 
-async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str) -> None:
+async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
@@ -51,13 +50,13 @@ async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str)
                 await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
             waits = tasks.create_task(b.gate.admit(ask("waits"), stream_owned=True))
             await until(lambda: _queued(it, 1))
-            past = Past(redis7, it)
+            snapshot = Snapshot(redis7, it)
             # One ends, the waiting one is placed and another arrives; then the new primary has none of it.
             a.gate.settle(ended("runs0"))
             await waits
             lost = tasks.create_task(a.gate.admit(ask("lost"), stream_owned=True))
             await until(lambda: _queued(it, 1))
-            past.return_to()
+            snapshot.restore()
             # What was lost is queued again, what runs is counted, and nothing is admitted beyond it.
             async with asyncio.timeout(LEASE_S + 5):
                 await until(lambda: _queued(it, 2))
@@ -70,16 +69,16 @@ async def test_what_the_last_writes_were_is_made_good(redis7: Server, pool: str)
         await rests_within_a_lease(it)
 
 
-async def test_what_runs_unseen_is_counted_again_and_no_more_is_admitted_than_was_forgotten(
+async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_was_lost(
     redis7: Server, pool: str
 ) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
-        past = Past(redis7, it)
+        snapshot = Snapshot(redis7, it)
         # The stock is full, and the server that takes over knows nothing of it.
         for number in range(UPPER):
             await a.gate.admit(ask(f"old{number}"), stream_owned=True)
-        past.return_to()
+        snapshot.restore()
         # More requests arrive than fit.
         more = [
             asyncio.create_task(b.gate.admit(ask(f"new{i}"), stream_owned=True)) for i in range(3 * UPPER)
@@ -98,22 +97,22 @@ async def test_what_runs_unseen_is_counted_again_and_no_more_is_admitted_than_wa
         await rests_within_a_lease(it)
 
 
-async def test_over_admission_is_at_most_what_was_forgotten(redis7: Server, pool: str) -> None:
+async def test_over_admission_is_at_most_what_was_lost(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it, clients=40) as load:
             for _ in range(3):
                 await load.served_more(50)
-                past = Past(redis7, it)
+                snapshot = Snapshot(redis7, it)
                 await load.served_more(30)
                 # The last writes are lost, again and again.
-                past.return_to()
+                snapshot.restore()
         # Every request is answered. What ran at such a moment may be unknown for a heartbeat.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
 
 
 async def _counts(fleet: Fleet, count: int) -> bool:
-    """Whether so many are in flight or wait."""
+    """Whether `count` requests are in flight or wait."""
     stock, queued, _ = await fleet.counts()
     return stock + queued == count
 

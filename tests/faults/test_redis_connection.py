@@ -1,4 +1,4 @@
-"""What a network does to the connections to Redis: late, lost, standing still, and gone without a word."""
+"""Network faults between replicas and Redis: delays, stalls, lost messages, half-open connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -66,7 +66,7 @@ async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: 
         await it.ledger()
 
 
-async def test_lost_wake_ups_cost_nobody_its_turn(between: Proxy, pool: str) -> None:
+async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
     # No wake-up reaches the replicas.
     between.drop_messages = True
     async with running(url_of(between), pool, "a", "b", "c", joined=JOINED, listening=True) as it:
@@ -102,7 +102,9 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         await rests_within_a_lease(it)
 
 
-async def test_a_primary_that_takes_no_writes_is_asked_again_until_it_does(redis7: Server, pool: str) -> None:
+async def test_a_primary_that_refuses_writes_is_called_again_until_it_takes_them(
+    redis7: Server, pool: str
+) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(20)
@@ -118,7 +120,9 @@ async def test_a_primary_that_takes_no_writes_is_asked_again_until_it_does(redis
         await it.ledger()
 
 
-async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, between: Proxy, pool: str) -> None:
+async def test_a_half_open_connection_is_noticed_and_replaced(
+    redis7: Server, between: Proxy, pool: str
+) -> None:
     # A replica under load whose connection is half-open.
     through = {"a": url_of(between)}
     async with running(
@@ -140,7 +144,7 @@ async def test_a_server_that_vanished_is_noticed_and_left(redis7: Server, betwee
         await rests_within_a_lease(it)
 
 
-async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
+async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # A replica whose connection is half-open, while new ones work.
@@ -148,18 +152,18 @@ async def test_a_stuck_connection_is_made_anew_and_redis_is_not_given_up(
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         await a.admit("before")
-        lives = a.store.connection_epoch
+        epoch = a.store.connection_epoch
         between.strand()
         # It has its answer long before the silence would be proven.
         async with asyncio.timeout(PATIENT_S):
             assert (await a.admit("stuck")).status == "placed"
-        assert a.store.connection_epoch == lives + 1
+        assert a.store.connection_epoch == epoch + 1
         assert a.lost == []
         await a.settle("before", "stuck")
         assert await it.at_rest()
 
 
-async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
+async def test_connections_that_are_closed_at_once_count_as_refused(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # A replica whose connection breaks, behind a proxy of a dead server.
@@ -179,7 +183,7 @@ async def test_connections_that_are_taken_and_closed_at_once_count_as_refused(
         assert await it.at_rest()
 
 
-async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
+async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # Redis stalls on old connections and new ones.
@@ -198,7 +202,7 @@ async def test_a_pause_that_is_shorter_than_the_proof_is_waited_for(
         assert await it.at_rest()
 
 
-async def test_a_subscriber_whose_server_vanished_subscribes_anew(
+async def test_a_subscriber_whose_server_vanished_subscribes_again(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     received: list[str] = []
@@ -220,7 +224,7 @@ async def test_a_subscriber_whose_server_vanished_subscribes_anew(
         await listening
 
 
-async def test_the_feeds_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
+async def test_route_and_metrics_streams_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
     url, clock = url_of(between), asyncio.get_running_loop().time
     routes = RouteStream(
         url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()

@@ -1,4 +1,4 @@
-"""A Redis that is far away: nothing waits for the message ahead, and the order of messages stands."""
+"""A Redis with a long round trip: messages do not wait for each other, and keep their order."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""TLS: the whole path over it, and what a certificate that is not good enough is told."""
+"""TLS to Redis: a fleet serves over it, and a wrong certificate is a clear error."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
-"""Replicas and model servers begun from a `picker up` that holds what they import.
+"""Replicas and model servers forked from a `picker up` that has imported what they need.
 
-Two of three seconds that a fleet's start takes of the processor are imports, the same in each of its
-processes. Here a part is a copy of the `picker up` that begins it, which then runs the command: its child,
-tied to its life, in a session of its own, with its own log, as one that is executed is. Where the kernel has
-no file descriptors of processes, and for what is not Python, it is executed.
+Two of three CPU seconds of a fleet's start are imports, the same in each of its processes. Here a part is a
+fork of `picker up` that then runs the command: its child, which dies with it, in a session and with a log of
+its own. What is not Python is executed, and so is everything where the kernel has no pidfd.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ async def begin(command: Sequence[str], output: IO[bytes], environment: Mapping[
     ours = picker_command()
     if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
         return await _executed(command, output, environment)
-    sys.stdout.flush()  # else the copy would say it, too
+    sys.stdout.flush()  # else the fork would write it too
     here = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -64,7 +63,7 @@ class _Forked:
 
 
 def become(prepare: Callable[[], None], words: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run `picker WORDS…` in this copy after `prepare`; nothing else of it is to go on."""
+    """Run `picker WORDS…` in this fork after `prepare`, then exit."""
     from picker_fleet import cli
 
     status: int | str | None = 1
@@ -72,7 +71,7 @@ def become(prepare: Callable[[], None], words: list[str], environment: Mapping[s
         prepare()
         os.environ.clear()
         os.environ.update(environment)
-        tempfile.tempdir = None  # it may have been looked up under the environment of before
+        tempfile.tempdir = None  # it may depend on the former environment
         status = cli.main(words)
     except SystemExit as end:
         status = end.code
@@ -88,7 +87,7 @@ def become(prepare: Callable[[], None], words: list[str], environment: Mapping[s
 
 
 def _part(output: int, parent: int) -> None:
-    """Nothing of the `picker up` that this is a copy of is to be seen; what is said goes to `output`."""
+    """Detach from the `picker up` that forked this, with `output` for both streams."""
     os.setsid()
     die_with_parent(parent)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""`picker up` begun from a process that holds what it imports.
+"""`picker up` forked from a process that has imported what it needs.
 
-Reading Envoy's types, and making the first bootstrap of them, takes a second and a half of CPU, a quarter of
-a fleet's start. Here one process does so once, and forks a copy of itself for each fleet, which then runs the
-command. tests/fleet/test_up.py starts it as its user does.
+Importing Envoy's types and making the first bootstrap takes 1.5 s of CPU, a quarter of a fleet's start. Here
+one process does so once, and forks itself for each fleet. tests/fleet/test_up.py starts `picker up` as its
+user does.
 """
 
 import atexit
@@ -21,7 +21,7 @@ _LONGEST_ASK = 1 << 20
 
 
 class BegunUp:
-    """A running `picker up`: of `subprocess.Popen` as much as a fleet of tests needs."""
+    """A running `picker up`, with the part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         output_in, output_out = os.pipe()
@@ -62,7 +62,7 @@ class BegunUp:
 
 @functools.cache
 def _nursery() -> socket.socket:
-    """Asks what forks the fleets, which ends with this process."""
+    """The socket of the process that forks fleets, which ends with this one."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
         command = [sys.executable, "-P", __file__, str(there.fileno())]
@@ -88,7 +88,7 @@ def _serve(asked: socket.socket) -> None:
 
     nowhere = ("127.0.0.1", 0)
     envoy.build_bootstrap(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits here; each fleet's keeper waits for it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each fleet's keeper waits for it
     while True:
         ask, fds, *_ = socket.recv_fds(asked, _LONGEST_ASK, 2)
         if not ask:
@@ -101,7 +101,7 @@ def _serve(asked: socket.socket) -> None:
 
 
 def _keep(arguments: list[str], environment: dict[str, str], output_out: int, status_out: int) -> NoReturn:
-    """Run a fleet; tell its process id, and when it has ended its status."""
+    """Run a fleet; write its process id, and its status when it has ended."""
     import begun_part
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -110,7 +110,7 @@ def _keep(arguments: list[str], environment: dict[str, str], output_out: int, st
         os.close(status_out)
         begun_part.become(lambda: _redirect_output(output_out), ["up", *arguments], environment)
     os.close(output_out)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is meant for the fleet
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fleet
     os.write(status_out, f"{pid}\n".encode())
     _, status = os.waitpid(pid, 0)
     os.write(status_out, f"{os.waitstatus_to_exitcode(status)}\n".encode())

@@ -87,7 +87,7 @@ def _request(
     return "\r\n".join(lines).encode() + body
 
 
-async def _asked(address: str, request: bytes) -> str:
+async def _status_of(address: str, request: bytes) -> str:
     async with _connected(address) as (reader, writer):
         writer.write(request)
         return await _status(reader)
@@ -235,7 +235,7 @@ async def _name(target: Target, number: int) -> str:
     name = "".join(dice.choice((*_SIGNS, "a", "llama", "8b")) for _ in range(dice.randint(1, 40)))
     workload = json.dumps({"workload_id": name, "criticality": dice.choice((1, 5, 9, -1, 1e9, "x"))})
     body = _ask(model=dice.choice((MODEL, name or "x")))
-    return await _asked(target.envoy, _request("/v1/completions", body, ("x-workload-context", workload)))
+    return await _status_of(target.envoy, _request("/v1/completions", body, ("x-workload-context", workload)))
 
 
 _STEERING = (
@@ -257,7 +257,7 @@ async def _steer(target: Target, number: int) -> str:
     values = (HONEST, "gold", MODEL, "127.0.0.1:1", f"invented-{number}")
     headers = [(name, values[(number + place) % len(values)]) for place, name in enumerate(_STEERING)]
     headers.append(("x-llm-d-inference-ttl", ("1ms", "1e9", "-1", "NaN")[number % 4]))
-    return await _asked(target.envoy, _request("/v1/completions", _ask(), *headers))
+    return await _status_of(target.envoy, _request("/v1/completions", _ask(), *headers))
 
 
 _PATHS = (
@@ -275,7 +275,7 @@ _PATHS = (
 async def _path(target: Target, number: int) -> str:
     method, path = _PATHS[number % len(_PATHS)]
     key = (ATTACKER, "a-guessed-key")[number % 2]
-    return await _asked(target.envoy, _request(path, b"{}", method=method, key=key))
+    return await _status_of(target.envoy, _request(path, b"{}", method=method, key=key))
 
 
 # The admin port
@@ -312,7 +312,7 @@ _LEAST_PAUSE_S = 0.05  # between two attempts of one loop, as a network would ta
 
 
 class Attackers:
-    """All attacks on one target. `outcomes` is what outcomes of the tries, by attack."""
+    """All attacks on one target. `outcomes` counts how the attempts ended, by attack."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

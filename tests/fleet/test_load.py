@@ -26,7 +26,7 @@ async def started(*arguments: str) -> Process:
 
 
 async def ended(process: Process) -> tuple[int, str]:
-    """Its exit status and all that it said."""
+    """Its exit status and output."""
     try:
         async with asyncio.timeout(END_S):
             said, _ = await process.communicate()
@@ -52,7 +52,7 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 
-async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
+async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     size = ("--own", "--replicas", "2", "--endpoints", "2")
     status, said = await load("noisy-neighbour", *size, "--duration", "5", "--report", str(tmp_path))
     # It starts a fleet, and the promises are kept, those of the log too.
@@ -69,7 +69,7 @@ async def test_a_scenario_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     assert mine == []
 
 
-async def test_replicas_are_killed_and_nobody_notices(tmp_path: Path) -> None:
+async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
     status, said = await load("replica-crash", "--duration", "6", "--report", str(tmp_path))
     found = verdicts(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -94,7 +94,7 @@ async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> N
     assert status == 0, said
 
 
-async def test_a_fleet_that_is_not_configured_for_a_scenario_is_told_so(here: Any, tmp_path: Path) -> None:
+async def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
     status, said = await load(
         "priority-overload", "--state-file", str(here.state_file), "--report", str(tmp_path)
     )
@@ -120,7 +120,7 @@ async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> Non
     assert "broken" not in verdicts(tmp_path).values()
 
 
-async def test_the_same_scenarios_in_locust(here: Any, tmp_path: Path) -> None:
+async def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
     # Locust runs two of the scenarios for some seconds, without its own page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     process = await started(

@@ -1,4 +1,4 @@
-"""`picker up`: a whole fleet of real parts, from its first line to its end."""
+"""`picker up`: a whole fleet of real parts, from its first line to its exit."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 
 @pytest.fixture(params=MODES, scope="module")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """A fleet of the usual size in each mode, its answers showing what was picked."""
+    """A fleet of the default size in each mode, with debug headers."""
     quick = ("--sim-ttft", "1", "--sim-itl", "1")
     return shared_fleet("--mode", request.param, "--debug-headers", *quick, spawned=True)
 
@@ -32,7 +32,7 @@ def small(shared_fleet: Any) -> Any:
     return shared_fleet(*SMALL)
 
 
-async def test_state_file_tells_where_everything_is(any_mode: Any) -> None:
+async def test_state_file_names_every_part(any_mode: Any) -> None:
     state = any_mode.state
     assert len(state["replicas"]) == 3
     assert len(state["endpoints"]) == 4
@@ -56,7 +56,7 @@ async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -
         assert (await here.info("server"))["run_id"] == (await there.info("server"))["run_id"]
 
 
-def test_a_folder_too_deep_for_a_socket_leaves_the_port(tmp_path: Path) -> None:
+def test_valkey_in_a_too_deep_folder_uses_its_port(tmp_path: Path) -> None:
     valkey = Valkey(tmp_path / ("deep" * 30))
     assert valkey.socket_url == valkey.url
     assert "--unixsocket" not in valkey.command()
@@ -92,7 +92,7 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
 
 
 async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool = False) -> tuple[int, Any]:
-    """Status and body of the answer to a prompt of `words`, whose request's body is written in `pieces`."""
+    """Send a prompt of `words` in `pieces`; the status and body of the answer."""
     host, _, port = url.removeprefix("http://").partition(":")
     body = json.dumps({"model": "llama", "prompt": "word " * words, "max_tokens": 2}).encode()
     framing = ("content-length", str(len(body))) if sized else ("transfer-encoding", "chunked")
@@ -107,7 +107,7 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
         ):
             writer.write(client.send(event) or b"")
             await writer.drain()
-            await asyncio.sleep(0.02)  # so that each piece is a message of its own to the picker
+            await asyncio.sleep(0.02)  # so that each piece is its own message to the picker
         status, said = 0, b""
         while not isinstance(event := client.next_event(), h11.EndOfMessage):
             if event is h11.NEED_DATA:
@@ -121,7 +121,7 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
 
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
-async def test_however_a_body_comes_all_of_it_arrives(any_mode: Any, words: int) -> None:
+async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -> None:
     # Whole and in pieces, with its length and without, and with trailers.
     answers = [
         await asked(any_mode.url, words, pieces, sized=sized, trailer=trailer)
@@ -203,7 +203,7 @@ async def ready(own: Any, replica: int) -> bool:
     return bool(answer.status_code == 200)
 
 
-async def test_what_dies_stays_dead_when_asked(fleet: Any) -> None:
+async def test_no_restart_leaves_an_ended_part(fleet: Any) -> None:
     own = fleet("--replicas", "1", "--endpoints", "2", "--no-restart")
     own.kill_endpoint(0)
     own.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")

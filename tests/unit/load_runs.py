@@ -1,4 +1,4 @@
-"""Runs made up for tests of `picker_tools.load`: what a test does not name is as in a good run."""
+"""Results of runs for tests of `picker_tools.load`: a good run, with what a test changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ PER_SOURCE = 40
 
 
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
-    """A served stream; `fields` in place of what it would be."""
+    """A served stream; `fields` replace its own."""
     good = Answer(
         source=source,
         number=number,
@@ -38,7 +38,7 @@ def answer(source: str, number: int = 0, **fields: Any) -> Answer:
 
 
 def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
-    """Refused at once because the queue is full."""
+    """A refusal at once because the queue is full."""
     refused = {"status": 503, "reason": "rejected-saturated", "retry_after_s": 2.0, "tokens": None}
     return answer(source, number, **{**refused, "first_s": 0.01, "last_s": 0.01, **fields})
 
@@ -64,7 +64,7 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A good run of 20 s; `fields` in place of what it would be. `sent` follows from the answers."""
+    """A good run of 20 s; `fields` replace its own. `sent` follows from the answers."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(
         answer(source.name, number, asked_tokens=source.answer_tokens, tokens=source.answer_tokens)
@@ -95,7 +95,7 @@ def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
 
 
 def verdict(evidence: RunResult, name: str) -> Promise:
-    """What is said of the promise `name`."""
+    """The verdict on the promise `name`."""
     return next(promise for promise in check_promises(evidence) if promise.name == name)
 
 

@@ -1,4 +1,4 @@
-"""Envoy's bootstrap: what it says in each mode, and that the real Envoy takes it."""
+"""Envoy's bootstrap in each mode, validated by the real Envoy."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def validate(file: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_real_envoy_takes_it(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
+def test_real_envoy_accepts_each_mode(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
     file = tmp_path / "envoy.yaml"
     file.write_text(to_yaml(built(mode, debug_headers=debug_headers)))
     said = validate(file)
@@ -80,7 +80,7 @@ def test_real_envoy_takes_it(mode: Mode, debug_headers: bool, tmp_path: Path) ->
         {"fair_request_queue": {"queue_ttl": "59m"}, "extproc": {"max_body_bytes": 100_000_000}},
     ],
 )
-def test_real_envoy_takes_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_real_envoy_accepts_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "envoy.yaml"
     file.write_text(to_yaml(built("headers", settings)))
     said = validate(file)
@@ -95,7 +95,7 @@ def test_real_envoy_takes_unusual_settings(settings: dict[str, Any], tmp_path: P
         ("headers", None, "SKIP", None),
     ],
 )
-def test_each_mode_sends_the_picker_its_part(
+def test_each_mode_sends_the_picker_its_parts_of_a_request(
     mode: Mode, request_body: str | None, response_headers: str, response_body: str | None
 ) -> None:
     processing = http_filter(built(mode), "ext_proc")["processingMode"]
@@ -106,7 +106,7 @@ def test_each_mode_sends_the_picker_its_part(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pool_follows_the_fleet_and_the_picker_s_order(mode: Mode) -> None:
+def test_pool_follows_the_fleet_and_the_pickers_order(mode: Mode) -> None:
     pool = cluster(built(mode), "pool")
     # The endpoints come from the replicas, whose own cluster needs no discovery.
     source = pool["edsClusterConfig"]["edsConfig"]["apiConfigSource"]
@@ -119,14 +119,14 @@ def test_pool_follows_the_fleet_and_the_picker_s_order(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_pickers_nothing_passes(mode: Mode) -> None:
+def test_requests_fail_without_pickers(mode: Mode) -> None:
     ext_proc = http_filter(built(mode), "ext_proc")
     assert not ext_proc.get("failureModeAllow", False)
     assert ext_proc["statusOnError"] == {"code": "ServiceUnavailable"}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_envoy_goes_on_without_pickers_only_where_it_may(mode: Mode) -> None:
+def test_envoy_balances_without_pickers_only_if_configured(mode: Mode) -> None:
     allowed = {
         way: http_filter(built(mode, {"extproc": {"on_failure": way}}), "ext_proc").get("failureModeAllow")
         for way in ("deny", "balance")
@@ -135,7 +135,7 @@ def test_envoy_goes_on_without_pickers_only_where_it_may(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_queued_request_is_asked_again_of_another_replica(mode: Mode) -> None:
+def test_a_queued_request_is_sent_to_another_replica(mode: Mode) -> None:
     retry = http_filter(built(mode), "ext_proc")["grpcService"]["retryPolicy"]
     assert retry["numRetries"] == 3
     assert "unavailable" in retry["retryOn"]
@@ -154,10 +154,10 @@ def test_each_listed_endpoint_gets_a_try() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_only_what_stands_still_ends(mode: Mode) -> None:
+def test_only_stalled_requests_time_out(mode: Mode) -> None:
     tree = built(mode, {"fair_request_queue": {"queue_ttl": "2h"}}) if mode != "headers" else built(mode)
     route = manager(tree)["routeConfig"]["virtualHosts"][0]["routes"][0]["route"]
-    # An answer may stream for as long as it likes; a request may wait for as long as the queue lets it
+    # Answers may stream without a limit; a request may wait as long as the queue's TTL.
     assert route["timeout"] == "0s"
     assert "idleTimeout" not in route
     waits_s = 30 if mode == "headers" else 7200
@@ -177,7 +177,7 @@ def test_headers_mode_waits_for_the_picker_longer_than_a_request_may_queue() -> 
     assert built("lean", settings)
 
 
-def test_access_log_reports_at_the_configured_interval_where_the_stream_does_not() -> None:
+def test_access_log_has_the_configured_interval_in_the_modes_that_need_it() -> None:
     settings = {"leases": {"access_log_interval": "3s"}}
     for mode in ("lean", "headers"):
         managed = manager(built(mode, settings))
@@ -192,7 +192,7 @@ def test_usage_is_read_where_the_picker_does_not_see_the_answer() -> None:
         assert filter_names(built(mode)) == ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
-def test_only_headers_mode_reads_the_request_and_only_standard_is_told_who_served() -> None:
+def test_only_headers_mode_reads_the_request_and_only_standard_forwards_the_endpoint_that_served() -> None:
     headers, lean, standard = built("headers"), built("lean"), built("standard")
     assert "requestRules" in http_filter(headers, "json_to_metadata")
     assert "requestRules" not in http_filter(lean, "json_to_metadata")
@@ -208,7 +208,7 @@ def test_only_headers_mode_reads_the_request_and_only_standard_is_told_who_serve
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_picker_s_metadata_is_taken(mode: Mode) -> None:
+def test_envoy_accepts_the_pickers_metadata(mode: Mode) -> None:
     options = http_filter(built(mode), "ext_proc")["metadataOptions"]
     assert options["receivingNamespaces"]["untyped"] == ["envoy.lb", "picker"]
 
@@ -216,7 +216,7 @@ def test_picker_s_metadata_is_taken(mode: Mode) -> None:
 def test_debug_headers_only_when_asked() -> None:
     plain = manager(built("lean"))["routeConfig"]
     shown = manager(built("lean", debug_headers=True))["routeConfig"]
-    # The token of a session and the pressure are for clients; in `standard` the picker tells them itself
+    # Session token and pressure are for clients; in `standard` the picker sets them.
     assert [each["header"]["key"] for each in plain["responseHeadersToAdd"]] == [
         "x-session-token",
         "x-queue-pressure",
@@ -234,7 +234,9 @@ def test_pickers_by_name_are_resolved() -> None:
     assert cluster(tree, "picker")["type"] == "STRICT_DNS"
 
 
-def test_command_prints_what_envoy_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_bootstrap_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n")
     code = cli.main(
@@ -265,7 +267,7 @@ def removed(tree: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_headers_that_steer_are_taken_from_clients_unless_trusted(mode: Mode) -> None:
+def test_steering_headers_are_removed_unless_trusted(mode: Mode) -> None:
     names = {
         f"x-{who}-{what}"
         for who in ("gateway", "llm-d")
@@ -294,9 +296,7 @@ def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(
 
 
 @pytest.mark.parametrize("name", ["x-gateway-destination-endpoint", "x-request-id", "authorization", ""])
-def test_command_refuses_to_trust_what_no_client_may_say(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_refuses_to_trust_other_headers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["envoy-config", "--trust-headers", name])
     assert end.value.code == 2
@@ -313,7 +313,7 @@ def test_command_refuses_bad_arguments(arguments: list[str], capsys: pytest.Capt
     assert arguments[1] in capsys.readouterr().err
 
 
-def test_command_line_does_not_import_envoy_s_types() -> None:
+def test_command_line_does_not_import_envoys_types() -> None:
     # They cost more than half a second; a replica must not pay it.
     program = (
         "import sys, picker_fleet.cli, picker_tools.local_fleet.up_command; "
@@ -322,7 +322,7 @@ def test_command_line_does_not_import_envoy_s_types() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0
@@ -330,9 +330,9 @@ def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_namespace_of_one_s_own_stands_wherever_the_default_does(mode: Mode) -> None:
+def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
     own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
-    # All that names the default namespace but the subset hint's, which is another
+    # Everything with the default namespace, except the subset hint's.
     text = yaml.safe_dump(built(mode, debug_headers=True)).replace("envoy.lb.subset_hint", "subset_hint")
     assert "envoy.lb" in text
     assert (

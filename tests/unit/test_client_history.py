@@ -1,4 +1,4 @@
-"""The check of clients' memories against the log finds what it is for; a client sees what is missing."""
+"""`check_history` finds each fault, and a client records what its answer lacks."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0, **fiel
 
 
 def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
-    """A log in which r1 begins and ends so many times."""
+    """A log in which r1 is admitted and ends once for each of `ends`."""
     log: list[Mapping[str, str]] = []
     for end in ends:
         log.append(entry(len(log) + 1, "bypassed", stock=1))
@@ -50,13 +50,13 @@ def served(request: str = "r1") -> ClientRecord:
 
 
 def faults(history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-    """What the check finds besides what the audit does, which has tests of its own."""
+    """The faults without those of the audit, which has its own tests."""
     return [
         fault for fault in check_history(history, log, **options).faults if not fault.startswith(("G", "log"))
     ]
 
 
-def test_a_request_that_ended_once_is_right() -> None:
+def test_a_request_that_ended_once_is_no_fault() -> None:
     assert faults([served()], lifecycle_log("completed")) == []
 
 
@@ -71,12 +71,12 @@ def test_a_request_that_ended_once_is_right() -> None:
         ([], lifecycle_log("completed")[:1], "never ended"),
     ],
 )
-def test_what_is_wrong_is_found(history: list[ClientRecord], log: list[Mapping[str, str]], what: str) -> None:
+def test_each_fault_is_found(history: list[ClientRecord], log: list[Mapping[str, str]], what: str) -> None:
     found = faults(history, log)
     assert any(what in fault for fault in found), found
 
 
-def test_the_life_of_a_sleeper_is_let_pass_only_where_it_may_be() -> None:
+def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> None:
     log = lifecycle_log("completed", "cancelled")
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
@@ -85,7 +85,7 @@ def test_the_life_of_a_sleeper_is_let_pass_only_where_it_may_be() -> None:
     assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
 
 
-def test_a_forgotten_request_may_be_missing() -> None:
+def test_a_request_may_be_missing_from_a_lost_log() -> None:
     assert faults([served()], [], log_lost=True) == []
 
 
@@ -99,7 +99,7 @@ Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def record_of_answer(answer: bytes, request: ClientRequest) -> ClientRecord:
-    """What a client remembers of a server that says `answer` and hangs up."""
+    """The record of a request to a server that sends `answer` and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -132,9 +132,7 @@ def chunked(*pieces: bytes) -> bytes:
         (b"", False, False),
     ],
 )
-async def test_an_answer_is_whole_only_with_all_it_should_have(
-    answer: bytes, streamed: bool, right: bool
-) -> None:
+async def test_an_answer_is_whole_only_with_all_its_parts(answer: bytes, streamed: bool, right: bool) -> None:
     record = await record_of_answer(answer, ClientRequest("p", 2, streamed=streamed))
     assert record.served is right
     assert record.failed is not right
@@ -147,7 +145,7 @@ async def test_no_server_is_a_failure_and_not_an_exception() -> None:
 
 
 @pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
-def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends: tuple[str, ...]) -> None:
+def test_a_saved_run_is_checked_like_the_run_itself(tmp_path: Path, ends: tuple[str, ...]) -> None:
     request = ClientRequest(
         "p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=(("a", "b"), ("c", "d"))
     )
@@ -160,7 +158,7 @@ def test_what_was_written_is_judged_as_what_was_remembered(tmp_path: Path, ends:
     assert written.check() == check_history(history, lifecycle_log(*ends), **rules)
 
 
-def test_a_promise_that_a_fault_breaks_by_its_nature_need_not_be_judged() -> None:
+def test_excepted_promises_are_not_checked() -> None:
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}

@@ -38,7 +38,7 @@ def test_the_same_seed_brings_the_same_arrivals() -> None:
         assert numbers == list(range(len(numbers)))
 
 
-def test_they_are_poisson() -> None:
+def test_arrivals_are_a_poisson_process() -> None:
     found = arrivals((PLAIN,), (50,), duration_s=400, max_requests=100_000, seed=3)
     # The variance of a Poisson process is its mean.
     counts = [0] * 400
@@ -56,17 +56,17 @@ def test_a_wave_multiplies_the_rate() -> None:
 
 
 @given(seed=st.integers(0, 50), rate=st.floats(0.1, 200), max_requests=st.integers(1, 300))
-def test_they_are_bounded(seed: int, rate: float, max_requests: int) -> None:
+def test_arrivals_are_bounded_in_number_and_time(seed: int, rate: float, max_requests: int) -> None:
     found = arrivals((PLAIN, WAVY), (rate, rate), duration_s=3, max_requests=max_requests, seed=seed)
     assert len(found) <= max_requests
     assert all(each.at_s < 3 for each in found)
 
 
-def test_nothing_comes_of_a_source_without_a_rate() -> None:
+def test_a_source_without_a_rate_has_no_arrivals() -> None:
     assert arrivals((PLAIN,), (0.0,), duration_s=10, max_requests=10, seed=1) == []
 
 
-def test_the_pace_follows_from_what_can_be_served() -> None:
+def test_rates_follow_from_what_the_fleet_can_serve() -> None:
     # The fleet keeps 8 requests in flight: it dispatches below 7.2.
     steady = SCENARIOS["steady"]
     found = rates_by_capacity(steady, 7.2, [0.24] * 4)
@@ -77,7 +77,7 @@ def test_the_pace_follows_from_what_can_be_served() -> None:
     assert rates_by_total(steady, 10, [0.24] * 4).rates_per_s == pytest.approx((2.5,) * 4)
 
 
-def test_a_pace_in_tokens_counts_costs() -> None:
+def test_rates_in_tokens_count_costs() -> None:
     scenario = SCENARIOS["long-prompts"]
     found = rates_by_capacity(scenario, 57_600, [0.3, 0.2])
     # A source's rate is its load times what fits of it, by its mean cost.
@@ -91,7 +91,7 @@ def test_a_conversation_counts_as_all_its_turns() -> None:
     assert rates_by_capacity(scenario, 8, [0.24]).rates_per_s == pytest.approx((0.5 * 8 / 0.24 / 5,))
 
 
-def test_the_mean_cost_is_that_of_what_is_sent() -> None:
+def test_the_mean_cost_is_that_of_the_sent_requests() -> None:
     source = SCENARIOS["long-prompts"].sources[0]
     sizes = [len(completion_request(source, "llama", number, 1).body) for number in range(2000)]
     assert mean(sizes) / 4 + source.answer_tokens == pytest.approx(source.cost_tokens, rel=0.05)
@@ -100,7 +100,7 @@ def test_the_mean_cost_is_that_of_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_each_source_says_who_it_is(name: str) -> None:
+def test_each_request_names_its_flow_ttl_and_workload(name: str) -> None:
     for source in SCENARIOS[name].sources:
         ask = completion_request(source, "llama", 5, 1)
         headers = dict(ask.headers)
@@ -113,7 +113,7 @@ def test_each_source_says_who_it_is(name: str) -> None:
             assert json.loads(headers["x-workload-context"])["criticality"] == source.criticality
 
 
-def test_a_turn_has_all_that_was_said_before() -> None:
+def test_a_turn_has_all_earlier_messages() -> None:
     source, chance = SCENARIOS["multi-turn"].sources[0], Random(1)
     first, words = conversation_turn(source, "llama", [], chance)
     second, _ = conversation_turn(source, "llama", [words, "an answer"], chance)
@@ -125,7 +125,7 @@ def test_a_turn_has_all_that_was_said_before() -> None:
 @given(seed=st.integers(0, 200), duration_s=st.floats(1, 120), replicas=st.integers(1, 8))
 def test_replicas_are_killed_at_random_moments(seed: int, duration_s: float, replicas: int) -> None:
     moments = kill_moments(duration_s, replicas, seed)
-    # At least once, within the load, replicas that are there, the same for the same seed
+    # At least once, within the load, and the same for the same seed.
     assert moments
     assert all(0 < at_s < duration_s and 0 <= number < replicas for at_s, number in moments)
     assert moments == kill_moments(duration_s, replicas, seed)

@@ -1,4 +1,4 @@
-"""The load's own HTTP client and its open loop, against servers that answer well and badly."""
+"""The load's HTTP client and its open loop, against good and bad servers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -87,7 +87,9 @@ async def sent(client: Client, streamed: bool = True, within_s: float = 10.0) ->
         (b"", True, Kind.FAILED, "the connection was closed without a whole answer"),
     ],
 )
-async def test_an_answer_is_what_it_is(reply: bytes, streamed: bool, kind: Kind, what: str) -> None:
+async def test_each_answer_has_its_kind_and_outcome(
+    reply: bytes, streamed: bool, kind: Kind, what: str
+) -> None:
     async with serving(lambda _: reply) as (url, _):
         with Client(url) as client:
             answer = await sent(client, streamed)
@@ -101,7 +103,7 @@ async def test_an_answer_is_what_it_is(reply: bytes, streamed: bool, kind: Kind,
         assert 0 < (answer.first_s or 0) <= answer.last_s
 
 
-async def test_a_second_answer_to_one_request_is_noticed() -> None:
+async def test_a_second_answer_to_one_request_is_counted() -> None:
     async with serving(lambda _: whole(PLAIN) * 2) as (url, _):
         with Client(url) as client:
             answer = await sent(client, streamed=False)
@@ -110,7 +112,7 @@ async def test_a_second_answer_to_one_request_is_noticed() -> None:
             assert client.surplus_answers == 1
 
 
-async def test_connections_are_used_again_and_broken_ones_are_not() -> None:
+async def test_connections_are_reused_unless_broken() -> None:
     # The server hangs up after its second answer.
     replies = [whole(PLAIN), whole(PLAIN), b"", whole(PLAIN)]
     async with serving(lambda number: replies[number]) as (url, connections):
@@ -121,7 +123,7 @@ async def test_connections_are_used_again_and_broken_ones_are_not() -> None:
     assert connections == [2]
 
 
-async def test_nobody_waits_for_ever() -> None:
+async def test_a_silent_server_is_a_failure_in_time() -> None:
     async with serving(lambda _: None) as (url, _):
         with Client(url) as client:
             answer = await sent(client, within_s=0.05)
@@ -129,7 +131,7 @@ async def test_nobody_waits_for_ever() -> None:
     assert answer.kind is Kind.FAILED
 
 
-async def test_nobody_there() -> None:
+async def test_a_missing_server_is_a_failure() -> None:
     async with serving(lambda _: None) as (url, _):
         pass
     with Client(url) as client:
@@ -141,7 +143,7 @@ def generator(client: Client, source: Source, duration_s: float = 0.2) -> LoadGe
     return LoadGenerator(client, (source,), model="llama", seed=1, duration_s=duration_s, max_requests=100)
 
 
-async def test_the_load_is_open() -> None:
+async def test_the_load_does_not_wait_for_answers() -> None:
     # The server is silent; twenty requests are due within 40 ms.
     coming = [Arrival(0.002 * number, 0, number) for number in range(20)]
     all_in = asyncio.Event()

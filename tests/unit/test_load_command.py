@@ -1,4 +1,4 @@
-"""How `picker load` is asked: what it takes, what it refuses and why."""
+"""The arguments of `picker load`: what it accepts, and what it refuses and why."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from picker_tools.load.target import OwnFleet, Size, check_url
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:8080", "http://localhost:1", "http://[::1]:9", "http://127.9.9.9"]
 )
-def test_the_loopback_is_taken(url: str) -> None:
+def test_loopback_targets_are_accepted(url: str) -> None:
     assert check_url(url, "--target", allow_remote=False) == url
     assert check_url(f"{url}/", "--target", allow_remote=False) == url
 
@@ -31,12 +31,12 @@ def test_the_loopback_is_taken(url: str) -> None:
         ("http://127.0.0.1:80/v1", "no http://host:port"),
     ],
 )
-def test_anything_else_is_refused_by_name(url: str, words: str) -> None:
+def test_other_targets_are_refused_with_a_reason(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_url(url, "--target", allow_remote=False)
 
 
-def test_a_remote_fleet_must_be_asked_for() -> None:
+def test_a_remote_fleet_needs_an_option() -> None:
     assert check_url("http://10.0.0.1:80", "--target", allow_remote=True) == "http://10.0.0.1:80"
 
 
@@ -68,7 +68,7 @@ def test_bad_usage_is_exit_status_2(
     assert said in capsys.readouterr().err
 
 
-def test_a_report_needs_somewhere_to_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_needs_a_writable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert main(["load", "steady", "--own", "--report", str(file)]) == 2
@@ -89,7 +89,7 @@ def test_each_scenario_has_a_configuration_that_is_valid(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("page", [b"", b"{", b"[]", b"{}", b'{"stock": "x"}', b"null"])
-def test_what_is_no_state_is_no_sample(page: bytes) -> None:
+def test_a_page_that_is_no_state_is_no_sample(page: bytes) -> None:
     assert Sample.read(0.0, page) is None
 
 

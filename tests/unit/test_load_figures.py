@@ -20,7 +20,7 @@ def test_a_quantile_is_one_of_the_values() -> None:
     assert quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
 
 
-def test_who_wants_less_than_its_share_has_it_and_the_rest_is_shared() -> None:
+def test_a_flow_gets_at_most_its_demand_and_others_share_the_rest() -> None:
     # Flow a asks for little, c weighs twice as much as b.
     sources = (
         Source("small", 1, "small"),
@@ -46,7 +46,7 @@ def test_a_higher_band_comes_first() -> None:
     weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=6, max_size=6),
     part=st.floats(0, 1),
 )
-def test_no_more_is_due_than_is_asked_for_or_served(
+def test_fair_parts_exceed_neither_demand_nor_service(
     demand: list[float], weights: list[float], part: float
 ) -> None:
     sources = [Source(f"f{place}", 1, f"f{place}", weight=weights[place]) for place in range(len(demand))]

@@ -1,4 +1,4 @@
-"""Promises of `picker load` broken on purpose, one at a time: each is found broken, and says by what."""
+"""Runs that break one promise each: the check finds it and names the case."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ BEFORE = tuple(sample(0.25 * number) for number in range(20))
 
 
 def overload(scenario: str, **waits_s: float) -> RunResult:
-    """A run in which each source's requests wait so long for their turn; every one of them is served."""
+    """A run in which each source's requests wait so long, and all are served."""
     base = run(scenario)
     dispatches = tuple(
         Dispatch(
@@ -68,7 +68,7 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
 
 
 def starved(result: RunResult, flow: str, kept: int) -> RunResult:
-    """The same, but of the requests of `flow` only every `kept`th was ever dispatched."""
+    """`result` in which only every `kept`th request of `flow` is dispatched."""
     dispatches = tuple(
         dispatch
         for number, dispatch in enumerate(result.log_audits[0].dispatches)
@@ -200,7 +200,7 @@ def test_a_log_from_before_an_outage_counts_too() -> None:
 
 
 def unserved(result: RunResult, band: Band) -> RunResult:
-    """The same, but nobody of `band` was ever dispatched."""
+    """`result` in which nothing of `band` is dispatched."""
     dispatches = tuple(dispatch for dispatch in result.log_audits[0].dispatches if dispatch.band != band)
     return replace(result, log_audits=(LogAudit(None, dispatches),))
 

@@ -1,4 +1,4 @@
-"""What a run of `picker load` leaves behind: `summary.json` and a page that needs nothing beside it."""
+"""The report of `picker load`: `summary.json` and a self-contained page."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FAULTS = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 
 
 class Tags(HTMLParser):
-    """Which tags a page opens, and whether each is closed in turn."""
+    """The tags of a page; fails if one is not closed in order."""
 
     VOID = frozenset({"meta", "br", "path", "use", "rect"})
 
@@ -51,7 +51,7 @@ def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_page_needs_nothing_beside_it(name: str, tmp_path: Path) -> None:
+def test_the_page_is_self_contained(name: str, tmp_path: Path) -> None:
     _, page = written(run(name, faults_injected=FAULTS), tmp_path)
     tags = Tags()
     tags.feed(page)
@@ -68,7 +68,7 @@ def test_the_page_needs_nothing_beside_it(name: str, tmp_path: Path) -> None:
     assert len(page) < 300_000
 
 
-def test_what_is_broken_is_told_with_its_evidence(tmp_path: Path) -> None:
+def test_a_broken_promise_is_reported_with_its_evidence(tmp_path: Path) -> None:
     answers = (refusal("client-1", reason="<b>full</b>"), refusal("client-2"), *run().answers[2:])
     evidence = run(answers=answers)
     summary, page = written(evidence, tmp_path)
@@ -86,7 +86,7 @@ def test_what_is_broken_is_told_with_its_evidence(tmp_path: Path) -> None:
     assert summary["counts"]["ends"]["503 rejected-saturated"] == 1  # type: ignore[index]
 
 
-def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -> None:
+def test_the_summary_has_what_is_needed_to_repeat_the_run(tmp_path: Path) -> None:
     summary, _ = written(run("noisy-neighbour", faults_injected=FAULTS), tmp_path)
     assert summary["scenario"] == "noisy-neighbour"
     assert summary["seed"] == 1
@@ -109,13 +109,13 @@ def test_the_summary_has_what_is_needed_to_judge_and_to_repeat(tmp_path: Path) -
     ],
     ids=["nothing", "one failure", "one sample"],
 )
-def test_there_is_a_report_of_whatever_there_was(evidence: RunResult, tmp_path: Path) -> None:
+def test_every_run_has_a_report(evidence: RunResult, tmp_path: Path) -> None:
     summary, page = written(evidence, tmp_path)
     assert summary["counts"]["sent"] == evidence.sent  # type: ignore[index]
     assert ("INTERRUPTED" in page) is evidence.interrupted
 
 
-def test_the_terminal_is_told_every_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_every_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     evidence = run(rest=None)
     show(evidence, check_promises(evidence))
     # One line a promise, and one that says what is broken and why.

@@ -256,7 +256,7 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # after such a time without an end, the pauses before restarts begin anew
+_SETTLED_S = 30.0  # after such a time the pause before a restart is short again
 
 
 class Supervisor:

@@ -1,4 +1,4 @@
-"""How the suite's fleets are configured, and looks at all that counts requests."""
+"""The configuration of the suite's fleets, and readings of everything that counts requests."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from picker_fleet.state.keys import Keys
 
 LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
-MACHINE_S = 6.0  # patience with a machine that is busy with other things; nothing the fleet may take
+MACHINE_S = 6.0  # patience with a busy machine, not time that the fleet may take
 REAP_S = SWEEP_S + MACHINE_S
 TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
 KEYS = Keys.of("default")
@@ -73,7 +73,7 @@ async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
 
 
 async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
-    """Wait until each of `replicas` is ready, and Envoy thinks so too."""
+    """Wait until each of `replicas` is ready, by Envoy's health checks too."""
 
     async def look() -> bool:
         for replica in replicas:
@@ -85,7 +85,7 @@ async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
         try:
             return await _healthy(fleet) >= len(replicas)
         except (httpx.TransportError, KeyError):
-            return False  # a new Envoy, which has yet to come up or to look at its replicas
+            return False  # Envoy is starting
 
     await fleet.eventually(look, within_s=30, what="ready replicas")
 

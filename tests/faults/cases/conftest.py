@@ -1,4 +1,4 @@
-"""Fleets for the fault suite, and the row that each case writes when the suite is run as such."""
+"""Fleets for the fault suite, and the row of each case in its table of results."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _OUTCOME = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The full forms take as long as they take."""
+    """The full forms have a long timeout."""
     for item in items:
         if FULL and "case" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(1800))
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
-    if report.when == "call":  # a case that was interrupted has none, and has not passed
+    if report.when == "call":  # an interrupted case has no call report
         item.stash[_OUTCOME] = report.passed
     return report
 

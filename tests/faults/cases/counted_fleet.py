@@ -1,4 +1,4 @@
-"""A fleet whose model servers are in the test's own process, which so knows exactly what is in flight."""
+"""A fleet whose model servers run in the test's process, which knows exactly what is in flight."""
 
 import asyncio
 import math
@@ -56,14 +56,14 @@ async def all_shared(here: Fleet) -> bool:
 
 
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
-    """Wait until every count is exactly 0, as each replica tells it and inside the model servers."""
+    """Wait until every count is exactly 0, by each replica and inside the model servers."""
     for replica in REPLICAS:
         await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0
 
 
 def refused_with_retry_after(history: Iterable[ClientRecord]) -> list[ClientRecord]:
-    """Those answered 503 with a time to come again. AssertionError if one had any other error."""
+    """The refusals: 503 with a retry-after. AssertionError if a request has any other error."""
     failed = [record for record in history if record.failed]
     assert [record for record in failed if record.status != 503 or not record.retry_after] == []
     assert all(int(record.retry_after) >= 1 for record in failed)

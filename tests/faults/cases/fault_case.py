@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 class Case:
-    """One row of the table: `fault`, and what `tell` adds to it while the case runs."""
+    """One row of the table: `fault`, and the figures that `report` adds."""
 
     def __init__(self, name: str) -> None:
         self.name = name

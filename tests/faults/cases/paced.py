@@ -1,4 +1,4 @@
-"""Requests at a steady pace, whatever becomes of them: what is slow is asked no less."""
+"""An open loop of requests at a steady pace: a slow fleet gets no fewer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from picker_tools.load.client_history import ClientRecord, ClientRequest, send_r
 
 
 class Paced:
-    """What has been asked and answered so far. One event loop."""
+    """The requests and answers so far. One event loop."""
 
     def __init__(self, url: str, per_s: float) -> None:
         self.history: list[ClientRecord] = []
@@ -16,7 +16,7 @@ class Paced:
         self._pause_s = 1 / per_s
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Ask until cancelled; a moment that was missed is made up for."""
+        """Send until cancelled; a late request is sent at once."""
         loop, number = asyncio.get_running_loop(), 0
         began_s = loop.time()
         while True:

@@ -23,7 +23,7 @@ AT_ONCE = 100
 
 
 async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
-    lease_s = case.size(5, 2)  # the short one on any machine: the log's second must not become a lease
+    lease_s = case.size(5, 2)  # long enough for an access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
     # The streams run many times as long as the lease, beside other load.
@@ -145,7 +145,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 def _fickle(dice: random.Random, number: int) -> ClientRequest:
-    """A mixed wish, three of four with a client that leaves within the time that such a request takes."""
+    """A mixed request; three of four clients leave while it would be served."""
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
     return ClientRequest(request.prompt, 60, request.streamed, request.pad_bytes, leaves_s, request.headers)

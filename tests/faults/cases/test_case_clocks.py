@@ -21,7 +21,7 @@ from picker_tools.load.client_history import ClientRecord, ClientRequest, send_r
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
 OFFSETS_S = (300, -300, 0)
-# Runs as each Python starts: a replica starts itself anew, once, with the clock of its number.
+# Runs when a Python process starts: a replica executes itself once more, with the clock of its number.
 SITE = f"""
 import os, sys
 line = sys.orig_argv
@@ -65,7 +65,7 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
 
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
-    """Who was granted in which order, then who expired; by the number of the request."""
+    """The grants in order, then the expiries, by the number of the request."""
     blocking = asyncio.create_task(
         send_request(fleet.url, ClientRequest("blocking", 100_000, streamed=True, leaves_s=60.0))
     )
@@ -77,7 +77,7 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
     await fleet.eventually(lambda: state(1, 0), what="the one that runs")
     waiting: list[asyncio.Task[ClientRecord]] = []
     for number in range(count):
-        # Three flows of unlike cost; every fourth request is impatient, and expires in the queue.
+        # Three flows of unlike cost; every fourth request expires in the queue.
         headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]
         if number % 4 == 3:
             headers.append(("x-llm-d-inference-ttl", "3s"))

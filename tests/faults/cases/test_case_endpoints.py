@@ -1,4 +1,4 @@
-"""Model servers die: before the first byte, amid the answer, again and again (G6, G9)."""
+"""Model servers are killed: before the first byte, during the answer, again and again (G6, G9)."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
     case.report(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
     assert [record for record in load.failed if record.status != 200] == []
     assert len(cut) <= 4 * kills
-    # What they held is released, and no count is negative.
+    # The cut requests are released, and no count is negative.
     await rests(here)
     found = case.check(load.history, await log_of(here), may_end=ENDS)
     assert found.faults == ()

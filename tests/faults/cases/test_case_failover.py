@@ -30,11 +30,11 @@ from picker_tools.load.client_history import ClientRequest, closed_loop, flow_he
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
-MOST = 2 * BOUND  # what is lost of the last writes may be of all that runs
+MOST = 2 * BOUND  # the lost writes may be those of all requests in flight
 CLIENTS = 40
 SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
-IN_STEP_S = 60.0  # for a former primary to follow: Sentinels put off a second failover, too
+IN_STEP_S = 60.0  # for a former primary to follow; Sentinels delay a second failover too
 KINDS = {
     "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
     "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder, valkey_binary())),
@@ -47,7 +47,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class Seen:
-    """What the kills brought, one figure each: the most in flight before and since; seconds from the kill."""
+    """One figure a kill: the most in flight before and after it; seconds since the kill."""
 
     before: list[int] = field(default_factory=list)
     replaced_s: list[float] = field(default_factory=list)
@@ -129,8 +129,8 @@ async def _converge(
 async def _full(here: Any, servers: CountingServers) -> bool:
     """Whether more than half of the bound is in flight, never more than it, and all replicas count it so.
 
-    On a machine that is slow enough, replicas take it for a slow Redis when all clients come at once, and
-    each goes by itself with a part of what was free: a limit of its own (docs/without-redis.md).
+    On a slow machine, the start of all clients may look like a slow Redis, and each replica serves by its own
+    budget (docs/without-redis.md).
     """
     servers.forget_peak()
     counted_right = await _miscounted(here, servers) == 0
@@ -138,10 +138,10 @@ async def _full(here: Any, servers: CountingServers) -> bool:
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:
-    """By how much the stock, as the replicas tell it in turn, is not what runs.
+    """The difference between the stock, by each replica in turn, and what runs.
 
     A request is counted before it is sent and after it has ended, which makes the stock higher for a moment
-    and never lower. So the least of some looks is what is counted wrongly.
+    and never lower. So the least of several readings is the error.
     """
     found: list[float] = []
     for look in range(LOOKS):

@@ -98,9 +98,9 @@ class Fuzz:
                         await call.write(message)
                     await call.done_writing()
                 except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                    pass  # it was answered before it was whole
+                    pass  # the replica answered before the last message
                 while (answer := await call.read()) is not grpc.aio.EOF:
-                    self._heed(answer)
+                    self._remember_placed(answer)
                 self.ends[(await call.code()).name] += 1
         except grpc.aio.AioRpcError as fault:
             self.ends[fault.code().name] += 1
@@ -108,7 +108,7 @@ class Fuzz:
             call.cancel()
             self.ends["hangs"] += 1
 
-    def _heed(self, answer: bytes) -> None:
+    def _remember_placed(self, answer: bytes) -> None:
         """Keep what a placement says of the request's name, for the access log."""
         said = ProcessingResponse.FromString(answer)
         name = said.dynamic_metadata.fields["picker"].struct_value.fields["id"].string_value
@@ -133,7 +133,7 @@ class Fuzz:
 
 
 def _errors(here: Any) -> list[str]:
-    """Lines of level error, and those that are no lines of the log's own, in the replica's log."""
+    """Lines of the replica's log that are errors or not log lines."""
     found = re.search(r"logs in (\S+);", here.output)
     assert found is not None
     log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")

@@ -71,7 +71,7 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
 
 
 async def _longest(redis: Any) -> set[bytes]:
-    """The six streams, by their records: what is asked for in a flow of no name and is placed."""
+    """The request ids of the six streams, which are placed and in no named flow."""
     records = await redis.hgetall(KEYS.prefix + "requests")
     placed = set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}

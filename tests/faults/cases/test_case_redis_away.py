@@ -23,7 +23,7 @@ SERVICE_S = 0.4
 # Less room than clients, and less patience than the last of them would need: both kinds of refusal.
 TTL_S = 0.6
 ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
-TOLD_S = 1.0  # after its wait is over, at most
+REFUSED_WITHIN_S = 1.0  # after its TTL
 PAUSE_S = 0.25
 SHARED_S = 5.0  # after Redis answers, at most
 LOSSES: dict[str, tuple[str, Callable[[OwnValkey], None]]] = {
@@ -87,7 +87,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
         assert any(record.served for record in load.history if lost_s < record.sent_s < back_s)
         expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
-        assert max(record.took_s for record in expired) <= TTL_S + TOLD_S or not FULL
+        assert max(record.took_s for record in expired) <= TTL_S + REFUSED_WITHIN_S or not FULL
         # All replicas share again, and all counts are exactly 0 in the end.
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL

@@ -1,5 +1,4 @@
-"""Redis answers late, in fits and starts, or on some connections not at all: decisions wait for it, and no
-replica goes by itself."""
+"""Redis is late, stalls, or is silent on some connections: decisions wait, and no replica leaves it."""
 
 import asyncio
 import time
@@ -17,7 +16,7 @@ from whole_fleet import Fleet
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
-SERVERS, EACH = 4, 200.0  # so much room that nobody waits for a turn
+SERVERS, EACH = 4, 200.0  # so much that nobody queues
 EVERY_S, STALL_S, LATE_S = 5.0, 1.0, 0.05
 # Of 99 in 100 decisions: `redis.silence` (1 s) and what comes before; a bound of the replicas' own histogram.
 MOST_S = 2.5
@@ -56,7 +55,7 @@ FAULTS: dict[str, tuple[str, Callable[[Proxy, float], Awaitable[None]]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path, fault: str) -> None:
-    what, inflict = FAULTS[fault]
+    what, inject = FAULTS[fault]
     well_s, ill_s = case.size(2, 20), case.size(5, 60)
     case.describe(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
     async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
@@ -67,13 +66,13 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
         ):
             # Requests at a steady pace; how long they take without the fault.
             async with paced(here.url, PER_S) as load:
-                await here.eventually(lambda: _asked(load, PER_S), what="requests that warm everything up")
+                await here.eventually(lambda: _answered(load, PER_S), what="requests that warm everything up")
                 first, quick = len(load.history), await _decisions(here)
                 await asyncio.sleep(well_s)
                 usual = sorted(record.took_s for record in load.history[first:])
                 # Redis has the fault for a while.
                 before, since_s = await _decisions(here), time.monotonic()
-                await inflict(between, ill_s)
+                await inject(between, ill_s)
                 after, until_s = await _decisions(here), time.monotonic()
             ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
             # Each request is answered, none with an error.
@@ -97,7 +96,7 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path
             assert servers.peak <= SERVERS * EACH
 
 
-async def _asked(load: Any, count: float) -> bool:
+async def _answered(load: Any, count: float) -> bool:
     return len(load.history) >= count
 
 

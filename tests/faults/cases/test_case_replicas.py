@@ -45,7 +45,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     await rests(here)
     rested_s = time.monotonic() - since
     # The log keeps every promise: order, bounds, one end each.
-    # (what only the dead replica had heard of its end, its lease ends)
+    # A request whose end only the killed replica has received ends with its lease.
     found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
     case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     case.report(f"G1–G6 over {found.entries} log entries; {found.ends['reclaimed']} ended by their lease")

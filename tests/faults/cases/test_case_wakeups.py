@@ -1,4 +1,4 @@
-"""No wake-up ever arrives: everybody has his turn all the same, and about as soon.
+"""No wake-up arrives: every request is served all the same, and about as soon.
 
 Stretches with wake-ups and without follow each other on the same fleet, so that a machine busy with other
 things slows both. The short form holds the better of two turns against a half of the throughput: a fleet that
