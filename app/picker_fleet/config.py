@@ -23,6 +23,7 @@ from picker_fleet.sections import Discovery as Discovery
 from picker_fleet.sections import Dns as Dns
 from picker_fleet.sections import ExtProc as ExtProc
 from picker_fleet.sections import FairRequestQueue as FairRequestQueue
+from picker_fleet.sections import Http as Http
 from picker_fleet.sections import Leases as Leases
 from picker_fleet.sections import Logging as Logging
 from picker_fleet.sections import Model as Model
@@ -55,6 +56,7 @@ class Settings(Section):
     pool: str = Field("default", pattern=r"\A[A-Za-z0-9._-]{1,64}\z")
     redis: Redis = Redis()
     extproc: ExtProc = ExtProc()
+    http: Http = Http()
     admin: Admin = Admin()
     discovery: Discovery = Discovery()
     models: tuple[Model, ...] = ()

@@ -114,6 +114,12 @@ class ExtProc(Section):
         return self
 
 
+class Http(Section):
+    """Mode `http`, Envoy's ext_authz over HTTP; without `listen` a replica does not serve it."""
+
+    listen: HostPort | None = None
+
+
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None

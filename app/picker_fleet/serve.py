@@ -36,8 +36,9 @@ from picker_fleet.endpoints.metrics_page import engine_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
+from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.extproc import accesslog, budget_transfer, eds
-from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
 from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines, new_flow_limit, read_limit
 from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.failover.gate import FailoverGate
@@ -73,6 +74,7 @@ class Bound:
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port
+    http: str | None  # host:port of mode `http`, if it is served
 
 
 async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
@@ -104,6 +106,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         ),
         gate=parts.gate,
         drain_gate=drain_gate,
+        open_requests=OpenRequests(),
         metrics=parts.metrics,
         lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
@@ -142,14 +145,18 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     stopping = _on_signal()
 
     port = await grpc_server.start()
+    checks = CheckServer(context, settings.http.listen) if settings.http.listen is not None else None
     try:
+        http_port = await checks.start() if checks is not None else 0
         api_app = api.create(view, lists, controls, parts.metrics, settings, events)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
             parts.replica_info.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
             if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
-            on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}"))
+            http_host, _ = split_host_port(settings.http.listen or "-:0")
+            http = f"{http_host}:{http_port}" if checks is not None else None
+            on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}", http))
             async with _background() as start:
                 start(store.run(), "redis-link")
                 start(
@@ -165,21 +172,29 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(uploads.run(), "uploads")
                 start(parts.follow_routes(), "routes")
                 start(_tell_scores(parts.chooser, parts.metrics, settings.leases.heartbeat), "scores")
-                start(_announce(membership, grpc_server), "readiness")
+                start(_announce(membership, grpc_server, checks), "readiness")
+                if checks is not None:
+                    start(checks.run(), "checks")
                 await stopping.wait()
                 _log.info("draining")
+                if checks is not None:
+                    checks.drain()
                 await grpc_server.drain()
                 await membership.leave(_GOODBYE_S)
     finally:
+        if checks is not None:
+            await checks.stop()
         await grpc_server.stop()
         if parts.traces is not None:
             await parts.traces.stop(_GOODBYE_S)
 
 
-async def _announce(membership: Membership, server: Server) -> None:
+async def _announce(membership: Membership, server: Server, checks: CheckServer | None) -> None:
     """Readiness follows the first contact with a pool that may admit."""
     await membership.known()
     server.set_ready(True)
+    if checks is not None:
+        checks.set_ready(True)
     _log.info("ready")
     await asyncio.Event().wait()
 

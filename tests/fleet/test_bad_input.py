@@ -32,7 +32,7 @@ WORKLOADS = {
 }
 
 
-@pytest.fixture(params=["lean", "standard", "headers"], scope="module")
+@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
 def small(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     return shared_fleet("--mode", request.param, "--sim-ttft", "1", "--sim-itl", "1")
 

@@ -18,7 +18,7 @@ TRIES = 30
 CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}, "decision_log": {"enabled": True}}
 
 
-@pytest.fixture(params=["lean", "standard", "headers"], scope="module")
+@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
 def slow(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """One endpoint that takes one request at a time and streams slowly."""
     options = ("--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")
@@ -104,8 +104,10 @@ def redis_stopped(fleet: Any) -> Iterator[None]:
 
 
 async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
-    """Envoy's calls to replicas, and how many of them it reset."""
-    lines = (await fleet.envoy_admin("/stats?filter=^cluster.picker.upstream_rq_t")).text.splitlines()
-    found = dict(line.rsplit(": ", 1) for line in lines)
-    calls, resets = (found[f"cluster.picker.upstream_rq_{name}"] for name in ("total", "tx_reset"))
-    return int(calls), int(resets)
+    """Envoy's calls to replicas, and how many of them it reset, which closes a connection of HTTP/1.1."""
+    lines = (await fleet.envoy_admin("/stats?filter=^cluster.picker.*upstream_(rq|cx)_")).text.splitlines()
+    found = dict(line.removeprefix("cluster.").rsplit(": ", 1) for line in lines)
+    cluster, reset = "picker", "rq_tx_reset"
+    if "picker-http.upstream_rq_total" in found:
+        cluster, reset = "picker-http", "cx_destroy_local_with_active_rq"
+    return int(found[f"{cluster}.upstream_rq_total"]), int(found[f"{cluster}.upstream_{reset}"])

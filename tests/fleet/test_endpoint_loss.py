@@ -25,7 +25,7 @@ async def status(fleet: Any, address: str, replica: int) -> str:
     return str(next(each["status"] for each in rows if each["address"] == address))
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard", "headers"])
+@pytest.mark.parametrize("mode", ["lean", "standard", "headers", "http"])
 async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(fleet: Any, mode: str) -> None:
     here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "5", "--sim-itl", "1")
     async with here.client(**PATIENT) as client:

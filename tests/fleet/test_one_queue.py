@@ -11,7 +11,7 @@ from fleet_load import PATIENT, at_rest, complete, decisions
 CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard", "headers"])
+@pytest.mark.parametrize("mode", ["lean", "standard", "headers", "http"])
 async def test_300_parallel_requests_never_exceed_the_bound(fleet: Any, mode: str) -> None:
     here = fleet("--mode", mode, "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG)
     async with here.client(**PATIENT) as client:

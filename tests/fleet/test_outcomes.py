@@ -42,7 +42,7 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
     assert total(final, "epp_queue_latency_seconds_count") == waits
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard"])
+@pytest.mark.parametrize("mode", ["lean", "standard", "http"])
 async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: str, shared_fleet: Any) -> None:
     here = shared_fleet("--mode", mode, *SMALL, config=LOGGED)
     assert (await here.admin("/api/v1/pause", method="POST")).status_code == 200

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from decision_ledger import Ledger, order_of
 from fleet_load import PATIENT, at_rest, complete, decisions, shared, stream
 from whole_fleet import exact_bounds
@@ -11,10 +12,13 @@ LEASE_S = 15.0
 BASE = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
 
 
-async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_served(fleet: Any) -> None:
+@pytest.mark.parametrize("mode", ["lean", "http"])
+async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_served(
+    fleet: Any, mode: str
+) -> None:
     # Exactly 20 may be in flight, so the streams fill the pool.
     config = {**BASE, "request_queue_controller": exact_bounds(5)}
-    here = fleet("--no-restart", "--mode", "lean", "--sim-ttft", "10", "--sim-itl", "10", config=config)
+    here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "10", config=config)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         streams = [tasks.create_task(stream(client, f"stream {i}", 1200)) for i in range(20)]
         await here.until_state(stock=20)
@@ -33,9 +37,11 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     Ledger.replay(log)
 
 
-async def test_a_stopped_replica_finishes_its_queued_requests_and_exits_with_0(fleet: Any) -> None:
+@pytest.mark.parametrize("mode", ["lean", "http"])
+async def test_a_stopped_replica_finishes_its_queued_requests_and_exits_with_0(fleet: Any, mode: str) -> None:
     config = {**BASE, "request_queue_controller": {"watermark_per_backend": 1}}
-    here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "400", "--sim-itl", "1", config=config)
+    options = ("--endpoints", "1", "--sim-ttft", "400", "--sim-itl", "1")
+    here = fleet("--no-restart", "--mode", mode, *options, config=config)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         queued = [tasks.create_task(complete(client, f"queued {i}", 3)) for i in range(20)]
 

@@ -16,7 +16,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
-from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
 from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.extproc.native import NativeTransport
@@ -126,6 +126,7 @@ def exchange_context(
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
         gate=gate,
         drain_gate=DrainGate(gate),
+        open_requests=OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),
         fill=lambda: 0.25,

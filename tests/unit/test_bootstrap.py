@@ -24,6 +24,9 @@ def envoy_binary() -> str:
     return next(str(path) for folder in folders if (path := Path(folder) / "_bin" / "envoy").exists())
 
 
+EXT_PROC_MODES = [mode for mode in MODES if mode != "http"]
+
+
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
     return build_bootstrap(
         config.parse(settings or {}),
@@ -42,6 +45,11 @@ def manager(tree: dict[str, Any]) -> dict[str, Any]:
 def http_filter(tree: dict[str, Any], name: str) -> dict[str, Any]:
     filters = {each["name"]: each["typedConfig"] for each in manager(tree)["httpFilters"]}
     return filters[f"envoy.filters.http.{name}"]
+
+
+def asking_filter(tree: dict[str, Any], mode: Mode) -> dict[str, Any]:
+    """The filter by which Envoy asks the picker."""
+    return http_filter(tree, "ext_authz" if mode == "http" else "ext_proc")
 
 
 def filter_names(tree: dict[str, Any]) -> list[str]:
@@ -120,15 +128,15 @@ def test_pool_follows_the_fleet_and_the_pickers_order(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_fail_without_pickers(mode: Mode) -> None:
-    ext_proc = http_filter(built(mode), "ext_proc")
-    assert not ext_proc.get("failureModeAllow", False)
-    assert ext_proc["statusOnError"] == {"code": "ServiceUnavailable"}
+    asking = asking_filter(built(mode), mode)
+    assert not asking.get("failureModeAllow", False)
+    assert asking["statusOnError"] == {"code": "ServiceUnavailable"}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_envoy_balances_without_pickers_only_if_configured(mode: Mode) -> None:
     allowed = {
-        way: http_filter(built(mode, {"extproc": {"on_failure": way}}), "ext_proc").get("failureModeAllow")
+        way: asking_filter(built(mode, {"extproc": {"on_failure": way}}), mode).get("failureModeAllow")
         for way in ("deny", "balance")
     }
     assert allowed == {"deny": None, "balance": True}
@@ -136,9 +144,10 @@ def test_envoy_balances_without_pickers_only_if_configured(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_queued_request_is_sent_to_another_replica(mode: Mode) -> None:
-    retry = http_filter(built(mode), "ext_proc")["grpcService"]["retryPolicy"]
+    service = "httpService" if mode == "http" else "grpcService"
+    retry = asking_filter(built(mode), mode)[service]["retryPolicy"]
     assert retry["numRetries"] == 3
-    assert "unavailable" in retry["retryOn"]
+    assert {"reset", "connect-failure"} <= set(retry["retryOn"].split(","))
     assert retry["retryHostPredicate"][0]["name"] == "envoy.retry_host_predicates.previous_hosts"
     # A dead replica has the fewest streams: of two, balancing draws it three times in four.
     assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
@@ -207,7 +216,7 @@ def test_only_headers_mode_reads_the_request_and_only_standard_forwards_the_endp
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EXT_PROC_MODES)
 def test_envoy_accepts_the_pickers_metadata(mode: Mode) -> None:
     options = http_filter(built(mode), "ext_proc")["metadataOptions"]
     assert options["receivingNamespaces"]["untyped"] == ["envoy.lb", "picker"]
@@ -339,3 +348,32 @@ def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> N
         yaml.safe_load(text.replace("envoy.lb", "gateway.lb").replace("subset_hint", "envoy.lb.subset_hint"))
         == own
     )
+
+
+def test_mode_http_waits_for_as_long_as_a_request_may_queue() -> None:
+    asking = asking_filter(built("http", {"fair_request_queue": {"queue_ttl": "2h"}}), "http")
+    service = asking["httpService"]
+    assert service["serverUri"]["timeout"] == "7260s"
+    # Envoy ends each try after the longest pause between two tries.
+    assert service["retryPolicy"]["retryBackOff"]["maxInterval"] == "7260s"
+
+
+def test_mode_http_sends_whole_bodies_up_to_the_limit_and_only_headers_that_are_read() -> None:
+    asking = asking_filter(built("http", {"extproc": {"max_body_bytes": 5000}}), "http")
+    assert asking["withRequestBody"] == {"maxRequestBytes": 5001, "allowPartialMessage": True}
+    sent = {each["exact"] for each in asking["allowedHeaders"]["patterns"]}
+    assert "x-request-id" in sent
+    assert "authorization" not in sent
+    assert asking["httpService"]["pathPrefix"] == "/check"
+
+
+def test_mode_http_sends_on_the_endpoint_alone_and_keeps_the_token_as_metadata() -> None:
+    answer = asking_filter(built("http"), "http")["httpService"]["authorizationResponse"]
+    names = {kind: {each["exact"] for each in matcher["patterns"]} for kind, matcher in answer.items()}
+    assert names["allowedUpstreamHeaders"] == {"x-gateway-destination-endpoint"}
+    assert names["allowedClientHeadersOnSuccess"] == {"x-session-token", "x-queue-pressure"}
+    assert "x-picker-accounting-token" in names["dynamicMetadataFromHeaders"]
+
+
+def test_mode_http_needs_the_address_of_its_port() -> None:
+    assert cli.main(["envoy-config", "--mode", "http"]) == 2

@@ -65,28 +65,42 @@ def test_a_body_is_echoed_in_chunks(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "extra"),
+    ("error", "overload_status", "status", "pressure", "extra"),
     [
-        (BadRequest("no model"), 400, {}),
-        (PayloadTooLarge("big"), 413, {}),
-        (NoEndpoints("none"), 503, {"retry-after": "1", codec.DROPPED_REASON: "rejected-no-endpoints"}),
+        (BadRequest("no model"), 503, 400, "0.50", {}),
+        (PayloadTooLarge("big"), 429, 413, "0.50", {}),
+        (
+            NoEndpoints("none"),
+            429,
+            503,
+            "0.50",
+            {"retry-after": "1", codec.DROPPED_REASON: "rejected-no-endpoints"},
+        ),
         (
             ExpiredTtl("late", retry_after_s=7),
             429,
+            429,
+            "1.00",
             {"retry-after": "7", codec.DROPPED_REASON: "rejected-ttl-expired"},
         ),
-        (ShuttingDown("bye"), 503, {"retry-after": "1", codec.DROPPED_REASON: "rejected-shutting-down"}),
+        (
+            ShuttingDown("bye"),
+            503,
+            503,
+            "0.50",
+            {"retry-after": "1", codec.DROPPED_REASON: "rejected-shutting-down"},
+        ),
     ],
 )
-def test_a_refusal_says_why(error: RequestError, status: int, extra: dict[str, str]) -> None:
-    # Given a refusal, when it is answered
-    immediate = codec.refused(error, status, "1.00").immediate_response
-
-    # Then status, headers and the OpenAI-style body tell it
+def test_a_refusal_says_why(
+    error: RequestError, overload_status: int, status: int, pressure: str, extra: dict[str, str]
+) -> None:
+    refusal = codec.refusal(error, overload_status, lambda: 0.5)
+    immediate = codec.refused(refusal, error.code).immediate_response
     assert immediate.status.code == status
     assert set_headers(immediate.headers) == {
         "content-type": "application/json",
-        "x-queue-pressure": "1.00",
+        "x-queue-pressure": pressure,
         **extra,
     }
     assert json.loads(immediate.body) == {

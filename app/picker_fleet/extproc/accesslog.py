@@ -7,6 +7,7 @@ one stream are handled in order. A malformed entry is counted and dropped, and t
 or restore nothing. Served by the replica's gRPC server.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping
@@ -50,6 +51,15 @@ _UPSTREAM_FLAGS = frozenset(
     }
 )
 _NOTHING: Mapping[str, Any] = {}
+
+# In mode `http` Envoy keeps these headers of the picker's answer as metadata of its ext_authz filter.
+EXT_AUTHZ: Final = "envoy.filters.http.ext_authz"
+ID_HEADER: Final = "x-picker-request-id"
+TOKEN_HEADER: Final = "x-picker-accounting-token"
+WAITED_HEADER: Final = "x-picker-waited"
+TARGET_HEADER: Final = "x-picker-target-model"
+METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
+TOKEN_MARK: Final = "="  # before names and tokens: a header's value loses blanks at its ends
 _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
@@ -119,16 +129,19 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if not intermediate and kind not in (_END, _NOT_SET):
         return None
     metadata = common.metadata.filter_metadata
-    picker = _fields(metadata, "picker")
-    request_id = _text(picker, "id") or entry.request.request_id
+    if EXT_AUTHZ in metadata:
+        request_id, token, waited_s, target_model = _of_check(_fields(metadata, EXT_AUTHZ))
+    else:
+        picker = _fields(metadata, "picker")
+        request_id, token, waited_s = _text(picker, "id"), _text(picker, "ticket"), _waited_s(picker)
+        target_model = "" if waited_s is None else _text(picker, "target")
+    request_id = request_id or entry.request.request_id
     if not request_id or len(request_id) > _LONGEST_ID:
         return None
     served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
-    token = _text(picker, "ticket")
     if intermediate:
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
-    waited_s = _waited_s(picker)
     status = entry.response.response_code.value
     return Completion(
         id=request_id,
@@ -143,7 +156,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         accounting_token=token,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
         waited_s=waited_s,
-        target_model="" if waited_s is None else _text(picker, "target"),
+        target_model=target_model,
     )
 
 
@@ -185,6 +198,16 @@ def _text(fields: Any, key: str) -> str:
     """The string at `key` of a Struct's fields; '' if there is no key, or no string."""
     value = fields.get(key)
     return "" if value is None else value.string_value
+
+
+def _of_check(fields: Any) -> tuple[str, str, float | None, str]:
+    """Id, accounting token, time in the queue and target model, from the headers of a check's answer."""
+    waited_s = None
+    with contextlib.suppress(ValueError):
+        waited_s = float(_text(fields, WAITED_HEADER) or "nan")
+        waited_s = waited_s if 0 <= waited_s < math.inf else None
+    token = _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK)
+    return _text(fields, ID_HEADER), token, waited_s, _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
 
 
 def _waited_s(fields: Any) -> float | None:

@@ -10,15 +10,15 @@ FULL_DUPLEX_STREAMED   NONE                   lean
 NONE                   NONE                   headers
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.errors import RequestError, Unsupported
+from picker_fleet.errors import Dropped, RequestError, ShuttingDown, TooManyFlows, Unsupported
 from picker_fleet.request import Placement
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -209,22 +209,42 @@ def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
     return answer
 
 
-def refused(error: RequestError, status: int, pressure: str) -> ProcessingResponse:
-    """The picker's own answer to the client: `status` and an OpenAI-style body that says why."""
-    answer = ProcessingResponse()
-    immediate = answer.immediate_response
-    immediate.status.code = status
-    immediate.details = f"picker_{error.code}"
-    immediate.body = orjson.dumps(
-        {"error": {"message": str(error), "type": error.kind, "code": error.code}},
-        option=orjson.OPT_APPEND_NEWLINE,
-    )
-    headers = {"content-type": "application/json", PRESSURE: pressure}
+class Refusal(NamedTuple):
+    """The picker's own answer to a client, whatever transport carries it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def refusal(error: RequestError, overload_status: int, fill: Callable[[], float]) -> Refusal:
+    """The status, headers and OpenAI-style body that say why a request is refused.
+
+    `overload_status` is that of requests dropped for overload; `fill` the part of the queue that is taken.
+    """
+    dropped = isinstance(error, Dropped)
+    status = overload_status if dropped else error.status
+    by_queue = dropped and not isinstance(error, ShuttingDown | TooManyFlows)
+    headers = {
+        "content-type": "application/json",
+        PRESSURE: FULL if by_queue else pressure(fill(), 0.0, 1.0),
+    }
     if error.retry_after_s is not None or status in (429, 503):
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
-    for key, value in headers.items():
+    text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+    return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def refused(refusal: Refusal, code: str) -> ProcessingResponse:
+    """The ext_proc message that carries `refusal`; `code` is its error's."""
+    answer = ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = refusal.status
+    immediate.details = f"picker_{code}"
+    immediate.body = refusal.body
+    for key, value in refusal.headers.items():
         _overwrite(immediate.headers, key, value)
     return answer
 

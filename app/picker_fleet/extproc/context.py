@@ -68,6 +68,32 @@ class DrainGate:
             self._cancelled.discard(task)
 
 
+class OpenRequests:
+    """Counts requests that are being handled, in any mode, so that a drain can wait for them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def began(self) -> None:
+        self._count += 1
+        self._idle.clear()
+
+    def ended(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._idle.set()
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    async def none(self) -> None:
+        """Wait until no request is being handled."""
+        await self._idle.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """Made once. `reads` limits requests that go through without admission, `fill` is the part of the queue
@@ -81,6 +107,7 @@ class ExchangeContext:
     intake: Intake
     gate: Gate
     drain_gate: DrainGate
+    open_requests: OpenRequests
     metrics: Metrics
     lines: DecisionLines
     clock: Callable[[], float]

@@ -29,10 +29,7 @@ from picker_fleet.errors import (
     BadRequest,
     BodyStalled,
     ClientGone,
-    Dropped,
     RequestError,
-    ShuttingDown,
-    TooManyFlows,
     TooManyReads,
     UnknownPath,
     Unsupported,
@@ -471,8 +468,6 @@ class Exchange:
         self._drop_body()
         self._code = error.code
         overload = self._context.settings.fair_request_queue.overload_status
-        dropped = isinstance(error, Dropped)
-        by_queue = dropped and not isinstance(error, ShuttingDown | TooManyFlows)
-        pressure = codec.FULL if by_queue else codec.pressure(self._context.fill(), 0.0, 1.0)
-        self._status = overload if dropped else error.status
-        return codec.refused(error, self._status, pressure)
+        refusal = codec.refusal(error, overload, self._context.fill)
+        self._status = refusal.status
+        return codec.refused(refusal, error.code)

@@ -38,14 +38,11 @@ _STOP_S = 0.25
 
 
 class ExchangeService:
-    """Serves exchanges, and knows when none is open."""
+    """Serves exchanges."""
 
     def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
         self._context = context
         self._uploads = uploads
-        self._open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def bodies(self) -> BodyBudget:
@@ -53,16 +50,15 @@ class ExchangeService:
         return self._context.bodies
 
     async def quiet(self) -> None:
-        """Wait until no exchange is open."""
-        await self._idle.wait()
+        """Wait until no request is being handled, in any mode."""
+        await self._context.open_requests.none()
 
     async def process(self, stream: Stream) -> bytes | None:
         """Serve one stream of Envoy's; the last answer, None if there is none."""
         exchange = Exchange(self._context)
         task = asyncio.current_task()
         assert task is not None
-        self._open += 1
-        self._idle.clear()
+        self._context.open_requests.began()
         try:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
@@ -103,9 +99,7 @@ class ExchangeService:
                     await stream.write(_bytes(last))
             return None
         finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+            self._context.open_requests.ended()
             self._uploads.received(exchange)
             exchange.close()
 
@@ -169,7 +163,7 @@ class Server:
         await self._transport.stop(None)
 
     async def _quiet(self, limit_s: float) -> None:
-        """Wait until no exchange is open, at most `limit_s`."""
+        """Wait until no request is being handled, at most `limit_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._service.quiet()

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
+from picker_fleet.ext_authz.server import HEALTH_PATH
 from picker_tools.local_fleet.envoy_types import (
     address,
     cluster_v3,
@@ -21,6 +22,7 @@ from picker_tools.local_fleet.envoy_types import (
 
 POOL = "pool"  # also the name the fleet's endpoint discovery answers to
 PICKER = "picker"
+PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
@@ -105,15 +107,43 @@ def _lost_data() -> list[core_v3.SocketOption]:
 
 
 def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
-    """The replicas at `hosts`; names are resolved again and again, addresses are taken as they are."""
+    """The replicas by gRPC at `hosts`; names are resolved again and again, addresses used as they are."""
     http2 = core_v3.Http2ProtocolOptions(
         connection_keepalive=core_v3.KeepaliveSettings(interval=seconds(5), timeout=seconds(2)),
         initial_stream_window_size=_STREAM_WINDOW_BYTES,
         initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
     )
+    return _replicas(
+        PICKER,
+        hosts,
+        upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2),
+        grpc_health_check=core_v3.HealthCheckGrpcHealthCheck(service_name=_HEALTH_SERVICE),
+    )
+
+
+def picker_http(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
+    """The replicas by HTTP/1.1 at `hosts`, for mode `http`."""
+    return _replicas(
+        PICKER_HTTP,
+        hosts,
+        upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
+            http_protocol_options=core_v3.Http1ProtocolOptions()
+        ),
+        http_health_check=core_v3.HealthCheckHttpHealthCheck(path=HEALTH_PATH.decode()),
+    )
+
+
+def _replicas(
+    name: str,
+    hosts: Sequence[tuple[str, int]],
+    protocol: upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig,
+    *,
+    grpc_health_check: core_v3.HealthCheckGrpcHealthCheck | None = None,
+    http_health_check: core_v3.HealthCheckHttpHealthCheck | None = None,
+) -> cluster_v3.Cluster:
     every_s = seconds(1)
     return cluster_v3.Cluster(
-        name=PICKER,
+        name=name,
         type=_discovery_type(hosts),
         connect_timeout=seconds(1),
         lb_policy=cluster_v3.ClusterLbPolicy.LEAST_REQUEST,
@@ -121,11 +151,7 @@ def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
         circuit_breakers=_no_circuit_breakers(),
         typed_extension_protocol_options={
             "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
-                upstream_http_v3.HttpProtocolOptions(
-                    explicit_http_config=upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
-                        http2_protocol_options=http2
-                    )
-                )
+                upstream_http_v3.HttpProtocolOptions(explicit_http_config=protocol)
             )
         },
         health_checks=[
@@ -136,11 +162,12 @@ def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
                 no_traffic_interval=every_s,
                 unhealthy_threshold=2,
                 healthy_threshold=1,
-                grpc_health_check=core_v3.HealthCheckGrpcHealthCheck(service_name=_HEALTH_SERVICE),
+                grpc_health_check=grpc_health_check,
+                http_health_check=http_health_check,
             )
         ],
         load_assignment=endpoint_v3.ClusterLoadAssignment(
-            cluster_name=PICKER,
+            cluster_name=name,
             endpoints=[
                 endpoint_v3.LocalityLbEndpoints(
                     lb_endpoints=[

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from picker_fleet.config import Settings
-from picker_tools.local_fleet.clusters import PICKER, POOL, picker, pool
+from picker_tools.local_fleet.clusters import PICKER, PICKER_HTTP, POOL, picker, picker_http, pool
 from picker_tools.local_fleet.envoy_types import (
     address,
     bootstrap_v3,
@@ -65,6 +65,7 @@ def build_bootstrap(
     listen: Host,
     admin: Host,
     pickers: Sequence[Host],
+    http_pickers: Sequence[Host] = (),
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -72,7 +73,8 @@ def build_bootstrap(
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
-    `pickers` are the replicas' gRPC addresses; `trusted` the steering headers that clients may set;
+    `pickers` are the replicas' gRPC addresses, `http_pickers` those of mode `http`; `trusted` the steering
+    headers that clients may set;
     `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
@@ -84,7 +86,11 @@ def build_bootstrap(
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=bootstrap_v3.BootstrapStaticResources(
             listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
-            clusters=[picker(pickers), pool(settings.extproc.metadata_namespace)],
+            clusters=[
+                picker(pickers),
+                *([picker_http(http_pickers)] if mode == "http" else []),
+                pool(settings.extproc.metadata_namespace),
+            ],
         ),
     )
     tree: dict[str, Any] = bootstrap.to_dict()
@@ -116,6 +122,7 @@ class Envoy:
         pickers: Sequence[Host],
         folder: Path,
         *,
+        http_pickers: Sequence[Host] = (),
         debug_headers: bool = False,
         trusted: Iterable[str] = TRUSTED_HEADERS,
         max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -125,7 +132,7 @@ class Envoy:
         self._mode = mode
         self._port = port
         self._admin_port = 0
-        self._pickers = pickers
+        self._pickers, self._http_pickers = pickers, http_pickers
         self._file = folder / "envoy.yaml"
         self._admin_file = folder / "envoy-admin-address"
         self._debug_headers = debug_headers
@@ -148,6 +155,7 @@ class Envoy:
             listen=(LOOPBACK, self._port),
             admin=(LOOPBACK, self._admin_port),
             pickers=self._pickers,
+            http_pickers=self._http_pickers,
             trusted=self._trusted,
             max_heap_bytes=self._max_heap_bytes,
             debug_headers=self._debug_headers,
@@ -180,13 +188,14 @@ class Envoy:
             cluster.get("name"): cluster.get("host_statuses", [])
             for cluster in ((reply.json() if reply else None) or {}).get("cluster_statuses", [])
         }
-        healthy = [
-            host
-            for host in clusters.get(PICKER, [])
-            if not any(key.startswith("failed_") for key in host.get("health_status", {}))
-        ]
-        if len(healthy) < len(self._pickers):
-            return f"Envoy sees {len(healthy)} of {len(self._pickers)} replicas healthy"
+        for cluster in (PICKER, PICKER_HTTP) if self._http_pickers else (PICKER,):
+            healthy = [
+                host
+                for host in clusters.get(cluster, [])
+                if not any(key.startswith("failed_") for key in host.get("health_status", {}))
+            ]
+            if len(healthy) < len(self._pickers):
+                return f"Envoy sees {len(healthy)} of {len(self._pickers)} replicas healthy ({cluster})"
         known = len(clusters.get(POOL, []))
         if endpoints is not None and known != endpoints:
             return f"Envoy was told of {known} of {endpoints} endpoints"

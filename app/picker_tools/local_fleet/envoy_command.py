@@ -9,6 +9,7 @@ from pathlib import Path
 
 from picker_fleet import config
 from picker_fleet.allowlist import trusted, trusted_name
+from picker_fleet.errors import ConfigError
 from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.up_command import whole_number
@@ -26,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="HOST:PORT",
         help="a replica's gRPC address or a name that resolves to all; may be repeated",
+    )
+    add(
+        "--picker-http",
+        type=_host_port,
+        action="append",
+        metavar="HOST:PORT",
+        help="the same at the port of mode http (default: http.listen of the configuration)",
     )
     add(
         "--trust-headers",
@@ -70,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         mode=args.mode,
         listen=args.listen,
         admin=args.envoy_admin,
-        pickers=args.picker or [_own_picker(settings)],
+        pickers=args.picker or [_here(settings.extproc.listen)],
+        http_pickers=_http_pickers(args, settings) if args.mode == "http" else (),
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
@@ -91,9 +100,18 @@ def _warning(names: Sequence[str]) -> str:
     )
 
 
-def _own_picker(settings: config.Settings) -> tuple[str, int]:
-    """A replica of this configuration on the same machine."""
-    host, port = split_host_port(settings.extproc.listen)
+def _http_pickers(args: argparse.Namespace, settings: config.Settings) -> Sequence[tuple[str, int]]:
+    if args.picker_http:
+        found: list[tuple[str, int]] = args.picker_http
+        return found
+    if settings.http.listen is None:
+        raise ConfigError("http.listen: mode http needs it, or --picker-http")
+    return [_here(settings.http.listen)]
+
+
+def _here(listen: str) -> tuple[str, int]:
+    """Where a replica that listens on `listen` is reached from the same machine."""
+    host, port = split_host_port(listen)
     try:
         everywhere = ip_address(host).is_unspecified
     except ValueError:

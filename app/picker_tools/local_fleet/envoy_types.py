@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.route import v3 as route_v3
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_access_log_v3
     from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser_v3
+    from envoy_data_plane.envoy.extensions.filters.http.ext_authz import v3 as ext_authz_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
     from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_rules_v3
     from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router_v3
@@ -55,6 +56,7 @@ __all__ = [
     "core_v3",
     "early_mutation_v3",
     "endpoint_v3",
+    "ext_authz_v3",
     "ext_proc_v3",
     "extension",
     "fixed_heap_v3",

@@ -1,7 +1,7 @@
 """Envoy's listener for each mode: the connection manager, its HTTP filters, its routes, and the access log.
 
 The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only;
-`headers` no body, but what Envoy's own JSON parser found in it.
+`headers` no body, but what Envoy's own JSON parser found in it; `http` asks by ext_authz instead of ext_proc.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from picker_fleet.allowlist import NOT_LISTED, STEERING, PathRule, rules, untrusted
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError
+from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
+from picker_fleet.ext_authz.server import PREFIX
+from picker_fleet.extproc.accesslog import METADATA_HEADERS
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
-from picker_fleet.intake import wanted_headers
+from picker_fleet.extproc.codec import SUBSET
+from picker_fleet.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
-from picker_tools.local_fleet.clusters import DESTINATION_HEADER, POOL, picker_grpc
+from picker_tools.local_fleet.clusters import DESTINATION_HEADER, PICKER_HTTP, POOL, picker_grpc
 from picker_tools.local_fleet.envoy_types import (
     OTHER_HOST_DRAWS,
     accesslog_v3,
     address,
     core_v3,
     early_mutation_v3,
+    ext_authz_v3,
     ext_proc_v3,
     extension,
     grpc_access_log_v3,
@@ -44,9 +49,10 @@ REQUEST_NAMESPACE = "picker.request"
 PICKER_NAMESPACE = "picker"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
+_EXT_AUTHZ = "envoy.filters.http.ext_authz"
 _EXT_PROC = "envoy.filters.http.ext_proc"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
-_BODY_READERS = (_EXT_PROC, _JSON_TO_METADATA)  # filters that need a request's body
+_BODY_READERS = (_EXT_AUTHZ, _EXT_PROC, _JSON_TO_METADATA)  # filters that need a request's body
 
 # All steering headers; untrusted ones are removed, or ignored by the picker.
 _STEERING = frozenset(name for pair in STEERING for name in pair)
@@ -60,6 +66,8 @@ _MAX_EVENT_BYTES = 4 * 1024 * 1024
 # It limits `headers` mode only, in which Envoy waits for this message while a request queues. It is the
 # longest that Envoy accepts; the picker answers before it.
 _MESSAGE_TIMEOUT_S = 3600.0
+_GRPC_FAILURES = "reset,connect-failure,unavailable,refused-stream,cancelled,internal"
+_HTTP_FAILURES = "reset,connect-failure,refused-stream"
 _ANSWER_MARGIN_S = 60.0
 
 # Where usage is: completions and chat, the Responses API, and the latter's last streamed event.
@@ -89,7 +97,10 @@ def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
     if mode != "standard":  # in which the picker reads the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
-    filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
+    if mode == "http":
+        filters.append(_named(_EXT_AUTHZ, _ext_authz(settings)))
+    else:
+        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
     filters.append(_named("envoy.filters.http.router", router_v3.Router()))
     return filters
 
@@ -121,8 +132,47 @@ def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
 
 
 def _only(names: Iterable[str]) -> ext_proc_v3.HeaderForwardingRules:
-    patterns = [matcher_v3.StringMatcher(exact=name) for name in sorted(names)]
-    return ext_proc_v3.HeaderForwardingRules(allowed_headers=matcher_v3.ListStringMatcher(patterns=patterns))
+    return ext_proc_v3.HeaderForwardingRules(allowed_headers=_exactly(names))
+
+
+def _exactly(names: Iterable[str]) -> matcher_v3.ListStringMatcher:
+    return matcher_v3.ListStringMatcher(
+        patterns=[matcher_v3.StringMatcher(exact=name) for name in sorted(names)]
+    )
+
+
+def _ext_authz(settings: Settings) -> ext_authz_v3.ExtAuthz:
+    wait_s = settings.fair_request_queue.queue_ttl + _ANSWER_MARGIN_S
+    retry = _redrive(_HTTP_FAILURES)
+    # Envoy takes the longest pause between two tries as the time that one try may take, the wait in the queue
+    # included. Four tries pause for less than a second in all.
+    retry.retry_back_off = core_v3.BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(wait_s))
+    hint = f"%DYNAMIC_METADATA({SUBSET_NAMESPACE}:{SUBSET})%"
+    service = ext_authz_v3.HttpService(
+        server_uri=core_v3.HttpUri(uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=seconds(wait_s)),
+        path_prefix=PREFIX.decode(),
+        authorization_request=ext_authz_v3.AuthorizationRequest(
+            headers_to_add=[core_v3.HeaderValue(key=SUBSET, value=hint)]
+        ),
+        authorization_response=ext_authz_v3.AuthorizationResponse(
+            allowed_upstream_headers=_exactly((DESTINATION_HEADER,)),
+            allowed_client_headers=_exactly(REFUSAL_HEADERS),
+            allowed_client_headers_on_success=_exactly(CLIENT_HEADERS),
+            dynamic_metadata_from_headers=_exactly(METADATA_HEADERS),
+        ),
+        retry_policy=retry,
+    )
+    return ext_authz_v3.ExtAuthz(
+        http_service=service,
+        failure_mode_allow=settings.extproc.on_failure == "balance",
+        status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
+        encode_raw_headers=True,  # else bytes that are not UTF-8 arrive as other characters
+        allowed_headers=_exactly((wanted_headers(settings) | _STEERING) - {METHOD, PATH}),
+        # One byte more than allowed, so that the picker refuses a body that is too long.
+        with_request_body=ext_authz_v3.BufferSettings(
+            max_request_bytes=settings.extproc.max_body_bytes + 1, allow_partial_message=True
+        ),
+    )
 
 
 def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
@@ -138,14 +188,14 @@ def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
     )
 
 
-def _redrive() -> core_v3.RetryPolicy:
+def _redrive(retry_on: str = _GRPC_FAILURES) -> core_v3.RetryPolicy:
     """Send a request queued on a replica that dies to another (G7).
 
     Never to the same one: until its health check fails, a dead replica has the fewest streams and would
     be chosen again and again.
     """
     return core_v3.RetryPolicy(
-        retry_on="reset,connect-failure,unavailable,refused-stream,cancelled,internal",
+        retry_on=retry_on,
         num_retries=3,
         retry_back_off=core_v3.BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(0.5)),
         retry_host_predicate=[
@@ -226,7 +276,8 @@ def _constant(key: str, text: str) -> json_rules_v3.JsonToMetadataKeyValuePair:
 
 def _named(
     name: str,
-    message: ext_proc_v3.ExternalProcessor
+    message: ext_authz_v3.ExtAuthz
+    | ext_proc_v3.ExternalProcessor
     | json_rules_v3.JsonToMetadata
     | sse_rules_v3.SseToMetadata
     | router_v3.Router,
@@ -336,12 +387,28 @@ def _manager(
         route_config=_routes(mode, settings, debug_headers=debug_headers),
         http_filters=_http_filters(mode, settings),
     )
+    if mode == "http":
+        manager.local_reply_config = hcm_v3.LocalReplyConfig(
+            mappers=[_status_mapper(carried, status) for status, carried in CARRIED.items()]
+        )
     if mode != "standard":
         manager.access_log = [_access_log()]
         manager.access_log_options = hcm_v3.HttpConnectionManagerHcmAccessLogOptions(
             access_log_flush_interval=seconds(settings.leases.access_log_interval)
         )
     return manager
+
+
+def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
+    """Turns the status `carried` of a refusal into `status`."""
+    equals = accesslog_v3.ComparisonFilter(
+        op=accesslog_v3.ComparisonFilterOp.EQ,
+        value=core_v3.RuntimeUInt32(default_value=carried, runtime_key=f"picker.carried_{status}"),
+    )
+    only_this = accesslog_v3.StatusCodeFilter(comparison=equals)
+    return hcm_v3.ResponseMapper(
+        filter=accesslog_v3.AccessLogFilter(status_code_filter=only_this), status_code=status
+    )
 
 
 def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.RouteConfiguration:
@@ -368,7 +435,7 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.
         name=POOL,
         virtual_hosts=[host],
         response_headers_to_add=_added(
-            ({} if mode == "standard" else _PICKER_HEADERS)
+            (_PICKER_HEADERS if mode in ("lean", "headers") else {})
             | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
         ),
     )

@@ -70,7 +70,13 @@ class LocalFleet:
         ]
         fixed_ports = options.port and options.admin_port
         self._replicas = [
-            Replica(number + 1, options.admin_port + number if fixed_ports else 0, folder, self._tree)
+            Replica(
+                number + 1,
+                options.admin_port + number if fixed_ports else 0,
+                folder,
+                self._tree,
+                http=options.mode == "http",
+            )
             for number in range(options.replicas)
         ]
         self._envoy: Envoy | None = None
@@ -176,6 +182,7 @@ class LocalFleet:
             self._options.port,
             [replica.host for replica in self._replicas],
             self._folder,
+            http_pickers=[each.http_host for each in self._replicas] if self._options.mode == "http" else (),
             debug_headers=self._options.debug_headers,
         )
         await self._supervisor.bring_up([self._envoy])

@@ -21,7 +21,7 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
 
 # The three ways to put the picker behind Envoy (docs/protocol.md).
-Mode = Literal["standard", "lean", "headers"]
+Mode = Literal["standard", "lean", "headers", "http"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 # The user of a local fleet is tenant and operator in one. The workload header needs no trust.
@@ -175,24 +175,35 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The line a replica prints once its listeners are bound: `{"ready": true, "id", "grpc", "admin"}`."""
+    """The line a replica prints once its listeners are bound: `{"ready": true, "id", "grpc", …}`."""
 
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port
+    http: str | None = None  # host:port of mode `http`, where it is served
 
 
 class Replica:
-    """Replica `number`. `tree` gives its configuration but for the listeners, called at each start."""
+    """Replica `number`. `tree` gives its configuration but for the listeners, called at each start.
+
+    `http` says that it serves mode `http`, too.
+    """
 
     def __init__(
-        self, number: int, admin_port: int, folder: Path, tree: Callable[[], Mapping[str, Any]]
+        self,
+        number: int,
+        admin_port: int,
+        folder: Path,
+        tree: Callable[[], Mapping[str, Any]],
+        *,
+        http: bool = False,
     ) -> None:
         self.name = f"replica-{number}"
         self._file = folder / f"{self.name}.yaml"
         self._tree = tree
         self._admin = f"{LOOPBACK}:{admin_port}"
         self._grpc = f"{LOOPBACK}:0"
+        self._http = f"{LOOPBACK}:0" if http else None
         self._announced = Announcement(id="", grpc=self._grpc, admin="")
 
     @property
@@ -205,10 +216,18 @@ class Replica:
         """Where Envoy reaches it."""
         return split_host_port(self._announced.grpc)
 
+    @property
+    def http_host(self) -> tuple[str, int]:
+        """Where Envoy reaches it in mode `http`."""
+        assert self._announced.http is not None
+        return split_host_port(self._announced.http)
+
     def command(self) -> list[str]:
         tree = dict(self._tree())
         tree["extproc"] = {**tree.get("extproc", {}), "listen": self._grpc}
         tree["admin"] = {**tree.get("admin", {}), "listen": self._admin}
+        if self._http is not None:
+            tree["http"] = {"listen": self._http}
         self._file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         return picker_command("serve", "--config", str(self._file))
 
@@ -219,6 +238,7 @@ class Replica:
         self._announced = await child.until(announced, within_s=READY_S, what="its ready line")
         self._grpc = self._announced.grpc
         self._admin = self._announced.admin.removeprefix("http://")
+        self._http = self._announced.http
         return f"grpc {self._announced.grpc}, admin {self._announced.admin}"
 
 
@@ -227,6 +247,8 @@ def _announcement(line: str) -> Announcement | None:
         return None
     try:
         said = json.loads(line)
-        return Announcement(id=str(said["id"]), grpc=str(said["grpc"]), admin=str(said["admin"]))
+        return Announcement(
+            id=str(said["id"]), grpc=str(said["grpc"]), admin=str(said["admin"]), http=said.get("http")
+        )
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,0 +1,179 @@
+"""One check of a request, as Envoy's `ext_authz` filter asks for it over HTTP (mode `http`).
+
+Envoy's request has the client's method, path and body, and the headers that the picker reads. The answer is
+200 with the endpoint and what the access log brings back (docs/protocol.md), or the refusal that the client
+gets. The body is read and dropped before the request waits, since Envoy keeps it: a waiting request costs
+this replica no bytes of its body.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from picker_fleet.allowlist import NOT_LISTED
+from picker_fleet.errors import BadRequest, ClientGone, RequestError, TooManyReads, UnknownPath, Unsupported
+from picker_fleet.extproc import codec
+from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
+from picker_fleet.extproc.context import ExchangeContext
+from picker_fleet.extproc.limits import BodyBuffer
+from picker_fleet.intake import CONTENT_LENGTH, FORWARDED_FOR, ROUTE_TIMEOUT, read_body, read_subset
+from picker_fleet.request import InferenceRequest, Placement
+from picker_fleet.scheduling.chooser import SESSION_HEADER
+
+MODE: Final = "http"
+# Envoy passes these on to the client: of a placement, and of a refusal.
+CLIENT_HEADERS: Final = (SESSION_HEADER, codec.PRESSURE)
+REFUSAL_HEADERS: Final = ("content-type", "retry-after", codec.PRESSURE, codec.DROPPED_REASON)
+# Envoy takes a 5xx of its authorisation server for its failure, and tells the client nothing of it. So such a
+# refusal is carried by a 4xx that nobody else uses, which Envoy's configuration turns back.
+CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
+
+Headers = list[tuple[str, str]]
+
+_log = logging.getLogger(__name__)
+
+
+class Answer:
+    """What Envoy is told: status, headers, body. `withdraw` takes the placement back if it cannot be sent."""
+
+    __slots__ = ("_context", "_placement", "_request", "body", "headers", "status")
+
+    def __init__(
+        self,
+        context: ExchangeContext,
+        status: int,
+        headers: Headers,
+        body: bytes = b"",
+        request: InferenceRequest | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        self._context, self._request, self._placement = context, request, placement
+        self.status, self.headers, self.body = status, headers, body
+
+    def withdraw(self) -> None:
+        """The answer cannot reach Envoy."""
+        if self._request is not None and self._placement is not None:
+            self._context.gate.withdraw(self._request.id, self._placement)
+
+
+class Check:
+    """One check: `decide` once, with the whole request."""
+
+    __slots__ = ("_context", "_model", "_request", "_started_s", "_target_model")
+
+    def __init__(self, context: ExchangeContext) -> None:
+        self._context = context
+        self._started_s = context.clock()
+        self._request: InferenceRequest | None = None
+        self._model = self._target_model = ""
+
+    async def decide(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
+        """Admit and place the request; every refusal is an answer, too. `body` is released before a wait.
+
+        Raises:
+            CancelledError: the client left while the request waited.
+        """
+        try:
+            answer = await self._place(method, path, headers, body)
+        except RequestError as error:
+            return self.refuse(error)
+        except Exception:
+            _log.exception("a check failed", extra={"mode": MODE, "model": self._model})
+            return self.refuse(RequestError("the picker failed on this request; its log says why"))
+        except BaseException:
+            if self._request is not None:
+                self._count_client_gone(self._request)
+            raise
+        self._context.metrics.answered(MODE, self._model, "ok", self._seconds(), self._target_model)
+        return answer
+
+    def refuse(self, error: RequestError) -> Answer:
+        """The answer that the client gets in place of its request's."""
+        context = self._context
+        refusal = codec.refusal(error, context.settings.fair_request_queue.overload_status, context.fill)
+        seconds = self._seconds()
+        context.metrics.answered(MODE, self._model, error.code, seconds, self._target_model)
+        context.lines.refused(self._request, error.code, refusal.status, MODE, seconds)
+        status = CARRIED.get(refusal.status, refusal.status)
+        return Answer(context, status, list(refusal.headers.items()), refusal.body)
+
+    async def _place(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
+        context = self._context
+        subset = _subset(headers)
+        kind = context.paths.kind(method, path)
+        if kind is None:
+            raise UnknownPath(NOT_LISTED)
+        if kind == "read":
+            if body.size_bytes:
+                raise BadRequest("a GET with a body is not served")
+            self._take_read()
+            placement = await context.gate.route(subset)
+            return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
+        if not body.size_bytes:
+            raise BadRequest("the request has no body; a JSON object with a model is needed")
+        forwarded_for = headers.pop(FORWARDED_FOR, b"")
+        headers.pop(CONTENT_LENGTH, None)
+        headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
+        ask = read_body(body.join())
+        self._model = ask.model
+        request = context.intake.request(ask, headers, subset=subset, trusted=True)
+        self._model, self._target_model, self._request = request.model, request.target_model, request
+        if request.target_model != ask.model:
+            raise Unsupported(
+                f"http mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
+            )
+        del ask  # a request that waits holds nothing of its body
+        body.release()
+        context.new_flows.check(request.flow, forwarded_for)
+        came_s = context.clock()
+        placement = await context.drain_gate.admit(request, stream_owned=False)
+        waited_s = context.clock() - came_s
+        if context.lines.debug:
+            context.lines.placed(request, placement.endpoints, MODE, self._seconds())
+        return self._placed(request, placement, codec.pressure(context.fill(), waited_s, request.ttl_s))
+
+    def _take_read(self) -> None:
+        wait_s = self._context.reads.take()
+        if wait_s:
+            raise TooManyReads(
+                f"more than {self._context.settings.extproc.read_rate:g} reads a second",
+                retry_after_s=max(1, math.ceil(wait_s)),
+            )
+
+    def _placed(self, request: InferenceRequest | None, placement: Placement, pressure: str) -> Answer:
+        settings = self._context.settings
+        tries = 0
+        if request is not None and (request.subset is not None or request.selector):
+            # Only some endpoints may serve it, so the answer names as many as Envoy tries.
+            tries = 1 + settings.scheduling.fallbacks
+        headers: Headers = [
+            (codec.DESTINATION, placement.header(tries)),
+            (codec.PRESSURE, pressure),
+        ]
+        if request is not None:
+            headers += [(ID_HEADER, request.id), (TOKEN_HEADER, TOKEN_MARK + placement.accounting_token)]
+            if placement.session:
+                headers.append((SESSION_HEADER, placement.session))
+            if placement.waited_s is not None:
+                headers += [
+                    (WAITED_HEADER, f"{placement.waited_s:.6f}"),
+                    (TARGET_HEADER, TOKEN_MARK + request.target_model),
+                ]
+        return Answer(self._context, 200, headers, b"", request, placement)
+
+    def _count_client_gone(self, request: InferenceRequest) -> None:
+        context, seconds = self._context, self._seconds()
+        context.metrics.client_gone(MODE, self._model, seconds, self._target_model)
+        context.lines.refused(request, ClientGone.code, ClientGone.status, MODE, seconds)
+
+    def _seconds(self) -> float:
+        return self._context.clock() - self._started_s
+
+
+def _subset(headers: Mapping[str, bytes]) -> tuple[str, ...] | None:
+    """The endpoints of the subset hint, which Envoy's configuration puts into a header; None without one."""
+    hint = headers.get(codec.SUBSET)
+    if hint is None:
+        return None
+    return read_subset(hint.decode("latin-1").strip("[] ").replace('"', ""))

@@ -1,0 +1,301 @@
+"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks it about each request.
+
+    GET /healthz            200 while the replica takes requests, else 503; for Envoy's health check
+    ANY /check/PATH         the check of a client's request for PATH (check.py)
+
+A connection carries one request at a time. When a client leaves, Envoy closes the connection, and the request
+that waits is cancelled. One periodic task closes connections that stall amid a request, so a request costs no
+timer. docs/protocol.md has the names of headers.
+"""
+
+import asyncio
+import logging
+import socket
+from typing import Final, cast
+
+import httptools
+
+from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
+from picker_fleet.ext_authz.check import Answer, Check
+from picker_fleet.extproc import codec
+from picker_fleet.extproc.context import ExchangeContext
+from picker_fleet.extproc.limits import STALLED_S, BodyBuffer
+from picker_fleet.units import split_host_port
+
+PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
+HEALTH_PATH: Final = b"/healthz"
+MAX_CONNECTIONS: Final = 20_000
+_MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+_IDLE_S = 300.0  # of a connection without a request
+_BACKLOG = 1024
+_KEEPALIVE_S = 20
+_CHECKS = 6  # of stalled connections, within STALLED_S
+_REASONS = {200: b"OK", 503: b"Service Unavailable"}
+
+_log = logging.getLogger(__name__)
+
+
+class CheckServer:
+    """Serves checks on `http.listen`; not ready until `set_ready(True)`."""
+
+    def __init__(self, context: ExchangeContext, listen: str) -> None:
+        self.context = context
+        self._listen = listen
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._ready = False
+        self.draining = False
+        self.wanted = {name.encode(): name for name in (*context.intake.headers, codec.SUBSET)}
+
+    @property
+    def ready(self) -> bool:
+        """Whether Envoy may send requests."""
+        return self._ready and not self.draining
+
+    async def start(self) -> int:
+        """Bind and listen; the bound port.
+
+        Raises:
+            StartupError: the address cannot be bound.
+        """
+        host, port = split_host_port(self._listen)
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: _Connection(self), host.strip("[]"), port, backlog=_BACKLOG
+            )
+        except OSError as fault:
+            raise StartupError(f"http.listen {self._listen}: cannot be bound: {fault}") from fault
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def run(self) -> None:
+        """Close connections that stall, until cancelled."""
+        while True:
+            await asyncio.sleep(STALLED_S / _CHECKS)
+            self.close_stalled()
+
+    def close_stalled(self) -> None:
+        """Close each connection whose request does not come, or that has been idle for long."""
+        now_s = self.context.clock()
+        for connection in list(self._connections):
+            connection.close_if_stalled(now_s)
+
+    def set_ready(self, ready: bool) -> None:
+        """Tell Envoy's health checks; a draining server stays not ready."""
+        self._ready = ready
+
+    def drain(self) -> None:
+        """Tell health checks that no request may come, and end each connection with its next answer."""
+        self.draining = True
+
+    async def stop(self) -> None:
+        """Close the listener and every connection."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+
+    def opened(self, connection: "_Connection") -> bool:
+        """Whether one more connection may stay."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def closed(self, connection: "_Connection") -> None:
+        """A connection has ended."""
+        self._connections.discard(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: parses a request, has it checked, writes the answer, and begins anew."""
+
+    def __init__(self, server: CheckServer) -> None:
+        self._server = server
+        self._context = server.context
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._task: asyncio.Task[None] | None = None
+        self._body = self._new_body()
+        self._headers: dict[str, bytes] = {}
+        self._url = b""
+        self._head_bytes = 0  # of headers that have not ended
+        self._in_head = self._arriving = False
+        self._began_s = self._last_byte_s = self._context.clock()
+        self._failed: RequestError | None = None
+        self._refused: RequestError | None = None  # what the request is answered when it has come whole
+        self._dropped_bytes = 0
+
+    def close_if_stalled(self, now_s: float) -> None:
+        """Close a connection whose request does not come, or that has been idle for long."""
+        if self._task is not None:
+            return
+        if not self._arriving:
+            if now_s - self._last_byte_s > _IDLE_S:
+                self.close()
+            return
+        whole_s = self._context.settings.extproc.body_timeout
+        if now_s - self._last_byte_s > STALLED_S or now_s - self._began_s > whole_s:
+            self._refuse(BodyStalled("the rest of the request did not come"))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._server.opened(self):
+            _log.warning("more than %d connections to the http mode's port", MAX_CONNECTIONS)
+            self._transport.abort()
+            return
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an Envoy that vanished
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+
+    def data_received(self, data: bytes) -> None:
+        self._last_byte_s = self._context.clock()
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._task is not None:
+            self.close()  # Envoy sends the next request after the answer to this one
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(BadRequest("this port does not change its protocol"))
+        except httptools.HttpParserError as fault:
+            self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
+        else:
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    self._refuse(BadRequest(f"the headers are longer than {_MAX_HEAD_BYTES} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.closed(self)
+        self._transport = None
+        self._body.release()
+        if self._task is not None:
+            self._task.cancel()
+        elif self._arriving:
+            self._context.open_requests.ended()
+        self._arriving = False
+
+    # What the parser calls. What is raised here ends `feed_data` with an HttpParserCallbackError.
+
+    def on_message_begin(self) -> None:
+        if self._task is not None:
+            self._fail(BadRequest("a second request came before the answer to the first"))
+        self._in_head = self._arriving = True
+        self._context.open_requests.began()
+        self._began_s = self._last_byte_s
+        self._headers, self._url = {}, b""
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        known = self._server.wanted.get(name.lower())
+        if known is not None and known not in self._headers:
+            self._headers[known] = value
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        try:
+            self._body.expect(self._headers.get("content-length", b""))
+        except RequestError as error:
+            self._refused = error
+
+    def on_body(self, chunk: bytes) -> None:
+        if self._refused is None:
+            try:
+                self._body.add(chunk)
+            except RequestError as error:
+                self._body.release()
+                self._refused = error
+        else:
+            # Envoy reads an answer only when it has sent the whole body, so the rest is read and dropped.
+            self._dropped_bytes += len(chunk)
+            if self._dropped_bytes > 2 * self._context.settings.extproc.max_body_bytes:
+                self._fail(self._refused)
+
+    def on_message_complete(self) -> None:
+        self._arriving = False
+        keep = self._parser.should_keep_alive()
+        refused, self._refused, self._dropped_bytes = self._refused, None, 0
+        if refused is not None:
+            self._context.open_requests.ended()
+            self._body = self._new_body()
+            self._write_answer(Check(self._context).refuse(refused), keep=keep)
+            return
+        method, url = self._parser.get_method(), self._url
+        if url == HEALTH_PATH:
+            self._context.open_requests.ended()
+            self._write(200 if self._server.ready else 503, [], b"", keep=keep)
+        elif not url.startswith(PREFIX + b"/"):
+            self._arriving = True
+            self._refuse(BadRequest("no check: its path does not begin with /check/"))
+        else:
+            check = Check(self._context)
+            path = url[len(PREFIX) :]
+            self._task = asyncio.get_running_loop().create_task(self._answer(check, method, path, keep))
+            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
+
+    def _fail(self, error: RequestError) -> None:
+        self._failed = error
+        raise error
+
+    # Answers.
+
+    async def _answer(self, check: Check, method: bytes, path: bytes, keep: bool) -> None:
+        body, self._body = self._body, self._new_body()
+        headers, self._headers = self._headers, {}
+        try:
+            answer = await check.decide(method, path, headers, body)
+        finally:
+            body.release()
+        if self._transport is None or self._transport.is_closing():
+            answer.withdraw()
+            return
+        self._write_answer(answer, keep=keep)
+
+    def _checked(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self._context.open_requests.ended()
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            _log.error("an answer failed", exc_info=fault)
+            self.close()
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer what is no request, or not whole, and close."""
+        self._body.release()
+        if self._arriving:
+            self._arriving = False
+            self._context.open_requests.ended()
+        if self._task is not None:  # the answer to the first request is not written yet: no other may be
+            self.close()
+            return
+        self._write_answer(Check(self._context).refuse(error), keep=False)
+
+    def _write_answer(self, answer: Answer, *, keep: bool) -> None:
+        self._write(answer.status, answer.headers, answer.body, keep=keep)
+
+    def _write(self, status: int, headers: list[tuple[str, str]], body: bytes, *, keep: bool) -> None:
+        if self._transport is None:
+            return
+        keep = keep and not self._server.draining
+        lines = [b"HTTP/1.1 %d %s\r\n" % (status, _REASONS.get(status, b"Refused"))]
+        lines += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in headers]
+        if not keep:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        self._transport.write(b"".join((*lines, body)))
+        if not keep:
+            self._transport.close()
+
+    def _new_body(self) -> BodyBuffer:
+        return BodyBuffer(self._context.bodies, self._context.settings.extproc.max_body_bytes)

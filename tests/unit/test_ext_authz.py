@@ -1,0 +1,333 @@
+"""The server of mode `http` over real sockets: checks, refusals, clients that leave, and damaged requests."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picker_fleet.config import parse
+from picker_fleet.errors import ExpiredTtl
+from picker_fleet.ext_authz import server as ext_authz
+from picker_fleet.ext_authz.check import CARRIED
+from picker_fleet.ext_authz.server import CheckServer
+from picker_fleet.extproc.context import ExchangeContext
+from picker_fleet.extproc.limits import STALLED_S
+from picker_tools.local_fleet import network
+
+BODY = b'{"model": "llama", "prompt": "hi"}'
+PATIENT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        code: str = json.loads(self.body)["error"]["code"]
+        return code
+
+
+class Connection:
+    """One connection of Envoy's, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, *chunks: bytes) -> None:
+        for chunk in chunks:
+            self._writer.write(chunk)
+
+    async def reply(self) -> Reply:
+        async with asyncio.timeout(PATIENT_S):
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
+            first, *lines = head.strip().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines)
+            body = await self._reader.readexactly(int(headers["content-length"]))
+        return Reply(int(first.split()[1]), headers, body)
+
+    async def ended(self) -> bytes:
+        """What still comes until the server closes the connection."""
+        async with asyncio.timeout(PATIENT_S):
+            with contextlib.suppress(ConnectionError):
+                return await self._reader.read()
+        return b""
+
+    def leave(self) -> None:
+        self._writer.close()
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+@dataclass
+class Stage:
+    """A server around `gate`, and its port."""
+
+    server: CheckServer
+    gate: ScriptedGate
+    context: ExchangeContext
+    metrics: Counted
+    port: int
+    now_s: list[float]
+    connections: list[Connection] = field(default_factory=list)
+
+    async def connect(self) -> Connection:
+        self.connections.append(Connection(*await asyncio.open_connection("127.0.0.1", self.port)))
+        return self.connections[-1]
+
+    async def ask(self, *chunks: bytes) -> Reply:
+        connection = await self.connect()
+        connection.send(*chunks)
+        reply = await connection.reply()
+        connection.leave()
+        return reply
+
+
+@contextlib.asynccontextmanager
+async def staged(gate: ScriptedGate | None = None, **config: Any) -> AsyncIterator[Stage]:
+    gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
+    context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
+    server = CheckServer(context, "127.0.0.1:0")
+    stage = Stage(server, gate, context, metrics, await server.start(), now_s)
+    try:
+        yield stage
+    finally:
+        for connection in stage.connections:
+            await connection.close()
+        await server.stop()
+
+
+def check(path: str = "/v1/completions", body: bytes = BODY, method: str = "POST", **headers: str) -> bytes:
+    named = {"content-length": str(len(body)), "x-request-id": "req-1"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+    return f"{method} /check{path} HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode() + body
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def look() -> bool | None:
+        return holds() or None
+
+    assert await network.until(look, within_s=PATIENT_S)
+
+
+async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back() -> None:
+    async with staged() as stage:
+        stage.gate.session, stage.gate.waited_s = "session-1", 1.5
+        reply = await stage.ask(check())
+    assert reply.status == 200
+    assert reply.headers == {
+        "x-gateway-destination-endpoint": "10.0.0.1:8000,[fd00::2]:8000",
+        "x-queue-pressure": "0.25",
+        "x-picker-request-id": "req-1",
+        "x-picker-accounting-token": f"={PLACEMENT.accounting_token}",
+        "x-session-token": "session-1",
+        "x-picker-waited": "1.500000",
+        "x-picker-target-model": "=llama",
+        "content-length": "0",
+    }
+    [(request, stream_owned)] = stage.gate.admitted
+    assert (request.id, request.model, stream_owned) == ("req-1", "llama", False)
+    assert stage.metrics.answers == [("http", "llama", "ok")]
+
+
+async def test_headers_of_the_request_reach_the_gate() -> None:
+    async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
+        await stage.ask(
+            check(
+                x_llm_d_inference_fairness_id="tenant",
+                x_llm_d_inference_ttl="3s",
+                x_gateway_destination_endpoint_subset='["10.0.0.1:8000","10.0.0.2:8000"]',
+            )
+        )
+    [(request, _)] = stage.gate.admitted
+    assert (request.flow, request.ttl_s) == ("tenant", 3.0)
+    assert request.subset == ("10.0.0.1:8000", "10.0.0.2:8000")
+
+
+async def test_a_refusal_is_what_the_client_gets() -> None:
+    async with staged(ScriptedGate(ExpiredTtl("late", retry_after_s=7))) as stage:
+        reply = await stage.ask(check())
+    assert (CARRIED[503], "expired_ttl") == (reply.status, reply.error)
+    assert reply.headers["retry-after"] == "7"
+    assert reply.headers["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
+    assert reply.headers["x-queue-pressure"] == "1.00"
+    assert stage.metrics.answers == [("http", "llama", "expired_ttl")]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (check(body=b""), 400, "bad_request"),
+        (check(body=b"{"), 400, "bad_request"),
+        (check(body=b'{"prompt": "hi"}'), 400, "bad_request"),
+        (check(path="/metrics"), 404, "unknown_path"),
+        (check(path="/v1/load_lora_adapter"), 404, "unknown_path"),
+        (check(path="//v1/completions"), 404, "unknown_path"),
+        (check(method="GET", path="/v1/models"), 400, "bad_request"),
+        (check(x_llm_d_inference_ttl="soon"), 400, "bad_request"),
+        (check(body=b"x" * 5000), 413, "payload_too_large"),
+        (check(content_length="-1"), 400, "bad_request"),
+        (check(content_length="99999999999999999999999"), 400, "bad_request"),
+        (check(body=b"{" * 100_000, content_length="999999999"), 413, "payload_too_large"),
+        (b"POST /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
+        (b"GET /check/ HTTP/1.1\r\nx: " + b"a" * 70_000, 400, "bad_request"),
+    ],
+)
+async def test_what_may_not_be_asked_is_refused_and_the_server_goes_on(
+    request_bytes: bytes, status: int, code: str
+) -> None:
+    async with staged(extproc={"max_body_bytes": 4096}) as stage:
+        reply = await stage.ask(request_bytes)
+        assert (reply.status, reply.error) == (status, code)
+        assert stage.gate.admitted == []
+        assert (await stage.ask(check())).status == 200
+        await until(lambda: stage.context.bodies.held_bytes == 0)
+
+
+async def test_a_chunked_body_is_bounded_as_it_comes() -> None:
+    async with staged(extproc={"max_body_bytes": 4096}) as stage:
+        head = b"POST /check/v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert (await stage.ask(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
+        reply = await stage.ask(head + b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n")
+        assert (reply.status, reply.error) == (413, "payload_too_large")
+        reply = await stage.ask(head + b"ffffff\r\n" + b"x" * 2_000_000)  # and it never ends
+        assert (reply.status, reply.error) == (413, "payload_too_large")
+        await until(lambda: stage.context.bodies.held_bytes == 0)
+
+
+async def test_a_model_that_is_sent_as_another_is_refused_by_name() -> None:
+    models = [{"name": "llama", "target_models": [{"name": "llama-v2", "weight": 1}]}]
+    async with staged(models=models) as stage:
+        reply = await stage.ask(check())
+    assert reply.status == CARRIED[500]
+    assert b"http mode cannot send model llama as llama-v2" in reply.body
+
+
+async def test_reads_go_through_without_admission_and_are_limited() -> None:
+    async with staged(extproc={"read_rate": 1}) as stage:
+        replies = [await stage.ask(check(method="GET", path="/v1/models", body=b"")) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 429]
+    assert "x-picker-accounting-token" not in replies[0].headers
+    assert stage.gate.admitted == []
+
+
+async def test_a_client_that_leaves_cancels_its_wait() -> None:
+    async with staged() as stage:
+        stage.gate.open.clear()
+        connection = await stage.connect()
+        connection.send(check())
+        await stage.gate.asked.wait()
+        connection.leave()
+        await until(lambda: stage.gate.cancelled == ["req-1"])
+        await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
+
+
+async def test_a_request_that_waits_holds_no_bytes_of_its_body() -> None:
+    async with staged() as stage:
+        stage.gate.open.clear()
+        connection = await stage.connect()
+        connection.send(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
+        await stage.gate.asked.wait()
+        assert stage.context.bodies.held_bytes == 0
+        stage.gate.open.set()
+        assert (await connection.reply()).status == 200
+
+
+async def test_a_connection_carries_one_request_after_the_other() -> None:
+    async with staged() as stage:
+        connection = await stage.connect()
+        for number in range(3):
+            connection.send(check(x_request_id=f"req-{number}"))
+            reply = await connection.reply()
+            assert reply.headers["x-picker-request-id"] == f"req-{number}"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_a_second_request_before_the_answer_ends_the_connection(apart: bool) -> None:
+    async with staged() as stage:
+        stage.gate.open.clear()
+        connection = await stage.connect()
+        if apart:
+            connection.send(check())
+            await stage.gate.asked.wait()
+            connection.send(check())
+        else:
+            connection.send(check() + check())
+        assert await connection.ended() == b""
+        await until(lambda: not stage.gate.admitted or stage.gate.cancelled == ["req-1"])
+
+
+async def test_health_follows_readiness() -> None:
+    async with staged() as stage:
+        ask = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
+        assert (await stage.ask(ask)).status == 503
+        stage.server.set_ready(True)
+        assert (await stage.ask(ask)).status == 200
+
+
+@pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])
+async def test_a_request_that_stalls_is_ended(part: bytes) -> None:
+    async with staged() as stage:
+        connection = await stage.connect()
+        connection.send(part)
+        await until(lambda: stage.context.open_requests.count)
+        stage.now_s[0] = STALLED_S - 1
+        stage.server.close_stalled()
+        assert stage.context.open_requests.count
+        stage.now_s[0] = STALLED_S + 1
+        stage.server.close_stalled()
+        reply = await connection.reply()
+        assert (reply.status, reply.error) == (408, "body_stalled")
+        assert await connection.ended() == b""
+        await until(lambda: stage.context.bodies.held_bytes == 0)
+
+
+async def test_an_idle_connection_is_closed_in_the_end() -> None:
+    async with staged() as stage:
+        connection = await stage.connect()
+        connection.send(check())
+        await connection.reply()
+        stage.now_s[0] = 1000.0
+        stage.server.close_stalled()
+        assert await connection.ended() == b""
+
+
+async def test_more_connections_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ext_authz, "MAX_CONNECTIONS", 1)
+    async with staged() as stage:
+        first = await stage.connect()
+        first.send(check())
+        assert (await first.reply()).status == 200
+        assert await (await stage.connect()).ended() == b""
+        first.send(check())
+        assert (await first.reply()).status == 200
+
+
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, len(check())), max_size=6))
+async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
+    whole = check()
+    places = [0, *sorted(cuts), len(whole)]
+    async with staged() as stage:
+        connection = await stage.connect()
+        for start, end in itertools.pairwise(places):
+            connection.send(whole[start:end])
+            await asyncio.sleep(0)
+        assert (await connection.reply()).status == 200
+        connection.leave()
