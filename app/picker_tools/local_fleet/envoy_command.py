@@ -93,7 +93,7 @@ def _warning(names: Sequence[str]) -> str:
     if not names:
         return ""
     return (
-        "# WARNING: whoever reaches this listener may set the headers below, and so choose its own share\n"
+        "# WARNING: any client of this listener may set the headers below, and so choose its own share\n"
         "# and rank. Right only where every client is trusted, or a gateway in front sets them itself.\n"
         f"# Trusted: {', '.join(names)}\n"
         "# The replicas count them if extproc.trusted_headers names them too.\n"

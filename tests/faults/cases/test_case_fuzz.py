@@ -70,7 +70,7 @@ class Fuzz:
     async def run(self, channel: grpc.aio.Channel, count: int) -> None:
         """Send so many messages more."""
         goal = self.sent + count
-        ask, tell = channel.stream_stream(f"/{SERVICE}/Process"), channel.stream_unary(
+        exchanges, reports = channel.stream_stream(f"/{SERVICE}/Process"), channel.stream_unary(
             f"/{accesslog.SERVICE}/StreamAccessLogs"
         )  # fmt: skip
 
@@ -78,19 +78,19 @@ class Fuzz:
             while self.sent < goal:
                 self.streams += 1
                 if self._dice.random() < 0.8:
-                    await self._exchange(ask)
+                    await self._exchange(exchanges)
                 else:
-                    await self._report(tell)
+                    await self._report(reports)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(STREAMS):
                 tasks.create_task(talk())
 
-    async def _exchange(self, ask: Any) -> None:
+    async def _exchange(self, exchanges: Any) -> None:
         name = f"fuzz-{self.streams}"
         messages = exchange(self._dice, name)
         self.sent += len(messages)
-        call = ask()
+        call = exchanges()
         try:
             async with asyncio.timeout(HANGS_S):
                 try:
@@ -115,13 +115,13 @@ class Fuzz:
         if name and self._dice.random() < TRUE_ENDS:
             self._placed.append(name)
 
-    async def _report(self, tell: Any) -> None:
+    async def _report(self, reports: Any) -> None:
         mine, self._placed = self._placed, []
         messages = [entries(self._dice, mine) for _ in range(self._dice.randrange(1, 4))]
         truth = StreamAccessLogsMessage()
         truth.http_logs.log_entry.extend(end(name) for name in mine)
         self.sent += len(messages) + 1
-        call = tell(iter([*messages, truth.SerializeToString()]))
+        call = reports(iter([*messages, truth.SerializeToString()]))
         try:
             async with asyncio.timeout(HANGS_S):
                 await call
