@@ -1,7 +1,7 @@
-"""The dashboard in a real browser, and what every test of it demands of it.
+"""The dashboard in a real browser, for tests.
 
-No console error, no failed script and no request to anywhere but the replica's own admin API: checked when
-the page is closed, whatever the test was about.
+When a page is closed, it must have had no console error, no failed script, and no request to anywhere but the
+replica's own admin API.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _POLL_S = 0.03
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """A headless Chromium; .ci/packages brings it."""
+    """A headless Chromium; .ci/packages installs it."""
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:
         running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
@@ -46,27 +46,27 @@ class Dashboard:
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.url = url
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.faults: list[str] = []
         self.allowed: list[str] = []
-        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("request", lambda request: self.requested.append(request.url))
         page.on("pageerror", lambda fault: self.faults.append(str(fault)))
-        page.on("console", self._heard)
+        page.on("console", self._on_console)
         page.set_default_timeout(PATIENCE_MS)
 
-    def _heard(self, message: ConsoleMessage) -> None:
+    def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.faults.append(message.text)
 
     async def open(self) -> None:
-        """Go there and wait for the first figures."""
+        """Open the page and wait for the first figures."""
         await self.page.goto(self.url)
         await self.until("document.getElementById('main').dataset.at !== undefined")
 
     async def until(self, condition: str, argument: Any = None) -> None:
-        """Wait until a JavaScript expression holds; of `argument`, if it takes one.
+        """Wait until a JavaScript expression, which may take `argument`, is true.
 
-        Asked from here: a browser that waits evaluates text in the page, which the page's policy forbids.
+        Polled from here: the browser's own wait evaluates text in the page, which the page's policy forbids.
         """
         async with asyncio.timeout(PATIENCE_MS / 1000):
             while True:
@@ -89,21 +89,19 @@ class Dashboard:
         return self.page.locator(f"#rows-{table} tr", has_text=part)
 
     async def confirm(self, yes: str) -> None:
-        """Answer the question that is open with the button of this name."""
+        """Answer the open question with the button of this name."""
         await self.page.locator("dialog#confirm[open]").get_by_role("button", name=yes, exact=True).click()
 
     def check(self) -> None:
-        strangers = [url for url in self.asked if not url.startswith((self.url, "data:"))]
-        assert strangers == [], f"the page asked elsewhere: {strangers}"
+        foreign = [url for url in self.requested if not url.startswith((self.url, "data:"))]
+        assert foreign == [], f"the page called elsewhere: {foreign}"
         rest = [fault for fault in self.faults if not any(part in fault for part in self.allowed)]
         assert rest == [], f"the page had errors: {rest}"
 
 
 @asynccontextmanager
 async def opened(chromium: Browser, fleet: Any, replica: int = 0, **options: Any) -> AsyncIterator[Dashboard]:
-    """A replica's dashboard with figures, in a window that shares nothing with others; `options` are those
-    of a browser's page.
-    """
+    """A replica's dashboard with figures, in a window of its own; `options` are those of a browser's page."""
     page = await chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
     try:
         shown = Dashboard(page, f"{fleet.state['replicas'][replica]['admin']}/")
@@ -115,11 +113,11 @@ async def opened(chromium: Browser, fleet: Any, replica: int = 0, **options: Any
 
 
 class Snapshots:
-    """A second listener of the same replica, whose listeners all get the same: snapshots by their time."""
+    """Another listener of the same replica, which gets the same snapshots; by their time."""
 
     def __init__(self) -> None:
         self.by_time: dict[float, dict[str, Any]] = {}
-        self._news = asyncio.Condition()
+        self._arrived = asyncio.Condition()
 
     async def read(self, url: str) -> None:
         event = ""
@@ -133,13 +131,13 @@ class Snapshots:
                     event = value
                 elif key == "data" and event == "snapshot":
                     shot = json.loads(value)
-                    async with self._news:
+                    async with self._arrived:
                         self.by_time[shot["at"]] = shot
-                        self._news.notify_all()
+                        self._arrived.notify_all()
 
     async def taken(self, at: float) -> dict[str, Any]:
-        async with asyncio.timeout(20), self._news:
-            await self._news.wait_for(lambda: at in self.by_time)
+        async with asyncio.timeout(20), self._arrived:
+            await self._arrived.wait_for(lambda: at in self.by_time)
             return self.by_time[at]
 
 

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector of the tests' own: real OTLP over gRPC on the loopback, spans kept in memory."""
+"""An OpenTelemetry collector for tests: OTLP over gRPC on the loopback, spans kept in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One span as it arrived. Ids are hexadecimal; `replica` is who sent it."""
+class ReceivedSpan:
+    """A span as it was received. Ids are hexadecimal; `replica` sent it."""
 
     name: str
     trace: str
@@ -22,10 +22,10 @@ class Told:
 
 
 class Collector:
-    """Keeps what it is sent in `spans`; `start` first."""
+    """Keeps received spans in `spans`, after `start`."""
 
     def __init__(self) -> None:
-        self.spans: list[Told] = []
+        self.spans: list[ReceivedSpan] = []
         self.address = ""
         self._server = grpc.aio.server()
         handler = grpc.unary_unary_rpc_method_handler(
@@ -51,7 +51,7 @@ class Collector:
             for scope in group.scope_spans:
                 for span in scope.spans:
                     ids = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
-                    self.spans.append(Told(span.name, *ids, who, _plain(span.attributes)))
+                    self.spans.append(ReceivedSpan(span.name, *ids, who, _plain(span.attributes)))
         return messages.ExportTraceServiceResponse()
 
 

@@ -1,7 +1,7 @@
-"""Whether what the dashboard's page says is what a snapshot of the API says, figure by figure.
+"""Compares the figures on the dashboard with those of a snapshot of the API.
 
-A figure on the page is rounded for people; it is right if it is within half of its last place. Whatever
-nobody knows must be a dash, and what is known must not be.
+A figure on the page is rounded; it is right within half of its last digit. An unknown figure is a dash, and a
+known one is not.
 """
 
 import re
@@ -15,7 +15,7 @@ _SLACK = 1e-9
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _HEALTH = {(True, False): "live", (True, None): "live", (True, True): "without Redis"}
 
-# JavaScript: the snapshot that the page says it shows, and all of the page that is made of it, at one moment.
+# JavaScript: the time of the snapshot that the page shows, and all figures that are made of it.
 PAGE = """() => {
   const text = (id) => document.getElementById(id).textContent;
   const rows = (id) => [...document.querySelectorAll(`#rows-${id} tr`)].map(
@@ -33,7 +33,7 @@ PAGE = """() => {
 
 
 def count(text: str, value: float | None, digits: int = 1) -> None:
-    """`text` is `value` with at most so many decimals."""
+    """`text` is `value` with at most `digits` decimals."""
     if value is None:
         assert text == NONE
     else:
@@ -41,7 +41,7 @@ def count(text: str, value: float | None, digits: int = 1) -> None:
 
 
 def duration(text: str, value_s: float | None) -> None:
-    """`text` is a duration such as `40 ms` or `2 m 05 s`; its last unit may be cut off below it."""
+    """`text` is a duration such as `40 ms` or `2 m 05 s`, which may be truncated to its last unit."""
     if value_s is None:
         assert text == NONE
         return
@@ -80,7 +80,7 @@ def tiles(shown: Mapping[str, Row], shot: Thing) -> None:
 
 
 def oldest_s(shot: Thing) -> float | None:
-    """The age of what has waited longest."""
+    """The age of the request that has waited longest."""
     ages = [each["oldest_s"] for each in shot["state"]["bands"] if each["queued"]]
     return max((age for age in ages if age is not None), default=None)
 
@@ -181,7 +181,7 @@ def replicas(rows: Sequence[Row], shot: Thing) -> None:
 
 
 def queue(rows: Sequence[Row], answer: Thing) -> bool:
-    """Whether these rows are this answer's requests; if their ids are, every figure must be."""
+    """Whether these rows are the requests of this answer; if their ids are, every figure must agree."""
     requests = answer["requests"]
     if [row[1] for row in rows] != [each["id"] for each in requests]:
         return False
@@ -189,7 +189,7 @@ def queue(rows: Sequence[Row], answer: Thing) -> bool:
         position, _, flow, band, age, deadline, cost, score, owner, _ = row
         count(position, request["position"], 0)
         assert (flow, band, owner) == (request["flow"], request["band"], request["owner"])
-        if not _lasted(age.removesuffix(" overdue"), request["age_s"]):
+        if not _is_duration(age.removesuffix(" overdue"), request["age_s"]):
             return False  # the same requests, of another moment
         assert age.endswith(" overdue") == request["overdue"]
         duration(deadline, request["deadline_in_s"])
@@ -198,7 +198,7 @@ def queue(rows: Sequence[Row], answer: Thing) -> bool:
     return True
 
 
-def _lasted(text: str, value_s: float) -> bool:
+def _is_duration(text: str, value_s: float) -> bool:
     try:
         duration(text, value_s)
     except AssertionError:

@@ -1,6 +1,6 @@
-"""Whether the cells of the dashboard's tables can be read on a screen, whatever they say."""
+"""Checks that the cells of the dashboard's tables can be read on a screen."""
 
-# JavaScript: what cannot be read of the cells of these tables' rows. Each is scrolled to, as a reader would.
+# JavaScript: the cells of these tables that cannot be read. Each is scrolled to, as a reader would.
 UNREADABLE = """(tables) => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const shade = (colour) => {

@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: Debian's binary with the project's own configuration, on the loopback."""
+"""A real Prometheus for tests: Debian's binary with the project's configuration, on the loopback."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ _READY_S = 30.0
 
 
 def program(name: str) -> str:
-    """Where a program of Debian's package `prometheus` is."""
+    """The path of a program of Debian's package `prometheus`."""
     path = shutil.which(name)
     assert path is not None, f"{name} is missing: install Debian's package prometheus (.ci/packages does)"
     return path
 
 
 class Prometheus:
-    """Scrapes `targets` (job -> host:port) each second; everything else is as deploy/prometheus has it."""
+    """Scrapes `targets` (job -> host:port) each second; the rest is as in deploy/prometheus."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
@@ -64,12 +64,12 @@ class Prometheus:
                     return
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
-        """The vector that `expression` is now; an expression it does not understand is a failure."""
+        """The present vector of `expression`; an invalid expression is a failure."""
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
             answer = await client.get(f"{self._url}/api/v1/query", params={"query": expression})
-        told = answer.json()
-        assert told["status"] == "success", f"{expression}: {told.get('error')}"
-        found: list[dict[str, Any]] = told["data"]["result"]
+        document = answer.json()
+        assert document["status"] == "success", f"{expression}: {document.get('error')}"
+        found: list[dict[str, Any]] = document["data"]["result"]
         return found
 
     def stop(self) -> None:

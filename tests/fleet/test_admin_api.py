@@ -1,4 +1,4 @@
-"""The admin API of a fleet at work: what it says is what is, whichever replica is asked."""
+"""The admin API of a running fleet: every replica reports the state as it is."""
 
 import asyncio
 import json
@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from fleet_load import PATIENT, at_rest, decisions, metric, shared
+from admin_calls import post, queue_length
+from fleet_load import PATIENT, at_rest, decisions, metric
 
 from picker_fleet.admin import models
 from picker_fleet.admin.models import Endpoint, State
@@ -52,7 +53,7 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
 
 @asynccontextmanager
 async def listening(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """The (event, data) that one replica tells, from now on."""
+    """The (event, data) of one replica, from now on."""
     url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/events"
     async with (
         httpx.AsyncClient(trust_env=False, verify=False, timeout=20.0) as client,
@@ -74,39 +75,31 @@ async def listening(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tup
 async def paused_with(
     here: Any, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, asked: list[tuple[str, str, str]]
 ) -> list[asyncio.Task[int]]:
-    """Pause `here` and let requests of `asked` (flow, objective, workload) wait, one behind the other."""
-    assert (await here.admin("/api/v1/pause", 1, method="POST")).status_code == 200
+    """Pause `here` and queue requests of `asked` (flow, objective, workload), one after the other."""
+    await post(here, "pause", replica=1)
     running = []
     for count, (flow, objective, workload) in enumerate(asked, 1):
         running.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
-
-        async def waits(count: int = count) -> bool:
-            return bool((await shared(here))["queued"] == count)
-
-        await here.eventually(waits, what=f"{count} queued")
+        await queue_length(here, count)
     return running
 
 
-async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foretold(fleet: Any) -> None:
-    # Given a paused fleet with requests of three flows and two bands
+async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(fleet: Any) -> None:
     here = fleet(*SLOW, config={**CONFIG, "fair_request_queue": {"guard_share": 0}})
     asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         waiting = await paused_with(here, client, tasks, asked)
-        # When every replica is asked, page by page
-        told = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
-        order = [each["id"] for each in told[0]]
-        # Then all tell the same order, which is the log's arrivals by band, flows in turn
-        assert [[each["id"] for each in one] for one in told] == [order] * 3
-        assert [each["position"] for each in told[0]] == list(range(1, 12))
-        assert [each["flow"] for each in told[0]] == ["g"] * 3 + [HARD_NAME, "b"] * 4
-        for each in told[0]:
+        lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
+        order = [each["id"] for each in lists[0]]
+        assert [[each["id"] for each in one] for one in lists] == [order] * 3
+        assert [each["position"] for each in lists[0]] == list(range(1, 12))
+        assert [each["flow"] for each in lists[0]] == ["g"] * 3 + [HARD_NAME, "b"] * 4
+        for each in lists[0]:
             models.Queued.model_validate(each, strict=True)
         arrived = [entry.request for entry in await decisions(here) if entry.event == "queued"]
         for flow in (HARD_NAME, "b", "g"):
-            of_flow = [each for each in arrived if each in {r["id"] for r in told[0] if r["flow"] == flow}]
-            assert [each["id"] for each in told[0] if each["flow"] == flow] == of_flow
-        # And flows, by band, with what waits and their fair shares
+            of_flow = [each for each in arrived if each in {r["id"] for r in lists[0] if r["flow"] == flow}]
+            assert [each["id"] for each in lists[0] if each["flow"] == flow] == of_flow
         flows = await all_pages(here, "flows", "flows", 2, 1)
         assert [(each["flow"], each["band"], each["queued"], each["fair_share"]) for each in flows] == [
             ("g", "Critical", 3, 1.0),
@@ -118,11 +111,9 @@ async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foret
         of_one = await get(here, f"queue?flow={quote(HARD_NAME, safe='')}&band=Default")
         assert [each["id"] for each in of_one["requests"]] == order[3::2]
         assert (await get(here, "queue?flow=b&band=Critical"))["total"] == 0
-        # And workloads
         workloads = {each["id"]: each for each in await all_pages(here, "workloads", "workloads", 1, 1)}
         assert {name: each["active"] for name, each in workloads.items()} == {"w 1": 7, "w/2": 4}
         assert (await get(here, "workloads/w%2F2"))["total"] == 4
-        # And the state's sums are those of the lists
         state = State.model_validate(await get(here, "state", 1))
         assert (state.queued, state.active_flows, state.paused) == (11, 3, True)
         assert [(each.band, each.queued, each.active_flows) for each in state.bands] == [
@@ -131,29 +122,24 @@ async def test_what_waits_is_told_by_every_replica_and_served_in_the_order_foret
             ("Sheddable", 0, 0),
         ]
 
-        # And how many wait with each replica, as of its last heartbeat
         async def by_replica() -> bool:
             return sum(each["waiting"] for each in (await get(here, "replicas"))["replicas"]) == 11
 
-        await here.eventually(by_replica, what="11 that wait with some replica")
-        # And why a request waits
+        await here.eventually(by_replica, what="11 waiting requests in the heartbeats")
         last = await get(here, f"requests/{order[-1]}", 2)
         assert (last["state"], last["position"]) == ("queued", 11)
         assert (
             last["why"]
             == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
         )
-        # When the fleet goes on
-        assert (await here.admin("/api/v1/resume", 0, method="POST")).status_code == 200
+        await post(here, "resume")
     assert {task.result() for task in waiting} == {200}
-    # Then they have been served in the order foretold
     assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
     await at_rest(here)
 
 
-async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet: Any) -> None:
-    # Given a fleet under more load than it serves at once, two flows of weights 3 and 1
-    # (long answers: also on a busy machine places must be what is short, or nobody has to wait for another)
+async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics(fleet: Any) -> None:
+    # Long answers: also on a busy machine the bound, not the machine, makes requests wait.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
     here = fleet(
         *slower, config={**CONFIG, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]}
@@ -171,24 +157,20 @@ async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet
             for _ in range(15)
         ]
 
-        # When it has run for as long as service is counted
         async def steady() -> dict[str, Any] | None:
             flows = {each["flow"]: each for each in (await get(here, "flows"))["flows"]}
             rich = flows.get("rich")
             return flows if len(flows) == 2 and rich and abs((rich["share"] or 0) - 0.75) < 0.15 else None
 
         flows = await here.eventually(steady, within_s=90.0, what="a steady service")
-        # Then the shares told are near the weights', and add up to the band's
         assert flows["rich"]["fair_share"] == 0.75
         assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
-        # And what runs is what endpoints are said to have
         for _ in range(5):
             found = models.Inflight.model_validate(await get(here, "inflight", 1))
             assert 1 <= found.total <= 3
             assert all(each.lease_in_s > 0 for each in found.requests)
         for endpoint in await get(here, "endpoints"):
             assert Endpoint.model_validate(endpoint).in_flight <= 3
-        # And each replica knows the others
         replicas = models.Replicas.model_validate(await get(here, "replicas", 2)).replicas
         assert [each.live for each in replicas] == [True] * 3
         assert [each.this for each in replicas].count(True) == 1
@@ -202,14 +184,12 @@ async def test_under_load_what_is_told_agrees_with_itself_and_with_what_is(fleet
         return sum([await metric(here, name, replica) for replica in range(3)]) == state["dispatched_total"]
 
     await here.eventually(all_counted, what="metrics pages with every dispatch")
-    # And at rest nothing is listed
     for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
         page = await get(here, path)
         assert (page[rows], page["total"], page["cursor"]) == ([], 0, None)
 
 
-async def test_events_tell_state_and_decisions_and_end_with_the_replica(fleet: Any) -> None:
-    # Given a fleet, and a listener at each of two replicas
+async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: Any) -> None:
     here = fleet(*SLOW, config=CONFIG)
     async with (
         here.client(**PATIENT) as client,
@@ -217,9 +197,7 @@ async def test_events_tell_state_and_decisions_and_end_with_the_replica(fleet: A
         listening(here, 1) as second,
         asyncio.timeout(60),
     ):
-        # When requests are served
         assert [await ask(client, "f", workload="w") for _ in range(5)] == [200] * 5
-        # Then both are told of every decision once, in order, and of the state
         log = await decisions(here)
         for stream in (first, second):
             entries: list[dict[str, Any]] = []
@@ -230,14 +208,13 @@ async def test_events_tell_state_and_decisions_and_end_with_the_replica(fleet: A
                     State.model_validate(data["state"])
                     assert data["workloads_total"] == len(data["workloads"])
                     assert data.keys() >= {"at", "flows", "flows_total", "endpoints", "replicas"}
-                elif name != "unavailable":  # one look took longer than it may; what it missed comes later
+                elif name != "unavailable":  # of a read that took too long; the next one has its decisions
                     assert (name, data["skipped"]) == ("decisions", 0)
                     entries += data["entries"]
                 if snapshots and len(entries) >= len(log):
                     break
             assert [each["seq"] for each in entries] == list(range(1, len(entries) + 1))
             assert [each["event"] for each in entries[: len(log)]] == [entry.event for entry in log]
-        # And when the replica is told to go, then its stream ends at once, and so does the replica
         pid = here.state["replicas"][0]["pid"]
         here.terminate_replica(0)
         async for _ in first:

@@ -1,4 +1,4 @@
-"""The admin API asked at random, by its own description, while requests wait and run."""
+"""Random calls of the admin API, generated from its OpenAPI document, while requests wait and run."""
 
 import asyncio
 import json
@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_load import PATIENT, shared
+from admin_calls import queue_length
+from fleet_load import PATIENT
 from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
@@ -17,7 +18,7 @@ CONFIG = {
     "fair_request_queue": {"ordering": "workload-aware"},
 }
 EXAMPLES = 15  # for each call
-TRIES = 5  # of one case, while the machine stands still longer than the API waits for Redis
+MAX_ATTEMPTS = 5  # at one case, if the machine pauses for longer than the API waits for Redis
 
 
 @pytest.fixture
@@ -26,11 +27,7 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "60000", config=CONFIG)
     async with here.client(**PATIENT) as client:
         asked = [asyncio.create_task(_ask(client, each)) for each in range(32)]
-
-        async def waiting() -> bool:
-            return bool((await shared(here))["queued"] == 30)
-
-        await here.eventually(waiting, what="30 queued")
+        await queue_length(here, 30)
         yield here
         for each in asked:
             each.cancel()
@@ -47,7 +44,6 @@ async def _ask(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:
-    # Given a fleet at work, and its own description of its API
     base = busy.state["replicas"][0]["admin"]
     described = (await busy.admin("/openapi.json")).json()
 
@@ -55,25 +51,21 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
         return (await busy.admin("/api/v1/queue")).json()["requests"]
 
     waiting = (await busy.eventually(listed, what="the list"))[0]["id"]
-    # When each call is made many times over, well and badly; the event stream, which never ends, apart
     del described["paths"]["/api/v1/events"]
     tried = await asyncio.to_thread(_fuzz, described, base)
-    # Then nothing failed on our side, each answer was as described, and all calls have been tried
     assert tried.keys() == {
         f"{method.upper()} {path}" for path, methods in described["paths"].items() for method in methods
     }
     assert all(count > 0 for count in tried.values())
-    # And the fleet still works
     assert (await busy.admin("/healthz")).status_code == 200
     assert (await busy.admin(f"/api/v1/requests/{waiting}")).status_code in (200, 404)
 
 
 def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
-    """How often each call was made. AssertionError, or what schemathesis raises, for a wrong answer.
-
-    That Redis does not answer in time is one only if it is so several times on end.
+    """How often each call was made. Raises AssertionError, or an error of schemathesis, for a wrong answer,
+    and if Redis does not answer in time several times in a row.
     """
-    # A second and more of imports, which only who runs this test is to pay.
+    # Imported here: it takes more than a second, which other tests need not pay.
     import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
@@ -91,7 +83,7 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
 
         def call(case: Any) -> None:
             tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
-            for _ in range(TRIES):
+            for _ in range(MAX_ATTEMPTS):
                 answer = case.call(base_url=base, timeout=20)
                 case.validate_response(answer, checks=conforms)
                 if not says_unavailable(answer):

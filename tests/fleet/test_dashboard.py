@@ -1,4 +1,4 @@
-"""The dashboard of a real fleet in a real browser: what it shows is so, and what it offers works."""
+"""The dashboard of a real fleet in a real browser: it shows what the API says, and its buttons work."""
 
 import asyncio
 import os
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import page_figures as figures
 import pytest
+from admin_calls import post, queue_length
 from fleet_load import PATIENT, at_rest, shared
 
 SLOW = ("--no-restart", "--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
@@ -20,12 +21,6 @@ CONFIG = {
 }
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
 XSS = "<img src=x onerror=window.owned=1>"
-
-
-async def post(fleet: Any, path: str) -> None:
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-        answer = await client.post(f"{fleet.state['replicas'][0]['admin']}/api/v1/{path}")
-    assert answer.status_code == 200, answer.text
 
 
 async def ask(client: httpx.AsyncClient, flow: str, objective: str = "", workload: str = "") -> int:
@@ -40,29 +35,30 @@ async def ask(client: httpx.AsyncClient, flow: str, objective: str = "", workloa
 
 @asynccontextmanager
 async def waiting(fleet: Any, *flows: str, objective: str = "", workload: str = "") -> AsyncIterator[None]:
-    """A paused fleet with one request a flow in its queue; all of it is gone on leaving."""
+    """A paused fleet with one request a flow in its queue; the queue is empty on leaving."""
     await post(fleet, "pause")
     async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         for flow in flows:
             tasks.create_task(ask(client, flow, objective, workload))
         try:
-            await queued(fleet, len(flows))
+            await queue_length(fleet, len(flows))
             yield
         finally:
             await post(fleet, "resume")
     await at_rest(fleet)
 
 
-async def queued(fleet: Any, count: int) -> None:
-    async def look() -> bool:
-        return bool((await shared(fleet))["queued"] == count)
-
-    await fleet.eventually(look, what=f"{count} queued")
-
-
 async def status_of(fleet: Any, address: str) -> str:
     listed = (await fleet.admin("/api/v1/endpoints", 1)).json()
     return str(next(each["status"] for each in listed if each["address"] == address))
+
+
+async def switch(page: Any, to: str, outcome: str) -> None:
+    """Press the button that pauses or resumes dispatch, and confirm."""
+    await page.page.click("#pause")
+    await page.confirm(to)
+    await page.says("#toast", outcome)
+    await page.says("#pause", "Resume dispatch" if to == "Pause" else "Pause dispatch")
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +67,8 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet(*SLOW, config=CONFIG)
 
 
-async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here: Any, dashboard: Any) -> None:
-    # Given a paused fleet with a queue, when another replica's page is opened
+async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboard: Any) -> None:
     async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
-        # Then flows and totals are those of any replica's API
         await page.says("#why", "paused by an operator: 4 requests wait")
         listed = (await here.admin("/api/v1/flows", 0)).json()["flows"]
         assert sorted((flow["flow"], flow["queued"]) for flow in listed) == [("gold", 3), ("silver", 1)]
@@ -83,7 +77,6 @@ async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here:
             ("gold", "Default", "3"),
             ("silver", "Default", "1"),
         ]
-        # And the queue's page has the requests in the API's order; a filter narrows it
         order = [each["id"] for each in (await here.admin("/api/v1/queue", 1)).json()["requests"]]
         await page.until("() => document.querySelectorAll('#rows-queue tr').length === 4")
         assert await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts() == order
@@ -91,7 +84,6 @@ async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here:
         await page.page.keyboard.press("Enter")
         await page.says("#count-queue", "1 request")
         assert await page.text("#rows-queue tr td:nth-child(3)") == "silver"
-        # And a request is found by its id, with where it is and why
         await page.page.locator("#rows-queue tr button.link").click()
         await page.says("#lookup-answer h3", "queued")
         await page.says("#lookup-answer", "silver")
@@ -99,22 +91,13 @@ async def test_what_is_shown_of_a_queue_at_rest_is_what_every_replica_says(here:
 
 async def test_pause_and_resume_ask_first_and_work(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
-        # Given a fleet that dispatches, when the question is refused
         await page.page.click("#pause")
         await page.confirm("Cancel")
-        # Then nothing has changed
         assert not (await shared(here))["paused"]
-        # When it is confirmed, then the fleet is paused, and the page says so
-        await page.page.click("#pause")
-        await page.confirm("Pause")
-        await page.says("#toast", "stopped dispatching")
+        await switch(page, "Pause", "stopped dispatching")
         assert (await shared(here, 1))["paused"]
-        await page.says("#pause", "Resume dispatch")
         await page.says("#why", "paused by an operator")
-        # And the way back
-        await page.page.click("#pause")
-        await page.confirm("Resume")
-        await page.says("#pause", "Pause dispatch")
+        await switch(page, "Resume", "dispatches again")
         assert not (await shared(here, 1))["paused"]
 
 
@@ -132,15 +115,13 @@ async def test_drain_and_undrain_work(here: Any, dashboard: Any) -> None:
         await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
-async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any, dashboard: Any) -> None:
+async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here: Any, dashboard: Any) -> None:
     async with waiting(here, "keep", "drop"), dashboard(here) as page:
-        # When one request is evicted, then it leaves the queue, and its row the page
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()
         await page.confirm("Evict")
         await page.says("#toast", "has left the queue")
-        await queued(here, 1)
+        await queue_length(here, 1)
         await page.row("queue", "drop").wait_for(state="detached")
-        # When another is gone before the question is answered, then the page says what the API says
         (left,) = (await here.admin("/api/v1/queue")).json()["requests"]
         await page.row("queue", "keep").get_by_role("button", name="Evict").click()
         await post(here, f"requests/{left['id']}/evict")
@@ -149,30 +130,24 @@ async def test_evict_works_and_a_refusal_is_told_in_the_apis_words(here: Any, da
         await page.says("#toast", "no such request waits")
 
 
-async def test_the_token_is_asked_for_kept_for_the_tab_and_asked_again_when_wrong(
+async def test_the_token_is_asked_for_again_when_wrong_and_kept_for_the_tab(
     fleet: Any, dashboard: Any
 ) -> None:
-    # Given a fleet with a token
     guarded = fleet(*SLOW, "--replicas", "1", config={"admin": {"token": "open-sesame"}})
     async with dashboard(guarded) as page:
         page.allowed.append("401")
-        # When a change is made without one, and then with a wrong one
         await page.page.click("#pause")
         await page.confirm("Pause")
         await page.says("#token-title", "asks for its token")
         await page.page.fill("#token", "wrong")
         await page.page.keyboard.press("Enter")
-        # Then it is asked for again, and the right one makes the change
         await page.says("#token-title", "not right")
         await page.page.fill("#token", "open-sesame")
         await page.page.keyboard.press("Enter")
         await page.says("#toast", "stopped dispatching")
         assert (await shared(guarded))["paused"]
-        # And the next change asks for none; the token is nowhere that outlives the tab
         await page.says("#pause", "Resume dispatch")
-        await page.page.click("#pause")
-        await page.confirm("Resume")
-        await page.says("#toast", "dispatches again")
+        await switch(page, "Resume", "dispatches again")
         assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
 
 
@@ -180,21 +155,17 @@ async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
         focused = "document.activeElement.id || document.activeElement.className"
         keys = page.page.keyboard
-        # Given a page just opened, when tabbing, then the way past the header comes first
         await keys.press("Tab")
         assert await page.page.evaluate(focused) == "skip"
         await keys.press("Tab")
         assert await page.page.evaluate(focused) == "pause"
-        # And where the focus is can be seen
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         assert await page.page.evaluate(outline) == "solid"
-        # When the question is opened, then no is the answer at hand, and Escape is no, too
         await keys.press("Enter")
         await page.page.locator("dialog#confirm[open]").wait_for()
         assert await page.page.evaluate("document.activeElement.textContent") == "Cancel"
         await keys.press("Escape")
         assert await page.page.evaluate(focused) == "pause"
-        # And yes is one key further; the focus comes back to the button
         await keys.press("Enter")
         await keys.press("Tab")
         await keys.press("Enter")
@@ -205,7 +176,6 @@ async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
         await keys.press("Tab")
         await keys.press("Enter")
         await page.says("#toast", "dispatches again")
-        # And an endpoint's button keeps the focus while figures come in
         button = page.page.locator("#rows-endpoints button").first
         await button.focus()
         at = await page.page.evaluate("document.getElementById('main').dataset.at")
@@ -214,45 +184,38 @@ async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
     assert not (await shared(here))["paused"]
 
 
-async def test_a_question_asked_again_at_once_hears_its_own_answer(here: Any, dashboard: Any) -> None:
+async def test_a_question_asked_again_at_once_gets_its_own_answer(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
-        # Given a question that is refused and asked again before the browser tells that it was closed
         await page.page.evaluate(
             "const [pause, question] = ['pause', 'confirm'].map((id) => document.getElementById(id));"
             "pause.click(); question.close(); pause.click()"
         )
-        # When the answer is yes, then it is done
         await page.confirm("Pause")
         await page.says("#toast", "stopped dispatching")
         await page.says("#pause", "Resume dispatch")
-        await page.page.click("#pause")
-        await page.confirm("Resume")
-        await page.says("#toast", "dispatches again")
+        await switch(page, "Resume", "dispatches again")
     assert not (await shared(here))["paused"]
 
 
-async def test_a_yes_is_done_though_another_question_follows_at_once(here: Any, dashboard: Any) -> None:
+async def test_a_confirmed_change_is_made_though_another_question_follows_at_once(
+    here: Any, dashboard: Any
+) -> None:
     async with dashboard(here) as page:
-        # Given a question answered yes, and one more asked before the browser tells that the first was closed
         await page.page.evaluate(
             "const [pause, yes] = ['pause', 'confirm-yes'].map((id) => document.getElementById(id));"
             "pause.click(); yes.click(); pause.click()"
         )
-        # Then what was agreed to is done, and the second is still open
         await page.says("#toast", "stopped dispatching")
         await page.confirm("Cancel")
         await page.says("#pause", "Resume dispatch")
-        await page.page.click("#pause")
-        await page.confirm("Resume")
-        await page.says("#toast", "dispatches again")
+        await switch(page, "Resume", "dispatches again")
     assert not (await shared(here))["paused"]
 
 
-async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves(
+async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(
     here: Any, dashboard: Any
 ) -> None:
     async with dashboard(here) as page:
-        # Given rows, and the pointer down on the button of the last
         answer = await page.page.evaluate(
             """async () => {
               const { Rows, el } = await import(`${location.origin}/static/dom.js`);
@@ -278,15 +241,12 @@ async def test_a_button_that_is_pressed_gets_its_click_though_a_row_above_leaves
               return [moved, kept === body.lastElementChild, body.children.length];
             }"""
         )
-        # Then no other is taken out and put in again, which would cost it the click
         assert answer == [0, True, 3]
 
 
-async def test_names_of_clients_are_text_whatever_they_say(here: Any, dashboard: Any) -> None:
-    # Given a flow and a workload whose names are markup
+async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard: Any) -> None:
     workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'
     async with waiting(here, XSS, workload=workload), dashboard(here) as page:
-        # When they are shown everywhere that names are shown
         await page.row("flows", XSS).wait_for()
         await page.row("queue", XSS).wait_for()
         await page.says("#why", XSS)
@@ -297,7 +257,6 @@ async def test_names_of_clients_are_text_whatever_they_say(here: Any, dashboard:
         await page.page.locator("#rows-queue button", has_text="Evict").click()
         await page.says("#confirm-text", XSS)
         await page.confirm("Cancel")
-        # Then they are text: no element of theirs exists, and nothing of theirs ran
         assert await page.page.locator("img, main script").count() == 0
         assert await page.page.evaluate("window.owned") is None
 
@@ -314,7 +273,6 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard:
             await page.page.locator("#rows-queue button.link").first.click()
             await page.says("#lookup-answer h3", "queued")
             assert await page.page.evaluate("document.documentElement.scrollWidth") <= width
-            # And what it is operated with lies within the screen
             for box in [
                 await each.bounding_box() for each in await page.page.locator("button:visible").all()
             ]:
@@ -323,15 +281,12 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard:
                 assert box["x"] + box["width"] <= width
 
 
-async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(
-    here: Any, dashboard: Any
-) -> None:
+async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, dashboard: Any) -> None:
     names = [f"flow-{number}" for number in range(120)]
     async with waiting(here, *names), dashboard(here) as page:
         await page.says("#count-flows", "the first 50 of 120")
         assert await page.page.locator("#rows-flows tr").count() == 50
         await page.says("#tile-queued", "120")
-        # And the queue is turned page by page until each request was seen once
         await page.says("#count-queue", "120 requests, 1 to")
         seen: list[str] = []
         while True:
@@ -343,9 +298,9 @@ async def test_of_many_flows_the_first_fifty_are_shown_and_the_rest_counted(
         assert len(seen) == len(set(seen)) == 120
 
 
-async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here: Any, dashboard: Any) -> None:
+async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page:
-        page.allowed.append("status of 503")  # of a read that was under way when the replica stood still
+        page.allowed.append("status of 503")  # of a read in flight when the replica was stopped
         await page.says("#connection", "live")
         pid = int(here.state["replicas"][0]["pid"])
         os.kill(pid, signal.SIGSTOP)
@@ -356,57 +311,50 @@ async def test_a_silent_replica_makes_the_page_stale_until_it_speaks_again(here:
         await page.says("#connection", "live")
 
 
-async def test_a_page_whose_replica_died_goes_on_with_the_next_at_its_address(
-    fleet: Any, dashboard: Any
-) -> None:
+async def test_a_page_reconnects_to_the_next_replica_at_its_address(fleet: Any, dashboard: Any) -> None:
     restarting = fleet("--endpoints", "1", "--replicas", "2")
     async with dashboard(restarting) as page:
-        # What the browser says of a connection that breaks or is refused depends on the moment of the kill;
-        # a replica that has just started says 503 until Redis has answered it.
+        # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis has
+        # answered it.
         page.allowed += ["net::ERR_", "status of 503"]
-        # Given a page of a replica that is killed and started anew
         before = await page.text("#replica")
         restarting.kill_replica(0)
-        # Then the page connects by itself, and shows who speaks now
         await page.until("(before) => document.getElementById('replica').textContent !== before", before)
         await page.says("#connection", "live")
 
 
-async def test_a_fleet_without_redis_is_told_so_until_it_is_back(fleet: Any, dashboard: Any) -> None:
+async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(fleet: Any, dashboard: Any) -> None:
     here = fleet("--no-restart", "--endpoints", "1", "--replicas", "1")
     (valkey,) = [child for child in here.children() if "valkey" in " ".join(child.cmdline())]
     async with dashboard(here) as page:
-        page.allowed.append("status of 503")  # what the list of the queue is answered meanwhile
-        # When Redis stops answering, then what is wrong stands at the top, and the figures are called old
+        page.allowed.append("status of 503")  # of the list of the queue meanwhile
         valkey.suspend()
         try:
             await page.until("document.getElementById('why').dataset.level === 'bad'")
         finally:
             valkey.resume()
-        # And all is well as soon as it answers
         await page.until("document.getElementById('why').dataset.level === 'calm'")
         await page.says("#connection", "live")
 
 
-async def test_decisions_come_as_they_are_made_and_can_be_held(here: Any, dashboard: Any) -> None:
+async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page, here.client(**PATIENT) as client:
         assert await ask(client, "seen") == 200
         await page.says("#rows-decisions", "seen")
-        # When the list is held, then it stays as it is and what comes is counted
         await page.page.click("#decisions-hold")
         assert await ask(client, "unseen") == 200
-        await page.until("() => /held, [1-9]/.test(document.getElementById('count-decisions').textContent)")
+        await page.until(
+            "() => /on hold, [1-9]/.test(document.getElementById('count-decisions').textContent)"
+        )
         assert "unseen" not in await page.text("#rows-decisions")
-        # And let go, it has what was missed
         await page.page.click("#decisions-hold")
         await page.says("#rows-decisions", "unseen")
 
 
-async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any, dashboard: Any) -> None:
+async def test_without_a_decision_log_the_page_says_how_to_enable_it(fleet: Any, dashboard: Any) -> None:
     without = fleet(*SLOW, "--replicas", "1", config={"decision_log": {"enabled": False}})
     async with dashboard(without, color_scheme="dark") as page:
         await page.says("#none-decisions", "decision_log: {enabled: true}")
-        # And the theme is the system's until it is changed by hand
         theme = "document.documentElement.dataset.theme"
         assert await page.page.evaluate(theme) == "dark"
         await page.page.click("#theme")
@@ -415,7 +363,7 @@ async def test_without_a_decision_log_the_page_says_how_to_have_one(fleet: Any, 
         await page.until(f"{theme} === 'light'")
 
 
-async def test_charts_have_their_figures_in_words(here: Any, dashboard: Any) -> None:
+async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any) -> None:
     async with waiting(here, "one", "two"), dashboard(here) as page:
         await page.says("#text-queued", "2 requests now")
         await page.says("#text-stock", "never above 4.4")

@@ -1,4 +1,4 @@
-"""Every figure of the dashboard is the one the API gives for the same moment, while load runs."""
+"""Every figure of the dashboard is that of the API at the same moment, under load."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import httpx
 import page_figures as figures
 import pytest
+from admin_calls import post
 from dashboard_page import Dashboard, listening
 from fleet_load import PATIENT, at_rest
 from page_reading import UNREADABLE
@@ -56,7 +57,7 @@ def here(shared_fleet: Any) -> Any:
 
 @asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """Clients of four flows that ask again as soon as they are answered; at rest on leaving."""
+    """Clients of four flows that send a request after each answer; the fleet is at rest on leaving."""
     done = asyncio.Event()
 
     async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
@@ -81,22 +82,16 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
-    """Meanwhile an operator keeps requests from this endpoint."""
-    async with httpx.AsyncClient(
-        trust_env=False,
-        verify=False,
-        timeout=10.0,
-        base_url=f"{fleet.state['replicas'][0]['admin']}/api/v1/endpoints/{address}",
-    ) as client:
-        assert (await client.post("/drain")).status_code == 200
-        try:
-            yield
-        finally:
-            assert (await client.post("/undrain")).status_code == 200
+    """This endpoint is drained by an operator meanwhile."""
+    await post(fleet, f"endpoints/{address}/drain")
+    try:
+        yield
+    finally:
+        await post(fleet, f"endpoints/{address}/undrain")
 
 
 def lacking(shot: dict[str, Any]) -> set[str]:
-    """Which of the figures that may be dashes this snapshot does not have, or has as they always are."""
+    """Which figures this snapshot does not have, or has with their default value."""
     there = {
         "a wait": figures.oldest_s(shot) is not None,
         "overdue": shot["state"]["overdue"] > 0,
@@ -115,22 +110,21 @@ def lacking(shot: dict[str, Any]) -> set[str]:
     return {name for name, has in there.items() if not has}
 
 
-async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: Any, dashboard: Any) -> None:
-    # Given load of four flows, one of them through an adapter, and an endpoint that an operator has drained
+async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
+    here: Any, dashboard: Any
+) -> None:
     address = here.state["endpoints"][2]["address"]
     async with load(here), drained(here, address), listening(here) as snapshots, dashboard(here) as page:
         seen: set[float] = set()
         missing: set[str] | None = None
         async with asyncio.timeout(WITHIN_S):
             while len(seen) < LOOKS or missing:  # until each kind of figure was there to be compared
-                # When the page shows a snapshot that it has not shown before
                 shown = await page.page.evaluate(figures.PAGE)
                 if shown["at"] in seen:
                     await page.until(ANOTHER, shown["at"])
                     continue
                 seen.add(shown["at"])
                 shot = await snapshots.taken(shown["at"])
-                # Then each of its figures is the one that another listener was told
                 figures.tiles(shown["tiles"], shot)
                 figures.stock(shown["stock"], shot)
                 figures.facts(shown["facts"], shot)
@@ -145,10 +139,7 @@ async def test_every_figure_of_a_snapshot_is_the_apis_of_the_same_moment(here: A
         await page.until("/requests? waits?:/.test(document.getElementById('why').textContent)")
 
 
-async def test_every_figure_of_the_queue_is_of_the_answer_that_the_page_got(
-    here: Any, dashboard: Any
-) -> None:
-    # Given load, and a page whose answers of the queue are kept
+async def test_every_figure_of_the_queue_is_that_of_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
     async with load(here), dashboard(here) as page:
         answers = kept(page)
         await page.page.locator("#queue").scroll_into_view_if_needed()
@@ -159,36 +150,31 @@ async def test_every_figure_of_the_queue_is_of_the_answer_that_the_page_got(
                 if not rows or str(rows) in seen:
                     await asyncio.sleep(0.05)
                     continue
-                # Then what it shows is one of them, in each figure
                 if any([figures.queue(rows, await answer.json()) for answer in list(answers)]):
                     seen.add(str(rows))
                     assert "dispatch order" in order.lower()
 
 
 def kept(page: Dashboard) -> list[Any]:
-    """The answers of the queue that this page gets, from now on."""
+    """The answers of the queue that this page receives from now on."""
     answers: list[Any] = []
     page.page.on("response", lambda answer: "/api/v1/queue" in answer.url and answers.append(answer))
     return answers
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_on_a_phone_every_figure_can_be_read_and_none_lies_beside_the_screen(
+async def test_every_figure_can_be_read_on_a_phone(
     here: Any, scheme: Literal["light", "dark"], dashboard: Any
 ) -> None:
-    # Given load, and a screen of 390 pixels
     phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
     async with load(here), listening(here) as snapshots, dashboard(here, **phone) as page:
         await page.until(
             "() => ['flows', 'workloads'].every((id) => document.querySelector(`#rows-${id} tr`))"
         )
-        # When each cell of each view is scrolled to
         found = await page.page.evaluate(UNREADABLE, ["endpoints", "workloads", "replicas", "flows"])
-        # Then each is there, whole, under its column's title, and stands out from its ground
         assert found["faults"] == []
         assert found["cells"] >= 3 * 7 + 1 * 5 + 3 * 7 + 1 * 8
         assert found["width"] <= 390
-        # And each is still the API's
         shown = await page.page.evaluate(figures.PAGE)
         shot = await snapshots.taken(shown["at"])
         figures.bands(shown["bands"], shot)

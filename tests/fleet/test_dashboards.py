@@ -1,4 +1,4 @@
-"""Dashboards, rules and the table of metrics against a fleet under load, through a real Prometheus."""
+"""Every query of the Grafana dashboards and rules, and the table of metrics, against a fleet under load."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ WITHIN_S = 75.0
 
 
 def queries() -> dict[str, str]:
-    """Every panel's queries by where they stand."""
+    """Every panel's queries by dashboard and title."""
     return {
         f"{path.stem}: {panel['title']}: {target['refId']}": target["expr"].replace("$__rate_interval", "15s")
         for path in DASHBOARDS
@@ -40,7 +40,7 @@ def queries() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """More than the fleet can take, of every kind: served, expired, preempted, refused, abandoned."""
+    """More load than the fleet can take: requests served, expired, preempted, refused and abandoned."""
 
     async def ask(client: Any, headers: dict[str, str]) -> None:
         while True:
@@ -77,8 +77,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 
 @pytest.mark.timeout(240)
-async def test_every_query_of_rules_and_dashboards_has_an_answer(fleet: Any, tmp_path: Path) -> None:
-    # Given a fleet under load, and a Prometheus with the project's configuration that reads its parts
+async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, tmp_path: Path) -> None:
     running = fleet(
         *("--replicas", "2", "--endpoints", "2", "--sim-ttft", "40", "--sim-itl", "15"), config=CONFIG
     )
@@ -98,14 +97,11 @@ async def test_every_query_of_rules_and_dashboards_has_an_answer(fleet: Any, tmp
     assert len(wanted) > 80
     try:
         await prometheus.ready()
-        # When every query is asked, again and again while the load goes on
         async with load(running):
             unanswered = await ask_all(prometheus, wanted)
-        # Then each has had an answer, and every alert's condition is understood
         assert not unanswered
         for expression in rules("alert").values():
             await prometheus.query(expression)
-        # And the page is what its documentation says
         table = documented()
         for replica in range(2):
             found = families((await running.admin("/metrics", replica)).text)
@@ -119,7 +115,7 @@ async def test_every_query_of_rules_and_dashboards_has_an_answer(fleet: Any, tmp
 
 
 async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, str]:
-    """What of `wanted` has had no answer with a number in it when the time is up."""
+    """The queries of `wanted` that have returned no number within WITHIN_S."""
     left = dict(wanted)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):

@@ -1,4 +1,4 @@
-"""Traces and decision lines of a whole fleet: spans over real OTLP, lines as a replica writes them."""
+"""Traces and decision lines of a whole fleet: spans over real OTLP, log lines of a replica."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from otlp_collector import Collector, Told
+from otlp_collector import Collector, ReceivedSpan
 
 ASK = {"model": "llama", "prompt": "hi", "max_tokens": 4}
 REQUESTS = 8
@@ -32,14 +32,12 @@ def config(collector: Collector, sample: float = 0.0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard"])
-async def test_a_clients_trace_goes_through_the_queue_to_the_requests_end(
+async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
     fleet: Any, collector: Collector, mode: str
 ) -> None:
-    # Given a fleet that sends its spans to a collector, and takes up only what clients trace
     running = fleet(
         *("--replicas", "2", "--endpoints", "1", "--mode", mode, "--sim-itl", "5"), config=config(collector)
     )
-    # When more requests come at once than may run, each with a trace of its client
     traces = [secrets.token_hex(16) for _ in range(REQUESTS)]
     async with running.client() as client:
         answers = await asyncio.gather(
@@ -51,7 +49,7 @@ async def test_a_clients_trace_goes_through_the_queue_to_the_requests_end(
         )
     assert {answer.status_code for answer in answers} == {200}
 
-    async def whole() -> dict[str, list[Told]] | None:
+    async def whole() -> dict[str, list[ReceivedSpan]] | None:
         found = defaultdict(list)
         for span in collector.spans:
             found[span.trace].append(span)
@@ -59,7 +57,6 @@ async def test_a_clients_trace_goes_through_the_queue_to_the_requests_end(
         return dict(found) if sum({"decide", "settle"} <= each for each in names) >= REQUESTS else None
 
     found = await running.eventually(whole, within_s=30.0, what="every request's last span")
-    # Then each has its trace, the one without a client's has none
     assert found.keys() == set(traces)
     for spans in found.values():
         decide = next(span for span in spans if span.name == "decide")
@@ -69,31 +66,25 @@ async def test_a_clients_trace_goes_through_the_queue_to_the_requests_end(
         settle = next(span for span in spans if span.name == "settle")
         assert settle.attributes["picker.verdict"] == "settled"
         assert settle.attributes["gen_ai.usage.output_tokens"] == "4"
-        # And its stages are those of a request that went past the queue, or waited in it
         stages = [span.name for span in spans if span.name not in ("decide", "settle")]
         assert sorted(stages) in (["admit"], ["admit", "place", "wait"])
     assert any(span.name == "wait" for span in collector.spans)
 
 
-async def test_a_collector_that_is_away_harms_nobody(fleet: Any, collector: Collector) -> None:
-    # Given a fleet that traces every request, and no collector
+async def test_requests_are_served_while_the_collector_is_away(fleet: Any, collector: Collector) -> None:
     await collector.stop()
     running = fleet("--replicas", "1", "--endpoints", "1", config=config(collector, sample=1.0))
-    # When requests come
     async with running.client() as client:
         answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(10)))
-    # Then they are served; and the fleet ends as it should, which its fixture checks
     assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_each_decision_has_a_line(fleet: Any, collector: Collector) -> None:
-    # Given a replica that logs at debug level, as JSON
+async def test_each_decision_has_a_log_line(fleet: Any, collector: Collector) -> None:
     running = fleet("--replicas", "1", "--endpoints", "1", config=config(collector))
     headers = {
         "x-gateway-inference-fairness-id": "tenant-7",
         "x-gateway-inference-objective": "batch",
     }
-    # When a request is served, and another is refused
     async with running.client() as client:
         served = await client.post("/v1/completions", json=ASK, headers=headers)
         refused = await client.post("/v1/completions", content=b"{}")
@@ -101,11 +92,12 @@ async def test_each_decision_has_a_line(fleet: Any, collector: Collector) -> Non
 
     async def lines() -> dict[str, Any] | None:
         log = next(running.state_file.parent.rglob("replica-1.log")).read_text()
-        told = [json.loads(line) for line in log.splitlines() if '"picker_fleet.telemetry.decisions"' in line]
-        by_decision = {line["decision"]: line for line in told}
+        parsed = [
+            json.loads(line) for line in log.splitlines() if '"picker_fleet.telemetry.decisions"' in line
+        ]
+        by_decision = {line["decision"]: line for line in parsed}
         return by_decision if {"ok", "bad_request"} <= by_decision.keys() else None
 
-    # Then the log has a line of each, with request, flow and decision
     found = await running.eventually(lines, what="both lines")
     assert found["ok"]["level"] == "debug"
     assert found["ok"]["flow"] == "tenant-7"

@@ -35,7 +35,7 @@ class ScriptedStore:
         self.epoch, self.version = "0", ""
         self.published: list[dict[str, object]] = []
         self.overrides: dict[str, Any] = {}
-        self.note: dict[str, Any] = {}
+        self.changes: dict[str, Any] = {}
         self.tunings = 0
         self.shown: dict[str, Any] = {}
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
@@ -109,12 +109,12 @@ class ScriptedStore:
             await self.set_live_config(*others)
         self.tunings += 1
         self.overrides = _overlaid(self.overrides, overrides)
-        self.note = _overlaid(self.note, note)
+        self.changes = _overlaid(self.changes, note)
         self.version = str(int(self.version or 0) + 1)
         return self.version
 
     async def live_config(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        return self.version, dict(self.overrides), dict(self.note)
+        return self.version, dict(self.overrides), dict(self.changes)
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         self.marks.append((address, what, on))
@@ -136,7 +136,7 @@ class ScriptedStore:
 
     def lose(self) -> None:
         """Forget everything, as after FLUSHALL."""
-        self.epoch, self.version, self.overrides, self.note = "0", "", {}, {}
+        self.epoch, self.version, self.overrides, self.changes = "0", "", {}, {}
 
 
 async def until(condition: Callable[[], object]) -> None:

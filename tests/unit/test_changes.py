@@ -289,7 +289,7 @@ async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(
     await controls.change({"fair_request_queue": {"total_capacity": 200}})
     with pytest.raises(ConfigError, match="flow_capacity 300 exceeds total_capacity 200"):
         await controls.change({"fair_request_queue": {"flow_capacity": 300}})
-    assert store.note == {"fair_request_queue.total_capacity": 200}
+    assert store.changes == {"fair_request_queue.total_capacity": 200}
     assert store.tunings == 1
 
 
@@ -305,7 +305,7 @@ async def test_changes_that_two_replicas_make_at_once_are_both_in_force(
     shown = await controls.change({"weights": {"a": 1}, "request_queue_controller": watermark})
     assert shown.weights == {"a": 1, "b": 2}
     assert store.overrides == {"weights": {"a": 1, "b": 2}, "lower_per": 5.0, "upper_per": 15.0}
-    assert store.note[deviation] == 0.5
+    assert store.changes[deviation] == 0.5
 
 
 async def test_each_change_asks_for_a_heartbeat_at_once(
@@ -320,9 +320,9 @@ async def test_each_change_asks_for_a_heartbeat_at_once(
 async def test_changes_that_do_not_fit_this_configuration_are_shown_apart_and_can_be_reverted(
     controls: FleetControls, store: ScriptedStore
 ) -> None:
-    store.version, store.note = "3", {"fair_request_queue.total_capacity": 10}
+    store.version, store.changes = "3", {"fair_request_queue.total_capacity": 10}
     shown = await controls.config()
     assert shown.config["fair_request_queue"]["total_capacity"] == 1000
     assert shown.changes == {"fair_request_queue": {"total_capacity": 10}}
     await controls.change({"fair_request_queue": {"total_capacity": None}})
-    assert store.note == {}
+    assert store.changes == {}

@@ -82,7 +82,7 @@ async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_follow
         assert (await one.membership.state())["bounds"]["watermark"] == 20
 
         # And when it is taken back, then the configuration is in force again
-        await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.note))
+        await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
@@ -97,7 +97,7 @@ async def test_given_changes_and_a_pause_when_the_shared_state_is_lost_then_they
         store.lose()
         await one.follows(lambda: store.overrides)
         assert store.overrides == {"total_capacity": 2000, "paused": 1}
-        assert store.note == DEEPER
+        assert store.changes == DEEPER
 
 
 async def test_given_a_replica_that_joins_late_when_another_publishes_then_changes_survive_it() -> None:
@@ -113,14 +113,14 @@ async def test_given_a_replica_that_joins_late_when_another_publishes_then_chang
         await one.follows(lambda: store.overrides)
 
         # Then the change is back all the same
-        assert store.note == DEEPER
+        assert store.changes == DEEPER
 
 
 async def test_given_a_new_configuration_when_published_then_overrides_mean_what_they_say_in_it() -> None:
     # Given a deviation changed live, which made bounds of a watermark of 4
     store = ScriptedStore()
     store.epoch, store.version = "life", "1"
-    store.note = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
+    store.changes = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
     store.overrides = {"lower_per": 2.0, "upper_per": 6.0}
 
     # When a replica with another watermark publishes, then the bounds are of that
@@ -133,7 +133,7 @@ async def test_given_a_new_configuration_when_published_then_overrides_mean_what
 async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_lives_with_its_own() -> None:
     store = ScriptedStore()
     store.epoch, store.version = "life", "1"
-    store.note = {"fair_request_queue.total_capacity": 10}
+    store.changes = {"fair_request_queue.total_capacity": 10}
     store.overrides = {"total_capacity": 10}
     async with member(store) as one:
         await one.follows(lambda: one.membership.live_config.version == "1")

@@ -1,4 +1,4 @@
-"""Numbers that a page of the documentation tells are those of the code."""
+"""Numbers in the documentation are those of the code."""
 
 import re
 from pathlib import Path
@@ -23,20 +23,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def lua(path: str, name: str) -> int:
-    """The whole number that a script names."""
+    """The integer constant of a script."""
     found = re.search(rf"^ *local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
     assert found is not None, f"lua/{path} has no {name}"
     return int(found[1])
 
 
 def spaced(number: int) -> str:
-    """As the pages write numbers of five digits and more."""
+    """As the documentation writes numbers of five digits and more."""
     return f"{number:,}".replace(",", " ")
 
 
 CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
 LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
-TOLD = [
+SENTENCES = [
     ("architecture", f"one that dies meanwhile is waited for {reads.CLAIM_MS / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.CLAIM_MS / 1000:g} s if it came to no end"),
@@ -85,7 +85,7 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("page", "told"), TOLD)
-def test_a_number_on_a_page_is_that_of_the_code(page: str, told: str) -> None:
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES)
+def test_a_number_on_a_page_is_that_of_the_code(page: str, sentence: str) -> None:
     text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
-    assert told in text, f"docs/{page}.md does not say: {told}"
+    assert sentence in text, f"docs/{page}.md does not say: {sentence}"

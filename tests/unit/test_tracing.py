@@ -1,4 +1,4 @@
-"""Traces of requests: what spans there are, whose children they are, and that nothing is there when off."""
+"""Traces of requests: their spans, parents and attributes; without tracing, nothing of it is imported."""
 
 import asyncio
 import subprocess
@@ -29,12 +29,12 @@ REQUEST = InferenceRequest(
 OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
 
 
-class Inner:
-    """A gate that places what comes, or refuses it, and keeps what it is told."""
+class RecordingGate:
+    """A gate that places every request, or raises `fault`, and records its calls."""
 
     def __init__(self) -> None:
         self.fault: Exception | None = None
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         if self.fault is not None:
@@ -45,20 +45,20 @@ class Inner:
         raise AssertionError("not asked for")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        self.told.append((request_id, placement, age_s))
+        self.calls.append((request_id, placement, age_s))
         return True
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        self.told.append(request_id)
+        self.calls.append(request_id)
 
     def settle(self, completion: Completion) -> None:
-        self.told.append(completion)
+        self.calls.append(completion)
 
     def renew(self, alive: Alive) -> None:
-        self.told.append(alive)
+        self.calls.append(alive)
 
     def suspect(self, request_id: str) -> None:
-        self.told.append(request_id)
+        self.calls.append(request_id)
 
 
 class Tracing:
@@ -67,7 +67,7 @@ class Tracing:
     def __init__(self, sample: float) -> None:
         self.memory = InMemorySpanExporter()
         self.traces = Traces(SimpleSpanProcessor(self.memory), sample=sample, replica="r", pool="p")
-        self.inner = Inner()
+        self.inner = RecordingGate()
         self.gate = TracedGate(self.inner, self.traces)
 
     def spans(self) -> dict[str, Any]:
@@ -93,13 +93,10 @@ def ended(**changes: Any) -> Completion:
 
 
 async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callable[..., Tracing]) -> None:
-    # Given a sampler that takes nothing by itself
     traced = tracing(sample=0.0)
-    # When a request comes that its client traces, and one whose client says no
     await traced.gate.admit(REQUEST._replace(trace=PARENT), stream_owned=False)
     await traced.gate.admit(REQUEST._replace(trace=NOT_SAMPLED), stream_owned=False)
     await traced.gate.admit(REQUEST, stream_owned=False)
-    # Then the first has a span in its client's trace, and the others have none
     (span,) = traced.memory.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
@@ -108,29 +105,23 @@ async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callab
 
 
 @pytest.mark.parametrize("parent", ["", "garbage", "00-zz-00f067aa0ba902b7-01", "\x00", "00-" + "0" * 32])
-async def test_a_malformed_traceparent_is_as_good_as_none(
-    tracing: Callable[..., Tracing], parent: str
-) -> None:
+async def test_a_malformed_traceparent_counts_as_none(tracing: Callable[..., Tracing], parent: str) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST._replace(trace=parent), stream_owned=False)
     (span,) = traced.memory.get_finished_spans()
     assert span.parent is None
 
 
-async def test_the_accounting_token_carries_the_trace_to_whoever_settles(
+async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settles(
     tracing: Callable[..., Tracing],
 ) -> None:
-    # Given a request placed by one replica
     placing, settling = tracing(), tracing(sample=0.0)
     placement = await placing.gate.admit(REQUEST, stream_owned=False)
     decide = placing.spans()["decide"]
-    # When another hears of its life and its end
     settling.gate.renew(Alive("r-1", None, placement.accounting_token))
     settling.gate.settle(ended(accounting_token=placement.accounting_token))
     settling.traces.settled("r-1", done("settled llama"))
-    # Then what it passes on has the accounting token as it was written
-    assert [told.accounting_token for told in settling.inner.told] == [OWN, OWN]
-    # And its span is a child of the decision
+    assert [each.accounting_token for each in settling.inner.calls] == [OWN, OWN]
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
     span = settling.spans()["settle"]
     assert span.context.trace_id == decide.context.trace_id
@@ -139,7 +130,7 @@ async def test_the_accounting_token_carries_the_trace_to_whoever_settles(
     assert span.attributes["picker.verdict"] == "settled"
 
 
-async def test_a_stream_that_is_held_needs_no_accounting_token(tracing: Callable[..., Tracing]) -> None:
+async def test_an_owned_stream_needs_no_accounting_token(tracing: Callable[..., Tracing]) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
@@ -147,7 +138,6 @@ async def test_a_stream_that_is_held_needs_no_accounting_token(tracing: Callable
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
     spans = traced.spans()
     assert spans["settle"].parent.span_id == spans["decide"].context.span_id
-    # And nothing of it is kept
     assert not traced.gate._traceparents
     assert not traced.traces._settling
 
@@ -163,7 +153,6 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tra
 
 
 async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable[..., Tracing]) -> None:
-    # Given a request that the shared state queues, grants, sends back and places
     traced = tracing()
     live = traced.traces.begin(REQUEST)
     assert live is not None
@@ -172,51 +161,45 @@ async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable
             pass
         live.on_verdict(verdict)
     live.end(Placement(("10.0.0.1:8000",), ""))
-    # Then each step has a span under the decision, and each wait too
     spans = traced.memory.get_finished_spans()
     assert [span.name for span in spans] == ["admit", "wait", "place", "wait", "place", "decide"]
     assert {span.parent.span_id for span in spans[:-1]} == {spans[-1].context.span_id}
 
 
-def test_a_accounting_token_without_a_trace_is_taken_as_it_is() -> None:
+def test_an_accounting_token_without_a_trace_is_unchanged() -> None:
     assert accounting_token.split_trace(OWN) == (OWN, "")
     assert accounting_token.split_trace("") == ("", "")
     assert accounting_token.split_trace(accounting_token.with_trace(OWN, PARENT)) == (OWN, PARENT)
     assert accounting_token.endpoint_of(accounting_token.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
 
 
-def test_the_header_is_read_only_where_it_is_wanted() -> None:
-    # Given an intake with tracing, and one without
+def test_the_traceparent_is_read_only_with_tracing() -> None:
     intakes = [
         Intake(parse({"tracing": {"enabled": on}}), new_id=lambda: "id", choose=lambda: 0.5)
         for on in (False, True)
     ]
     assert intakes[0].headers == HEADERS
     assert intakes[1].headers == HEADERS | {"traceparent"}
-    # When a request with the header is read
     ask = read_body(b'{"model": "llama"}')
     request = intakes[1].request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False)
-    # Then it has it
     assert request.trace == PARENT
 
 
 @pytest.mark.parametrize(
     "section", [{"endpoint": "collector:4317"}, {"sample": 2}, {"sample": -0.1}, {"enabled": "perhaps"}]
 )
-def test_a_section_that_makes_no_sense_is_refused(section: dict[str, object]) -> None:
+def test_an_invalid_section_is_a_configuration_error(section: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"tracing.{next(iter(section))}"):
         parse({"tracing": section})
 
 
-def test_nothing_is_imported_while_it_is_off() -> None:
-    # Given a fresh interpreter, When a replica's whole code is imported
-    code = "import sys, picker_fleet.serve, picker_fleet.serve; print(*sys.modules)"
+def test_tracing_is_not_imported_while_it_is_off() -> None:
+    code = "import sys, picker_fleet.serve; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     modules = done.stdout.split()
     assert "picker_fleet.serve" in modules
-    # Then nothing of tracing has come with it (the client of Redis brings metrics of its own, if it can)
     own = ("picker_fleet.telemetry.tracing", "picker_fleet.admission.traced")
     unwanted = ("opentelemetry.sdk.trace", "opentelemetry.exporter", *own)
     assert not [name for name in modules if name.startswith(unwanted)]
@@ -228,10 +211,9 @@ def done(answer: str) -> Any:
     return future
 
 
-def test_envoy_passes_the_header_on_where_it_is_wanted() -> None:
-    # Given the bootstrap of a mode that passes on few headers, with tracing and without
+def test_envoy_passes_the_traceparent_on_only_with_tracing() -> None:
     hosts = [("127.0.0.1", 9002)]
-    told = [
+    texts = [
         to_yaml(
             build_bootstrap(
                 parse({"tracing": {"enabled": on}}),
@@ -243,5 +225,4 @@ def test_envoy_passes_the_header_on_where_it_is_wanted() -> None:
         )
         for on in (False, True)
     ]
-    # Then it is among them only with it
-    assert ["exact: traceparent" in text for text in told] == [False, True]
+    assert ["exact: traceparent" in text for text in texts] == [False, True]

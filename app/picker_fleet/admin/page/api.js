@@ -1,10 +1,10 @@
-// Calls of the admin API. A refusal is a Problem with the API's own words (RFC 9457).
+// Calls of the admin API. A refusal is a Problem with the API's text (RFC 9457).
 
 import { askToken } from "./dialogs.js";
 
 const KEY = "picker-token";
 const DEADLINE_MS = 8000;
-const TOKEN = /^[\x21-\x7e]{1,512}$/; // what a header can bring; a pasted one may hold what nobody sees
+const TOKEN = /^[\x21-\x7e]{1,512}$/; // what a header may contain; a pasted token may have invisible characters
 
 export class Problem extends Error {
   constructor(status, detail) {
@@ -13,13 +13,13 @@ export class Problem extends Error {
   }
 }
 
-/** A GET under /api/v1; parameters that are empty are left out. */
+/** A GET under /api/v1; empty parameters are left out. */
 export function read(path, parameters = {}) {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value));
   return call("GET", query.size ? `${path}?${query}` : path);
 }
 
-/** A POST under /api/v1. Asks for the token when the API does, until it is right or not given. */
+/** A POST under /api/v1. Asks for the token if the API needs it, until it is right or the operator cancels. */
 export async function change(path) {
   for (let wrong = false; ; wrong = true) {
     try {

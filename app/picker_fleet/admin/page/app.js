@@ -1,8 +1,8 @@
-// The dashboard: one replica's admin API, shown.
+// The dashboard of one replica's admin API: starts its parts and passes snapshots to them.
 
 import { offer } from "./changes.js";
 import { startDecisions, takeDecisions } from "./decisions.js";
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { plural } from "./format.js";
 import { Live } from "./live.js";
 import { lookUp, startLookup } from "./lookup.js";
@@ -12,28 +12,28 @@ import { showTables } from "./tables.js";
 import { startTheme } from "./theme.js";
 
 let latest = null;
-let asked = false;
+let scheduled = false;
 
 startTheme();
 startLookup();
 startQueue(lookUp);
 startDecisions();
 
-/** At most one drawing a frame, and none while nobody looks. */
+/** Draws at most once a frame, and not while the page is hidden. */
 function draw() {
-  if (asked || !latest) return;
-  asked = true;
+  if (scheduled || !latest) return;
+  scheduled = true;
   requestAnimationFrame(() => {
-    asked = false;
+    scheduled = false;
     const { at, state } = latest;
-    byId("main").dataset.at = at; // which snapshot is on the page
-    say(byId("pool"), state.pool);
-    say(byId("replica"), state.replica);
+    byId("main").dataset.at = at; // the snapshot that is shown
+    setText(byId("pool"), state.pool);
+    setText(byId("replica"), state.replica);
     document.title = `${state.queued} waiting · ${state.pool} · Picker Fleet`;
     const pause = byId("pause");
     if (pause.dataset.paused === undefined) pause.disabled = false;
     pause.dataset.paused = String(state.paused);
-    say(pause, state.paused ? "Resume dispatch" : "Pause dispatch");
+    setText(pause, state.paused ? "Resume dispatch" : "Pause dispatch");
     pause.classList.toggle("strong", state.paused);
     showOverview(latest);
     showTables(latest);
@@ -46,7 +46,7 @@ byId("pause").addEventListener("click", () => {
     title: paused ? "Resume dispatch?" : "Pause dispatch for the whole fleet?",
     text: paused
       ? `${plural(queued, "request")} will be served again, within the bounds.`
-      : "Every replica stops sending requests to endpoints: arrivals wait, until their deadline, or are refused. What runs goes on.",
+      : "Every replica stops sending requests to endpoints: arrivals wait, until their deadline, or are refused. Running requests finish.",
     yes: paused ? "Resume" : "Pause",
     path: paused ? "resume" : "pause",
     done: paused ? "The fleet dispatches again." : "The fleet has stopped dispatching.",
@@ -64,6 +64,6 @@ new Live({
   link(state, since) {
     const pill = byId("connection");
     if (pill.dataset.state !== state) pill.dataset.state = state;
-    say(pill, state === "live" ? "live" : state === "stale" ? `stale since ${since.toLocaleTimeString("en-GB")}` : "connecting");
+    setText(pill, state === "live" ? "live" : state === "stale" ? `stale since ${since.toLocaleTimeString("en-GB")}` : "connecting");
   },
 });

@@ -1,22 +1,22 @@
-// A change is asked about, made, and its outcome told.
+// Changes: confirmed by the operator, made, and their outcome shown.
 
 import { change } from "./api.js";
-import { confirmed, tell } from "./dialogs.js";
+import { confirmed, showOutcome } from "./dialogs.js";
 
-/** Makes a change if the operator confirms it; whether it was made. `button` is out of use meanwhile. */
+/** Makes a change if the operator confirms it; returns whether it was made. `button` is disabled meanwhile. */
 export async function offer(button, { title, text, yes, path, done }) {
   if (!(await confirmed(title, text, yes))) return false;
   button.disabled = true;
   try {
     await change(path);
-    tell(done, "good");
+    showOutcome(done, "good");
     return true;
   } catch (fault) {
-    tell(fault.message, "bad");
+    showOutcome(fault.message, "bad");
     return false;
   } finally {
     button.disabled = false;
-    // Not from somebody who has gone on to something else: a space would press the button.
+    // Not if the focus is elsewhere: a space would press the button.
     const idle = [document.body, button, null].includes(document.activeElement);
     if (button.isConnected && idle) button.focus({ preventScroll: true });
   }

@@ -1,10 +1,10 @@
-// A line over the last five minutes, with the bounds it is held to.
+// A line chart of the last five minutes, with its bounds.
 
 import { clock, number } from "./format.js";
 
 const NS = "http://www.w3.org/2000/svg";
 const WINDOW_S = 300;
-const GAP_S = 3; // nothing was heard in between: no line is drawn over it
+const GAP_S = 3; // no line is drawn over a longer gap
 const LEFT = 34;
 const RIGHT = 8;
 const BOTTOM = 17;
@@ -25,7 +25,7 @@ export class Chart {
   /** Draws `value` of the history's points into `box`; `bounds` are keys drawn as dashed lines. */
   constructor(box, history, value, bounds, reading) {
     Object.assign(this, { box, history, value, bounds, reading });
-    this.svg = box.appendChild(node("svg", { "aria-hidden": "true" })); // the caption says it in words
+    this.svg = box.appendChild(node("svg", { "aria-hidden": "true" })); // the caption has the figures in words
     new ResizeObserver(() => this.draw()).observe(box);
     box.addEventListener("pointermove", (event) => this.point(event.offsetX));
     box.addEventListener("pointerleave", () => this.point(null));
@@ -66,7 +66,7 @@ export class Chart {
     return (6 + (1 - value / this.most) * (this.height - BOTTOM - 6)).toFixed(1);
   }
 
-  /** A step line: a figure holds until the next. */
+  /** A step line: a value is shown until the next. */
   path(key) {
     let before = null;
     const steps = this.history.points.map((each) => {

@@ -1,5 +1,5 @@
-// The page's only ways to put something on it. Text is always set as text: the names of flows, workloads,
-// requests and models come from clients, and are shown, never interpreted.
+// The helpers by which the dashboard sets what it shows. Text is always set as text: names of flows, workloads,
+// requests and models come from clients, and are never interpreted.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -10,31 +10,31 @@ export function el(tag, className = "", text = "") {
   return node;
 }
 
-/** Sets text only where it changes, so that a quiet page costs no layout and keeps a selection. */
-export function say(node, text) {
+/** Sets text only if it changes, so that an unchanged page needs no layout and keeps its selection. */
+export function setText(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** Text of others, with what cannot be seen (controls, changes of direction) written out as `\u202e`. */
+/** Text from clients, with invisible characters (controls, changes of direction) escaped, as `\u202e`. */
 export function plain(text) {
   const code = (sign) => `\\u${sign.codePointAt(0).toString(16).padStart(4, "0")}`;
   return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, code);
 }
 
-/** A name somebody else chose: plain, in isolation (its direction stays its own), whole in the tooltip. */
-export function name(node, given) {
+/** Shows a name that a client chose: escaped, isolated from the direction of other text, whole in the tooltip. */
+export function setName(node, given) {
   const text = plain(given);
   let inner = node.firstElementChild;
   if (!inner || inner.tagName !== "BDI") {
     inner = el("bdi");
     node.prepend(inner);
   }
-  say(inner, text);
+  setText(inner, text);
   if (node.title !== text) node.title = text;
 }
 
-export function level(node, wanted) {
+export function setLevel(node, wanted) {
   if (node.dataset.level !== wanted) node.dataset.level = wanted;
 }
 
@@ -48,8 +48,8 @@ export function row(...classes) {
 const ROLES = { rowgroup: "thead, tbody", row: "tr", columnheader: "th" };
 
 /**
- * Rows that follow a list. A row lives as long as its key is in the list, so that focus, and a button under
- * a finger, survive the next second's figures. `make()` gives `{tr, update(item)}`.
+ * Rows that follow a list. A row exists as long as its key is in the list, so that focus, and a button under
+ * a finger, survive the next update. `make()` gives `{tr, update(item)}`.
  */
 export class Rows {
   constructor(body, key, make) {
@@ -59,14 +59,14 @@ export class Rows {
     this.kept = new Map();
     const table = body.closest("table");
     this.labels = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
-    // On a narrow screen a table is laid out as blocks, which must not cost it its meaning.
+    // On a narrow screen a table is laid out as blocks and would lose its role.
     table.setAttribute("role", "table");
     for (const [role, of] of Object.entries(ROLES)) {
       for (const node of table.querySelectorAll(of)) node.setAttribute("role", role);
     }
   }
 
-  /** A new row; each of its cells knows its column's name, for screens that have no room for a head. */
+  /** A new row; each cell has its column's name, for screens without room for a header. */
   made() {
     const made = this.make();
     made.tr.setAttribute("role", "row");
@@ -85,7 +85,7 @@ export class Rows {
       while (wanted.has(key)) key += " again";
       wanted.set(key, item);
     }
-    // Who has gone goes first: what stays is then not moved, and a button that is pressed gets its click.
+    // Remove first: rows that stay are then not moved, and a pressed button gets its click.
     for (const [key, { tr }] of this.kept) if (!wanted.has(key)) tr.remove();
     const next = new Map();
     for (const [key, item] of wanted) {

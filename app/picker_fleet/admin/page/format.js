@@ -1,4 +1,4 @@
-// How figures read. What is not known is a dash.
+// How figures are written. An unknown one is a dash.
 
 const NONE = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);

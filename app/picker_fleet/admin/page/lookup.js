@@ -16,7 +16,7 @@ const FIELDS = [
   ["Endpoint", (r) => r.endpoint],
   ["Fallbacks", (r) => [r.fallbacks ?? []].flat().join(", ")],
   ["Lease ends in", (r) => typeof r.lease_in_s === "number" && seconds(r.lease_in_s)],
-  ["Held by", (r) => r.owner],
+  ["Replica", (r) => r.owner],
 ];
 
 let asked = 0;
@@ -28,7 +28,7 @@ export function startLookup() {
   });
 }
 
-/** Shows a request, scrolled to; called with ids chosen elsewhere on the page, too. */
+/** Shows a request and scrolls to it; also called for ids chosen elsewhere on the page. */
 export async function lookUp(id) {
   const turn = ++asked;
   byId("lookup-id").value = id;
@@ -37,7 +37,7 @@ export async function lookUp(id) {
   try {
     shown = story(await read(`requests/${part(id)}`));
   } catch (fault) {
-    shown = [el("p", "story", fault.status === 404 ? `Nobody knows this request now: it has ended, or never came. (${fault.message})` : fault.message)];
+    shown = [el("p", "story", fault.status === 404 ? `This request is not known: it has ended, or never arrived. (${fault.message})` : fault.message)];
   }
   if (turn === asked) byId("lookup-answer").replaceChildren(...shown);
 }

@@ -1,7 +1,7 @@
-// At a glance: does anybody wait, why, and what becomes of it.
+// The overview: whether requests wait, why, and the figures of the whole fleet.
 
 import { Chart, History } from "./chart.js";
-import { byId, el, level, plain, Rows, row, say } from "./dom.js";
+import { byId, el, setLevel, plain, Rows, row, setText } from "./dom.js";
 import { number, plural, seconds } from "./format.js";
 
 const history = new History();
@@ -19,17 +19,17 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
   return {
     tr,
     update(band) {
-      say(cells[0], band.band);
+      setText(cells[0], band.band);
       fill.style.width = `${band.most ? (100 * band.queued) / band.most : 0}%`;
-      say(count, number(band.queued, 0));
-      say(cells[2], number(band.active_flows, 0));
-      say(cells[3], band.queued ? seconds(band.oldest_s) : "–");
-      say(cells[4], typeof band.weight === "number" ? number(band.weight) : "strict");
+      setText(count, number(band.queued, 0));
+      setText(cells[2], number(band.active_flows, 0));
+      setText(cells[3], band.queued ? seconds(band.oldest_s) : "–");
+      setText(cells[4], typeof band.weight === "number" ? number(band.weight) : "strict");
     },
   };
 });
 
-/** Remembers a snapshot for the charts; cheap, so that a page in the background has no gap. */
+/** Keeps a snapshot for the charts, also while the page is in the background. */
 export function remember({ at, state }) {
   history.add({ at, stock: state.stock, queued: state.queued, ...state.bounds });
 }
@@ -39,8 +39,8 @@ export function showOverview({ state, flows, endpoints, replicas }) {
   const oldest = ages.length ? Math.max(...ages) : null;
   const banner = byId("why");
   const [how, text] = why(state, flows, oldest);
-  say(banner, text);
-  level(banner, how);
+  setText(banner, text);
+  setLevel(banner, how);
   tiles(state, endpoints, replicas, oldest);
   const most = Math.max(...state.bands.map((band) => band.queued));
   bands.show(state.bands.map((band) => ({ ...band, most })));
@@ -48,10 +48,10 @@ export function showOverview({ state, flows, endpoints, replicas }) {
   drawCharts(state);
 }
 
-/** The replica cannot see the fleet: what is on the page stays, and is said to be old. */
+/** The replica cannot read the shared state: the figures stay, and are marked as old. */
 export function showTrouble(detail) {
-  say(byId("why"), `This replica cannot see the fleet now: ${plain(detail)}. What is shown is of before.`);
-  level(byId("why"), "bad");
+  setText(byId("why"), `This replica cannot read the shared state: ${plain(detail)}. The figures below are old.`);
+  setLevel(byId("why"), "bad");
 }
 
 function drawCharts(state) {
@@ -63,8 +63,8 @@ function drawCharts(state) {
     return `${least === most ? `always ${least}` : `${least} to ${most}`} over ${seconds(points.at(-1).at - points[0].at)}`;
   };
   const { lower, watermark, upper } = state.bounds;
-  say(byId("text-stock"), `${number(state.stock)} ${state.unit} now; ${spread("stock")}. Dispatch below ${number(lower)}, aim ${number(watermark)}, never above ${number(upper)} (red).`);
-  say(byId("text-queued"), `${plural(state.queued, "request")} now; ${spread("queued")}.`);
+  setText(byId("text-stock"), `${number(state.stock)} ${state.unit} now; ${spread("stock")}. Dispatch below ${number(lower)}, aim ${number(watermark)}, never above ${number(upper)} (red).`);
+  setText(byId("text-queued"), `${plural(state.queued, "request")} now; ${spread("queued")}.`);
 }
 
 const named = (flow) => (flow.flow ? `flow “${plain(flow.flow)}”` : `band ${flow.band}`);
@@ -76,28 +76,28 @@ function why(state, flows, oldest) {
   const first = flows.reduce((most, flow) => ((flow.oldest_s ?? -1) > (most?.oldest_s ?? -1) ? flow : most), null);
   const longest = first ? ` Longest: ${seconds(oldest)}, ${named(first)}.` : "";
   const late = state.overdue ? ` ${number(state.overdue, 0)} overdue.` : "";
-  if (state.degraded) return ["bad", "This replica works without the shared state, within its share of the bounds; what it says of the fleet may be old."];
-  if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and whatever comes will.${longest}`];
+  if (state.degraded) return ["bad", "This replica works without the shared state, within its share of the bounds; the figures of the fleet may be old."];
+  if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and new requests will wait.${longest}`];
   if (!state.ready_backends) return [state.queued ? "bad" : "warn", `No endpoint takes requests${state.queued ? `: ${wait}` : ""}.${longest}`];
-  if (!state.queued) return ["calm", `Nothing waits: ${number(state.stock)} of ${number(state.bounds.upper)} ${state.unit} in flight, arrivals go straight through.`];
+  if (!state.queued) return ["calm", `Nothing waits: ${number(state.stock)} of ${number(state.bounds.upper)} ${state.unit} in flight, arrivals are placed at once.`];
   if (parked && parked === flows.length) return ["busy", `${wait}: every flow with a queue has reached its own limit on the endpoints.${longest}${late}`];
-  const held = state.stock >= state.bounds.lower;
-  const because = held
+  const atBound = state.stock >= state.bounds.lower;
+  const because = atBound
     ? `the fleet is at its bound (${number(state.stock)} ${state.unit} in flight, dispatch goes on below ${number(state.bounds.lower)})`
     : "they are being dispatched now";
   return [state.overdue ? "warn" : "busy", `${wait}: ${because}${parked ? `; ${plural(parked, "flow")} at a limit of ${parked === 1 ? "its" : "their"} own` : ""}.${longest}${late}`];
 }
 
 function tiles(state, endpoints, replicas, oldest) {
-  const tile = (id, text, note, wanted = "") => {
-    say(byId(`tile-${id}`), text);
-    say(byId(`note-${id}`), note);
-    level(byId(`tile-${id}`), wanted);
+  const tile = (id, text, detail, wanted = "") => {
+    setText(byId(`tile-${id}`), text);
+    setText(byId(`note-${id}`), detail);
+    setLevel(byId(`tile-${id}`), wanted);
   };
   tile("stock", number(state.stock), `of ${number(state.bounds.upper)} ${state.unit}`);
   tile("queued", number(state.queued, 0), plural(state.active_flows, "flow"));
   tile("oldest", seconds(oldest), state.overdue ? `${number(state.overdue, 0)} overdue` : "none overdue", state.overdue ? "warn" : "");
-  tile("rate", `${number(state.drain_rate)}/s`, `${number(state.guard_dispatches_total, 0)} ever by the guard`);
+  tile("rate", `${number(state.drain_rate)}/s`, `${number(state.guard_dispatches_total, 0)} by the starvation guard`);
   const count = (list, test) => list.filter(test).length;
   const ready = count(endpoints, (each) => each.status === "ready");
   const out = ["drained", "draining", "down"].map((status) => [count(endpoints, (each) => each.status === status), status]);
@@ -121,5 +121,5 @@ function facts(state) {
   ];
   const list = byId("facts");
   if (!list.children.length) for (const [key] of shown) list.append(el("dt", "", key), el("dd"));
-  shown.forEach(([, text], at) => say(list.children[2 * at + 1], text));
+  shown.forEach(([, text], at) => setText(list.children[2 * at + 1], text));
 }

@@ -1,8 +1,8 @@
-// The queue, page by page, in the order in which it will be served.
+// The queue, page by page, in the predicted dispatch order.
 
 import { part, read } from "./api.js";
 import { offer } from "./changes.js";
-import { byId, el, level, name, plain, Rows, row, say } from "./dom.js";
+import { byId, el, setLevel, setName, plain, Rows, row, setText } from "./dom.js";
 import { number, plural, seconds } from "./format.js";
 
 const PAGE = 15;
@@ -28,18 +28,18 @@ const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
     tr,
     update(request) {
       now = request;
-      say(cells[0], number(request.position, 0));
-      name(id, request.id);
-      name(cells[2], request.flow);
-      say(cells[3], request.band);
-      say(cells[4], request.overdue ? `${seconds(request.age_s)} overdue` : seconds(request.age_s));
-      level(cells[4], request.overdue ? "warn" : "");
-      say(cells[5], seconds(request.deadline_in_s));
-      say(cells[6], number(request.cost));
-      say(cells[7], number(request.score?.total, 3));
+      setText(cells[0], number(request.position, 0));
+      setName(id, request.id);
+      setName(cells[2], request.flow);
+      setText(cells[3], request.band);
+      setText(cells[4], request.overdue ? `${seconds(request.age_s)} overdue` : seconds(request.age_s));
+      setLevel(cells[4], request.overdue ? "warn" : "");
+      setText(cells[5], seconds(request.deadline_in_s));
+      setText(cells[6], number(request.cost));
+      setText(cells[7], number(request.score?.total, 3));
       const { score } = request;
       cells[7].title = score ? `wait ${number(score.wait, 3)}, criticality ${number(score.criticality, 3)}, rate ${number(score.rate, 3)}` : "";
-      name(cells[8], request.state === "held" ? "nobody: its replica is silent" : (request.owner ?? "–"));
+      setName(cells[8], request.state === "held" ? "none: its replica is silent" : (request.owner ?? "–"));
       button.setAttribute("aria-label", `Evict ${request.id}`);
     },
   };
@@ -48,7 +48,7 @@ const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
 async function evict(button, { id, flow, band, age_s: age }) {
   const done = await offer(button, {
     title: "Evict this request?",
-    text: `Request ${plain(id)} of flow “${plain(flow)}” (${band}) has waited ${seconds(age)}. Its client is answered at once that it was dropped.`,
+    text: `Request ${plain(id)} of flow “${plain(flow)}” (${band}) has waited ${seconds(age)}. Its client is answered at once: the request was dropped.`,
     yes: "Evict",
     path: `requests/${part(id)}/evict`,
     done: `Request ${plain(id)} has left the queue.`,
@@ -58,7 +58,7 @@ async function evict(button, { id, flow, band, age_s: age }) {
 
 async function load() {
   if (busy) {
-    again = true; // what is asked for has changed meanwhile
+    again = true; // the filter has changed meanwhile
     return;
   }
   busy = true;
@@ -66,9 +66,9 @@ async function load() {
     const page = await read("queue", { limit: PAGE, band: byId("queue-band").value, flow: byId("queue-flow").value, cursor: pages.at(-1) });
     if (!again) show(page);
   } catch (fault) {
-    // A cursor may have aged while the page lay open.
+    // A cursor may have become invalid while the page was open.
     if (fault.status >= 400 && fault.status < 500 && pages.length > 1) pages.length = 1;
-    say(byId("count-queue"), fault.message);
+    setText(byId("count-queue"), fault.message);
   } finally {
     busy = false;
   }
@@ -82,20 +82,20 @@ function show({ requests, total, cursor, order }) {
   rows.show(requests);
   const from = (pages.length - 1) * PAGE;
   const range = requests.length ? `, ${number(from + 1, 0)} to ${number(from + requests.length, 0)} shown` : "";
-  say(byId("count-queue"), typeof total === "number" ? `${plural(total, "request")}${range}` : range.slice(2));
-  say(byId("order-queue"), order ? `${order[0].toUpperCase()}${order.slice(1)}.` : "");
+  setText(byId("count-queue"), typeof total === "number" ? `${plural(total, "request")}${range}` : range.slice(2));
+  setText(byId("order-queue"), order ? `${order[0].toUpperCase()}${order.slice(1)}.` : "");
   byId("none-queue").hidden = requests.length > 0;
   byId("queue-back").disabled = pages.length === 1;
   byId("queue-next").disabled = !cursor;
 }
 
 function turn() {
-  after = null; // the next page's cursor comes with this one
-  byId("queue-follow").checked = pages.length === 1; // a page further back is not pulled from under the reader
+  after = null; // the next cursor comes with this page
+  byId("queue-follow").checked = pages.length === 1; // a later page does not change while it is read
   load();
 }
 
-/** Starts the browser; `look` is called with the id of a request that was chosen. */
+/** Starts the list; `look` is called with the id of a request that was chosen. */
 export function startQueue(look) {
   lookUp = look;
   const first = (event) => {

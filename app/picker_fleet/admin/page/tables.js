@@ -1,17 +1,17 @@
-// Flows, workloads, endpoints and replicas, as the last snapshot has them.
+// The tables of flows, workloads, endpoints and replicas.
 
 import { part } from "./api.js";
 import { offer } from "./changes.js";
-import { byId, el, level, name, plain, Rows, row, say } from "./dom.js";
+import { byId, el, setLevel, setName, plain, Rows, row, setText } from "./dom.js";
 import { number, percent, plural, seconds } from "./format.js";
 
-const LESS = 0.8; // below this part of its fair share a bar changes its colour
+const FAIR_ENOUGH = 0.8; // the bar of a flow below this part of its fair share changes its colour
 
 const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, flow.flow]), () => {
   const { tr, cells } = row("name head", "", "n", "n", "n", "share", "n", "");
   const split = cells[5].appendChild(el("span", "split"));
   const meter = split.appendChild(el("span", "meter"));
-  meter.setAttribute("aria-hidden", "true"); // the figures beside it say the same
+  meter.setAttribute("aria-hidden", "true"); // the figures beside it setText the same
   const fill = meter.appendChild(el("i"));
   const fair = meter.appendChild(el("b"));
   const of = split.appendChild(el("span", "of"));
@@ -20,19 +20,19 @@ const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, 
   return {
     tr,
     update(flow) {
-      name(cells[0], flow.flow || "(the whole band)");
-      say(cells[1], flow.band);
-      say(cells[2], number(flow.queued, 0));
-      say(cells[3], seconds(flow.oldest_s));
-      say(cells[4], number(flow.in_flight, 0));
+      setName(cells[0], flow.flow || "(the whole band)");
+      setText(cells[1], flow.band);
+      setText(cells[2], number(flow.queued, 0));
+      setText(cells[3], seconds(flow.oldest_s));
+      setText(cells[4], number(flow.in_flight, 0));
       fill.style.width = `${(100 * Math.min(flow.share ?? 0, flow.scale)) / flow.scale}%`;
       fair.style.left = `${(100 * (flow.fair_share ?? 0)) / flow.scale}%`;
-      meter.classList.toggle("less", flow.share !== null && flow.share < LESS * flow.fair_share);
-      say(has, percent(flow.share));
-      say(due, ` of ${percent(flow.fair_share)}`);
-      say(cells[6], number(flow.served_cost_per_s));
-      say(cells[7], flow.parked ? "at its limit" : flow.weight === 1 ? "in turn" : `in turn, weight ${number(flow.weight)}`);
-      level(cells[7], flow.parked ? "warn" : "");
+      meter.classList.toggle("less", flow.share !== null && flow.share < FAIR_ENOUGH * flow.fair_share);
+      setText(has, percent(flow.share));
+      setText(due, ` of ${percent(flow.fair_share)}`);
+      setText(cells[6], number(flow.served_cost_per_s));
+      setText(cells[7], flow.parked ? "at its limit" : flow.weight === 1 ? "in turn" : `in turn, weight ${number(flow.weight)}`);
+      setLevel(cells[7], flow.parked ? "warn" : "");
     },
   };
 });
@@ -42,17 +42,17 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
   return {
     tr,
     update(workload) {
-      name(cells[0], workload.id);
-      say(cells[1], `${number(workload.active, 0)} of ${number(workload.total, 0)}`);
-      say(cells[2], `${number(workload.rate, 2)}/s`);
-      say(cells[3], seconds(workload.average_wait_s));
+      setName(cells[0], workload.id);
+      setText(cells[1], `${number(workload.active, 0)} of ${number(workload.total, 0)}`);
+      setText(cells[2], `${number(workload.rate, 2)}/s`);
+      setText(cells[3], seconds(workload.average_wait_s));
       const { score } = workload;
-      say(cells[4], score && score.total === null ? `rate ${number(score.rate, 3)}` : number(score?.total, 3));
+      setText(cells[4], score && score.total === null ? `rate ${number(score.rate, 3)}` : number(score?.total, 3));
     },
   };
 });
 
-const HOW = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
+const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
   const { tr, cells } = row("addr head", "", "n", "n", "n", "n long", "act");
@@ -67,32 +67,32 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
     tr,
     update(endpoint) {
       now = endpoint;
-      say(address, endpoint.address);
+      setText(address, endpoint.address);
       const loaded = endpoint.adapters ?? [];
-      say(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${plain(loaded.join(", "))}` : "");
+      setText(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${plain(loaded.join(", "))}` : "");
       adapters.title = plain(loaded.join(", "));
-      say(status, endpoint.status);
-      level(status, HOW[endpoint.status] ?? "warn");
+      setText(status, endpoint.status);
+      setLevel(status, STATUS_LEVELS[endpoint.status] ?? "warn");
       const fault = endpoint.scrape_fault ? `metrics: ${endpoint.scrape_fault}` : "";
       if (cells[1].title !== fault) cells[1].title = fault;
-      say(cells[2], number(endpoint.in_flight, 0));
-      say(cells[3], endpoint.scrape_fault ? "not known" : `${number(endpoint.running, 0)} + ${number(endpoint.waiting, 0)}`);
-      say(cells[4], percent(endpoint.kv_utilisation));
+      setText(cells[2], number(endpoint.in_flight, 0));
+      setText(cells[3], endpoint.scrape_fault ? "not known" : `${number(endpoint.running, 0)} + ${number(endpoint.waiting, 0)}`);
+      setText(cells[4], percent(endpoint.kv_utilisation));
       const { latency_mean_s: mean, latency_std_s: deviation } = endpoint;
-      say(cells[5], typeof mean === "number" ? `${seconds(mean)} ± ${seconds(deviation)}` : "–");
-      say(button, endpoint.status === "drained" ? "Undrain" : "Drain");
+      setText(cells[5], typeof mean === "number" ? `${seconds(mean)} ± ${seconds(deviation)}` : "–");
+      setText(button, endpoint.status === "drained" ? "Undrain" : "Drain");
       button.setAttribute("aria-label", `${button.textContent} ${endpoint.address}`);
     },
   };
 });
 
-function drain(button, { address, status, in_flight: there }) {
+function drain(button, { address, status, in_flight: inFlight }) {
   const back = status === "drained";
   return offer(button, {
-    title: back ? `Give ${address} requests again?` : `Drain ${address}?`,
+    title: back ? `Send requests to ${address} again?` : `Drain ${address}?`,
     text: back
-      ? "It may be chosen for new requests at once, by every replica."
-      : `It gets nothing new from any replica. ${plural(there, "request")} there will finish.`,
+      ? "Every replica may choose it for new requests at once."
+      : `No replica will send it new requests. ${plural(inFlight, "request")} there will finish.`,
     yes: back ? "Undrain" : "Drain",
     path: `endpoints/${part(address)}/${back ? "undrain" : "drain"}`,
     done: back ? `${address} takes requests again.` : `${address} gets nothing new.`,
@@ -106,18 +106,18 @@ const replicas = new Rows(byId("rows-replicas"), (replica) => replica.id, () => 
   return {
     tr,
     update(replica) {
-      name(cells[0], replica.this ? `${replica.id} (this one)` : replica.id);
+      setName(cells[0], replica.this ? `${replica.id} (this one)` : replica.id);
       const [how, said] = !replica.live ? ["bad", "silent"] : replica.degraded ? ["warn", "without Redis"] : ["good", "live"];
-      say(state, said);
-      level(state, how);
-      say(cells[2], `${seconds(replica.heartbeat_s_ago)} ago`);
-      say(cells[3], typeof replica.waiting === "number" ? plural(replica.waiting, "waiting", "waiting") : "–");
-      say(link, replica.admin ?? "–");
+      setText(state, said);
+      setLevel(state, how);
+      setText(cells[2], `${seconds(replica.heartbeat_s_ago)} ago`);
+      setText(cells[3], typeof replica.waiting === "number" ? plural(replica.waiting, "waiting", "waiting") : "–");
+      setText(link, replica.admin ?? "–");
       const url = address(replica.admin);
       if (url) link.href = url;
       else link.removeAttribute("href");
-      say(cells[5], seconds(replica.started_s_ago));
-      say(cells[6], replica.version ?? "–");
+      setText(cells[5], seconds(replica.started_s_ago));
+      setText(cells[6], replica.version ?? "–");
     },
   };
 });
@@ -135,16 +135,16 @@ function address(admin) {
 export function showTables(shot) {
   const scale = Math.max(0.02, ...shot.flows.map((flow) => Math.max(flow.share ?? 0, flow.fair_share ?? 0)));
   flows.show(shot.flows.map((flow) => ({ ...flow, scale })));
-  say(byId("count-flows"), shot.flows.length ? `${shown(shot.flows.length, shot.flows_total, "in the order of their turn")}; over 10 s, bars to ${percent(scale)}` : "");
+  setText(byId("count-flows"), shot.flows.length ? `${shown(shot.flows.length, shot.flows_total, "in dispatch order")}; over 10 s, bars to ${percent(scale)}` : "");
   byId("none-flows").hidden = shot.flows.length > 0;
   workloads.show(shot.workloads);
-  say(byId("count-workloads"), shown(shot.workloads.length, shot.workloads_total));
+  setText(byId("count-workloads"), shown(shot.workloads.length, shot.workloads_total));
   byId("none-workloads").hidden = shot.workloads.length > 0;
   endpoints.show(shot.endpoints);
-  say(byId("count-endpoints"), number(shot.endpoints.length, 0));
+  setText(byId("count-endpoints"), number(shot.endpoints.length, 0));
   byId("none-endpoints").hidden = shot.endpoints.length > 0;
   replicas.show(shot.replicas);
-  say(byId("count-replicas"), number(shot.replicas.length, 0));
+  setText(byId("count-replicas"), number(shot.replicas.length, 0));
 }
 
 function shown(count, total, how = "") {

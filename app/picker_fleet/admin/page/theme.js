@@ -1,6 +1,6 @@
-// Light or dark: as the system says, until the operator says otherwise.
+// Light or dark: the theme of the system until the operator chooses another.
 
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 
 const KEY = "picker-theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -9,7 +9,7 @@ function chosen() {
   try {
     return localStorage.getItem(KEY);
   } catch {
-    return null; // storage is not to be had in every browser
+    return null; // not every browser has storage
   }
 }
 
@@ -18,7 +18,7 @@ export function startTheme() {
   const apply = () => {
     const theme = own ?? (system.matches ? "dark" : "light");
     document.documentElement.dataset.theme = theme;
-    say(byId("theme"), theme === "dark" ? "Light" : "Dark");
+    setText(byId("theme"), theme === "dark" ? "Light" : "Dark");
     byId("theme").setAttribute("aria-label", `Switch to the ${theme === "dark" ? "light" : "dark"} theme`);
   };
   system.addEventListener("change", apply);
@@ -27,7 +27,7 @@ export function startTheme() {
     try {
       localStorage.setItem(KEY, own);
     } catch {
-      // then it lasts as long as the page
+      // the choice then lasts until the page is closed
     }
     apply();
   });
