@@ -51,27 +51,6 @@ def head_of(queue: FlowQueue[Request]) -> str:
     return head.id
 
 
-def test_flow_queues_are_served_by_their_weights() -> None:
-    # Given three flows of weights 1, 2 and 4, each with more waiting than can be served
-    model = model_of()
-    for flow, weight in (("p", 1.0), ("q", 2.0), ("r", 4.0)):
-        model.admit("a", [Arrival(f"{flow}{i}", flow=flow, weight=weight) for i in range(9)])
-    # When 14 are served, then each has its share, in the order of start tags, ties by name
-    order = serve(model, 14)
-    assert [id[0] for id in order] == [*"pqrrqrr"] * 2
-    assert model.queue.bands[1].v == 1.75
-
-
-def test_a_flow_queue_that_was_idle_has_no_claim() -> None:
-    # Given a flow that has been served for a while
-    model = model_of()
-    model.admit("a", [Arrival(f"p{i}", flow="p") for i in range(9)])
-    serve(model, 5)
-    # When another arrives, then they alternate from now on
-    model.admit("a", [Arrival(f"q{i}", flow="q") for i in range(3)])
-    assert [id[0] for id in serve(model, 4)] == [*"qpqp"]
-
-
 # spec 001: average wait s, requests a second, criticality -> score, with the waits rounded there
 EXAMPLES = {
     "batch-job-123": (2.36, 0.033, 4, 0.3355),
@@ -113,51 +92,6 @@ def test_own_waits_grow_until_the_cap() -> None:
     assert head_of(queue) == "old"
     moment.now_us += 200_000
     assert head_of(queue) == "new"
-
-
-def test_edf_serves_the_nearest_deadline() -> None:
-    # Given requests of one flow that arrive in the order of their patience
-    model = model_of(ordering="edf")
-    model.admit(
-        "a", [Arrival("late", ttl_ms=9000), Arrival("soon", ttl_ms=1000), Arrival("mid", ttl_ms=5000)]
-    )
-    # Then they are served by deadline
-    assert serve(model, 3) == ["soon", "mid", "late"]
-
-
-def test_the_guard_spends_its_credit_on_the_most_overdue() -> None:
-    # Given an overdue request of the lowest band behind many of the highest, and a quarter for the guard
-    model = model_of(guard_share=0.25)
-    model.admit("a", [Arrival("low1", band=2, ttl_ms=100_000), Arrival("low2", band=2, ttl_ms=100_000)])
-    model.moment.now_us += 50_000_000
-    model.heartbeat("a", 60_000)
-    model.admit("a", [Arrival(f"high{i}", band=0, ttl_ms=90_000) for i in range(9)])
-    # Then the first goes at once, on the credit that was there, and the next when it has grown again
-    assert serve(model, 6) == ["low1", "high0", "high1", "high2", "low2", "high3"]
-    assert model.guards == 2
-    assert model.queue.bands[2].v == 0.0  # served out of turn
-
-
-def test_weighted_bands_share_by_their_weights() -> None:
-    # Given bands of weights 2, 1 and 1, none of them empty
-    model = model_of(band_policy="weighted", band_weights=[2, 1, 1])
-    for band in (0, 1, 2):
-        model.admit("a", [Arrival(f"{band}-{i}", band=band) for i in range(9)])
-    # Then the first is served twice as often, ties to the higher band
-    assert [id[0] for id in serve(model, 8)] == [*"01200120"]
-
-
-def test_preemption_takes_the_newest_of_each_lower_flow_queue_in_turn() -> None:
-    # Given a full queue of two sheddable flows, and one of the default band
-    model = model_of(total_capacity=5)
-    arrivals = [("p1", "p", 2), ("p2", "p", 2), ("q1", "q", 2), ("q2", "q", 2), ("d1", "d", 1)]
-    model.admit("a", [Arrival(id, flow=flow, band=band) for id, flow, band in arrivals])
-    # When critical ones arrive, then the lowest band gives way, its flows in turn, and then the next band
-    reply = model.admit("a", [Arrival(f"c{i}", band=0) for i in range(6)])
-    assert reply.notifications == [f"preempted {id}" for id in ("p2", "q2", "p1", "q1", "d1")]
-    # And nobody for one of their own band
-    assert reply.answers[:5] == ["queued 10000"] * 5
-    assert reply.answers[5] == "refused total-capacity 1"
 
 
 def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends() -> None:

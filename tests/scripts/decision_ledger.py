@@ -2,48 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from picker_tools.audit.log import ENDS, THROTTLING, Entry
+
 TAKES = ("bypassed", "granted", "restored")
-# What ends a request, wherever it is. `refused` is also the answer to one that never began.
-ENDS = (
-    "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
-    "expired", "abandoned", "preempted", "evicted",
-)  # fmt: skip
-
-
 # Events that change the state of no request.
-ASIDE = ("tuned", "parked", "unparked", "corrected", "moved")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One decision, as `lua/lib/pool.lua` writes it. `stock` and `queued` are those after it."""
-
-    seq: int
-    event: str
-    request: str
-    flow: str
-    band: int
-    workload: str
-    cost: float
-    arrived: int
-    tag: str
-    endpoint: str
-    stock: float
-    queued: int
-    upper: float
-    by: str
-    note: str
-
-    @classmethod
-    def of(cls, raw: Mapping[str, str]) -> "Entry":
-        return cls(
-            int(raw["seq"]), raw["event"], raw["request"], raw["flow"], int(raw["band"]), raw["workload"],
-            float(raw["cost"]), int(raw["arrived"]), raw["tag"], raw["endpoint"],
-            float(raw["stock"]), int(raw["queued"]), float(raw["upper"]), raw["by"], raw["note"],
-        )  # fmt: skip
+ASIDE = THROTTLING | {"tuned", "corrected", "moved"}
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from decision_ledger import Entry, Ledger
+from decision_ledger import Ledger
 from packed import counters
 from redis.asyncio import Redis
 
@@ -21,8 +21,9 @@ from picker_fleet.state.keys import Keys
 from picker_fleet.state.store import Decision, HeartbeatReply, Store, SweepReply
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.audit.log import Entry
 
-DEADLINE_S = 20.0  # generous: what has not happened by then will not
+DEADLINE_S = 30.0  # generous: what has not happened by then will not
 SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
@@ -175,13 +176,21 @@ class Fleet:
     async def log(self, last: int | None = None) -> list[Entry]:
         """The decision log, oldest first; all of it, or its `last` entries."""
         found = await self.redis.xrevrange(self.keys.log, count=last)
-        return [Entry.of(fields) for _, fields in reversed(found)]
+        return [Entry.parse(fields) for _, fields in reversed(found)]
 
     async def ledger(self) -> Ledger:
         return Ledger.replay(await self.log())
 
     async def state(self) -> dict[str, Any]:
         return await self.replicas[0].store.state(60)
+
+    async def until_queued(self, count: int) -> None:
+        """Wait until so many requests wait in the queue."""
+
+        async def are_queued() -> bool:
+            return (await self.counts())[1] == count
+
+        await until(are_queued)
 
     async def counts(self) -> tuple[float, int, list[int]]:
         """Stock, queue length, load of each endpoint by address."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from decision_ledger import events_of, order_of
-from script_fleet import Fleet, OpenFleet, ask, ended, until
+from script_fleet import OpenFleet, ask, ended, until
 
 from picker_fleet.errors import ClientGone, ExpiredTtl
 from picker_fleet.state.store import Decision
@@ -205,7 +205,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
     async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
         first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
-        await until(lambda: _queued(it, 1))
+        await it.until_queued(1)
         second = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         # Then the first has no client any more, and the second has the turn
         with pytest.raises(ClientGone):
@@ -223,7 +223,7 @@ async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: Ope
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
-        await until(lambda: _queued(it, 1))
+        await it.until_queued(1)
         await b.admit("q", attempt=99)
         # When its own timer ends, then its client has an answer, and the queue decides about the request
         with pytest.raises(ExpiredTtl):
@@ -232,7 +232,3 @@ async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: Ope
         await b.sweep()
         assert await b.store.cancel("q", 99, "cancelled") in ("ended", "unknown")
         await it.ledger()
-
-
-async def _queued(it: Fleet, count: int) -> bool:
-    return (await it.counts())[1] == count

@@ -52,15 +52,7 @@ class Watched:
         self.gate.heartbeat_answered(await self.replica.beat())
         await self.gate.admit(ask("runs"), stream_owned=False)
         self.waiting = asyncio.create_task(self.gate.admit(ask("waits"), stream_owned=False))
-        await self.queued(1)
-
-    async def queued(self, count: int) -> None:
-        """Wait until so many requests wait in the shared queue; no message about one is on its way then."""
-
-        async def are_queued() -> bool:
-            return (await self.fleet.counts())[1] == count
-
-        await until(are_queued)
+        await self.fleet.until_queued(1)
 
     def errors(self, kind: str, script: str = "admit") -> float:
         return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
@@ -104,7 +96,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
         between.refuse(f"{error} for a moment", times=1)
         arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
         # Then it waits for its turn in the shared queue, as who came before does
-        await it.queued(2)
+        await it.fleet.until_queued(2)
         assert it.gate.state is FailoverState.SHARED
         arriving.cancel()
         await asyncio.wait((arriving,))

@@ -5,10 +5,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
-from decision_ledger import Entry, order_of
+from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet
 
 from picker_fleet.request import Band
+from picker_tools.audit.log import Entry
 
 Backlog = Mapping[str, Sequence[float]]  # flow -> cost of each of its requests
 

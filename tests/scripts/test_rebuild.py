@@ -35,12 +35,8 @@ async def filled(
     waiting = []
     for i in range(waiters):
         waiting.append(asyncio.create_task(gates[i % len(gates)].admit(ask(f"q{i}"), stream_owned=False)))
-        await until(lambda so_far=i + 1: _queue_is(it, so_far))
+        await it.until_queued(i + 1)
     return running, waiting
-
-
-async def _queue_is(it: Fleet, length: int) -> bool:
-    return (await it.counts())[1] == length
 
 
 async def _accounted(it: Fleet, count: int) -> bool:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from script_fleet import until
 
 from picker_fleet.endpoints.metrics_page import VLLM
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -21,7 +22,6 @@ from picker_tools.local_fleet.processes import Child
 INTERVAL_S = 0.05
 HEARTBEAT_S = 10.0  # who is silent for 6 s is taken for gone: longer than a busy machine stands still
 REPLICAS = ("one", "two", "three")
-_POLL_S = 0.01
 
 
 class Meter:
@@ -122,21 +122,13 @@ class ScrapingFleet:
             await replica.stop()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(_POLL_S)
-
-
 async def until_stored(redis: Redis, key: str, addresses: Sequence[str]) -> None:
     """Wait until Redis has a reading of exactly these."""
-    async with asyncio.timeout(30):
-        while True:
-            if {name.decode() for name in await redis.hkeys(key)} == set(addresses):
-                return
-            await asyncio.sleep(_POLL_S)
+
+    async def are_stored() -> bool:
+        return {name.decode() for name in await redis.hkeys(key)} == set(addresses)
+
+    await until(are_stored)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
