@@ -10,7 +10,8 @@ from picker_fleet import intake
 from picker_fleet.admin import api, documents, events, fleet_state
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admission import shared_gate
-from picker_fleet.endpoints import metrics_client, scraper
+from picker_fleet.endpoints import metrics_page as endpoint_page
+from picker_fleet.endpoints import scraper
 from picker_fleet.failover import local_gate, outage
 from picker_fleet.failover.gate import FailoverTimes
 from picker_fleet.replica import heartbeat
@@ -71,7 +72,7 @@ SENTENCES = [
     ("errors", f"{calls._LOG_LINES_PER_S} lines a second at most"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
-    ("picking", f"A page has at most {metrics_client.MAX_PAGE_BYTES // 1024} KiB"),
+    ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),
     (
         "picking",
         f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB",

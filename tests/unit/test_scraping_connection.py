@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
-from picker_fleet.endpoints.metrics_client import Connection, FetchError
+from picker_fleet.endpoints.metrics_page import Connection, FetchError
 
 
 @pytest.fixture

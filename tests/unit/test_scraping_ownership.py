@@ -101,7 +101,7 @@ def test_nobody_is_judged_while_nothing_is_heard() -> None:
     presence.seen("b", 0.5)
     # When much time passes / Then both are there, and have their time when it speaks again
     assert presence.alive(["a", "b"], 60.0) == ("a", "b")
-    presence.link(60.0)
+    presence.on_subscribed(60.0)
     presence.seen("b", 60.1)
     assert presence.alive(["a", "b"], 60.1) == ("a", "b")
 

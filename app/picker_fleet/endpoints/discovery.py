@@ -1,10 +1,9 @@
 """Where the pool's endpoints come from: a static list, a watched file, or DNS (dns_source.py).
 
-A source only says what the list is; who is healthy, draining or loaded is known elsewhere. A file is YAML or
-JSON: a list of `{address: ip:port, labels: {…}, max_inflight: N}`. Its folder is watched and not the file, so
-that an atomic replace and Kubernetes' symlink swap are seen; and it is read again every few seconds, for file
-systems that announce no changes.
-"""
+serve.py runs the configured source. A source gives only the list; health, draining and load are known
+elsewhere. A file is YAML or JSON: a list of `{address: ip:port, labels: {…}, max_inflight: N}`. Its folder
+is watched and not the file, so that an atomic replace and Kubernetes' symlink swap are seen; and it is read
+again every few seconds, for file systems that announce no changes."""
 
 import asyncio
 import logging
@@ -29,7 +28,7 @@ class Source(Protocol):
     async def watch(self, report: Report) -> None:
         """Call `report` with the whole list as soon as it is known and after each change.
 
-        Runs until cancelled. A source that fails later on keeps its last good list and logs why.
+        Runs until cancelled. A source that fails after that keeps its last good list and logs why.
 
         Raises:
             StartupError: there is no list to begin with, and waiting would not bring one.
@@ -61,7 +60,7 @@ _READ_S = 5.0
 
 
 class FileFault(ValueError):
-    """A file that is no list of endpoints; the message is one line and says where."""
+    """A file that is not a list of endpoints; the message is one line and says where."""
 
 
 class FileSource:
@@ -70,7 +69,7 @@ class FileSource:
     def __init__(self, path: Path, *, recheck_s: float = 5.0, settle_ms: int = 200) -> None:
         self._path = path
         self._recheck_ms = int(recheck_s * 1000)
-        self._settle_ms = settle_ms  # a writer in several steps is let finish
+        self._settle_ms = settle_ms  # a writer may need several steps
 
     async def watch(self, report: Report) -> None:
         """As Source.watch. Raises StartupError if the file is missing or broken at the start."""

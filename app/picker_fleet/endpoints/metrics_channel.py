@@ -1,4 +1,5 @@
-"""Shares readings between replicas through Redis: a hash for later readers and a channel for present ones.
+"""Readings, shared between replicas through Redis: a hash of the newest, and a channel of new ones.
+scraping.py is the caller.
 
     epp:{POOL}:metrics   hash      endpoint -> its newest reading (endpoints/readings.py)   `remove`
     epp:{POOL}:metrics   channel   batches of readings, never stored:
@@ -52,10 +53,10 @@ def encode_message(
 ) -> bytes:
     """The message; `readings` are encoded ones, by address."""
     parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}
-    told: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
+    message: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
     if suspects:
-        told["suspects"] = list(suspects)
-    return orjson.dumps(told)
+        message["suspects"] = list(suspects)
+    return orjson.dumps(message)
 
 
 def decode_message(text: bytes | str, received_ms: int) -> Message:
@@ -65,10 +66,10 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
         BadReading: the message as a whole is not one.
     """
     try:
-        told = orjson.loads(text)
+        message = orjson.loads(text)
     except orjson.JSONDecodeError as fault:
         raise BadReading(f"a message is no JSON: {fault}") from None
-    match told:
+    match message:
         case {"from": str(sender), "sent": int(sent_ms), "readings": dict(readings)}:
             pass
         case _:
@@ -80,7 +81,7 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
             read[address] = reading_of_json(reading, received_ms - sent_ms)
         except BadReading as fault:
             faults.append(f"{address}: {fault}")
-    suspects = told.get("suspects", [])
+    suspects = message.get("suspects", [])
     if not (isinstance(suspects, list) and all(isinstance(each, str) for each in suspects)):
         suspects, faults = [], [*faults, "suspects are no list of addresses"]
     return Message(sender, read, tuple(suspects), tuple(faults))
@@ -104,14 +105,14 @@ class MetricsChannel:
         self._replica = replica
         self._own = message_head(replica)
         self._now_ms = now_ms
-        self._asker = CommandClient(url, self._name, deadline_s=deadline_s)
+        self._commands = CommandClient(url, self._name, deadline_s=deadline_s)
         self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
-        self._told_fault = False
+        self._fault_logged = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str] = ()) -> None:
-        """Store and announce `batch`, in one round trip. An empty one only says that this replica lives.
+        """Store and announce `batch`, in one round trip. An empty one is a sign of life.
 
-        The pages of `suspects` are wanted soon, whoever reads them.
+        Replicas that scrape `suspects` read those pages soon.
 
         Raises:
             StateUnavailable: Redis did not take it in time.
@@ -159,7 +160,7 @@ class MetricsChannel:
         check_s: float = CHECK_S,
     ) -> None:
         """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages with
-        their suspects. Of its own messages it hears only that they came.
+        their suspects. Of this replica's own messages only the sender is passed on.
 
         It reconnects after a fault (state/subscriptions.py). `on_subscribed` is called each time messages
         begin to come and what is stored has been read.
@@ -168,7 +169,7 @@ class MetricsChannel:
         async def catch_up() -> None:
             # Only now is no message missed between what is stored and what is announced.
             on_readings(None, await self.stored(), ())
-            self._told_fault = False
+            self._fault_logged = False
             on_subscribed()
 
         def take(text: bytes) -> None:
@@ -176,12 +177,12 @@ class MetricsChannel:
                 on_readings(self._replica, {}, ())
                 return
             try:
-                heard = decode_message(text, self._now_ms())
+                message = decode_message(text, self._now_ms())
             except BadReading as fault:
                 self._warn((str(fault),))
             else:
-                on_readings(heard.sender, heard.readings, heard.suspects)
-                self._warn(heard.faults)
+                on_readings(message.sender, message.readings, message.suspects)
+                self._warn(message.faults)
 
         what = "metrics of other replicas"
         await subscriptions.follow(
@@ -190,21 +191,21 @@ class MetricsChannel:
 
     async def close(self) -> None:
         """End the connection that `publish` uses."""
-        await self._asker.close()
+        await self._commands.close()
 
     def _warn(self, faults: Sequence[str]) -> None:
-        if faults and not self._told_fault:
-            self._told_fault = True  # they would come with every message
+        if faults and not self._fault_logged:
+            self._fault_logged = True  # every message would repeat it
             _log.warning("readings of other replicas are left out: %s", "; ".join(faults[:3]))
 
     def _note_clock(self, time: tuple[bytes, bytes]) -> int:
-        # Now is later than Redis's answer was: what is stamped seems a little older, never younger.
+        # Redis answered before now, so stamped readings seem a little older, never younger.
         ahead_ms = int(time[0]) * 1000 + int(time[1]) // 1000 - self._now_ms()
         self._ahead_ms = ahead_ms
         return ahead_ms
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:
         try:
-            return await self._asker.execute(commands)
+            return await self._commands.execute(commands)
         except StateUnavailable as fault:
             raise StateUnavailable(f"Redis took no metrics: {fault}") from None

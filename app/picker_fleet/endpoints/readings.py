@@ -1,5 +1,5 @@
-"""What scrapes learn of endpoints: one reading, its short JSON form, and the newest reading of every
-endpoint.
+"""Readings of endpoints' metrics pages: one reading, its JSON form, and the newest reading of each endpoint.
+scraper.py makes them, metrics_channel.py shares them, scheduling/ reads them.
 
 A reading carries its time as milliseconds of some clock: in memory the holder's own monotonic clock, on the
 wire Redis's. `shift_ms` is what to add to convert from one to the other; two replicas' clocks are never
@@ -25,7 +25,7 @@ class BadReading(PickerError):
 
 @dataclass(frozen=True, slots=True)
 class EndpointMetrics:
-    """An endpoint's load as its own metrics page tells it (docs/protocol.md).
+    """An endpoint's load as its own metrics page gives it (docs/protocol.md).
 
     None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
     failed and `failures` how many have in a row; None and 0 after one that worked. `kv_utilisation` is
@@ -49,32 +49,32 @@ class EndpointMetrics:
 
     @property
     def load(self) -> float | None:
-        """Requests that the endpoint has, running or waiting; None if it does not tell."""
+        """Requests that the endpoint has, running or waiting; None if one is unknown."""
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
 
 def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
     """A JSON object without what is unknown or empty; `at` is `scraped_ms` + `shift_ms`."""
-    told: dict[str, Any] = {"at": metrics.scraped_ms + shift_ms}
+    fields: dict[str, Any] = {"at": metrics.scraped_ms + shift_ms}
     if metrics.waiting is not None:
-        told["waiting"] = metrics.waiting
+        fields["waiting"] = metrics.waiting
     if metrics.running is not None:
-        told["running"] = metrics.running
+        fields["running"] = metrics.running
     if metrics.kv_utilisation is not None:
-        told["kv"] = metrics.kv_utilisation
+        fields["kv"] = metrics.kv_utilisation
     if metrics.max_adapters is not None:
-        told["max_adapters"] = metrics.max_adapters
+        fields["max_adapters"] = metrics.max_adapters
     if metrics.active_adapters:
-        told["active"] = sorted(metrics.active_adapters)
+        fields["active"] = sorted(metrics.active_adapters)
     if metrics.waiting_adapters:
-        told["waiting_adapters"] = sorted(metrics.waiting_adapters)
+        fields["waiting_adapters"] = sorted(metrics.waiting_adapters)
     if metrics.fault is not None:
-        told["fault"], told["failures"] = metrics.fault, metrics.failures
+        fields["fault"], fields["failures"] = metrics.fault, metrics.failures
     if metrics.interval_ms is not None:
-        told["every"] = metrics.interval_ms
+        fields["every"] = metrics.interval_ms
     if metrics.before is not None:
-        told["before"], told["before_load"] = metrics.before[0] + shift_ms, metrics.before[1]
-    return orjson.dumps(told)
+        fields["before"], fields["before_load"] = metrics.before[0] + shift_ms, metrics.before[1]
+    return orjson.dumps(fields)
 
 
 def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
@@ -84,49 +84,49 @@ def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
         BadReading: not JSON, not an object, or a value of the wrong kind.
     """
     try:
-        told = orjson.loads(text)
+        fields = orjson.loads(text)
     except orjson.JSONDecodeError as fault:
         raise BadReading(f"a reading is no JSON: {fault}") from None
-    return reading_of_json(told, shift_ms)
+    return reading_of_json(fields, shift_ms)
 
 
-def reading_of_json(told: object, shift_ms: int) -> EndpointMetrics:
+def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
     """`decode_reading` of parsed JSON.
 
     Raises:
         BadReading: not an object, or a value of the wrong kind.
     """
-    if not isinstance(told, dict):
-        raise BadReading(f"a reading is an object, not {_short(told)}")
+    if not isinstance(fields, dict):
+        raise BadReading(f"a reading is an object, not {_short(fields)}")
     return EndpointMetrics(
-        scraped_ms=_whole(told, "at") + shift_ms,
-        waiting=_amount(told, "waiting", math.inf),
-        running=_amount(told, "running", math.inf),
-        kv_utilisation=_amount(told, "kv", 1.0),
-        max_adapters=_whole(told, "max_adapters") if "max_adapters" in told else None,
-        active_adapters=_names(told, "active"),
-        waiting_adapters=_names(told, "waiting_adapters"),
-        fault=_fault(told),
-        failures=_whole(told, "failures") if "failures" in told else 0,
-        interval_ms=_whole(told, "every") if "every" in told else None,
-        before=_before(told, shift_ms),
+        scraped_ms=_whole(fields, "at") + shift_ms,
+        waiting=_amount(fields, "waiting", math.inf),
+        running=_amount(fields, "running", math.inf),
+        kv_utilisation=_amount(fields, "kv", 1.0),
+        max_adapters=_whole(fields, "max_adapters") if "max_adapters" in fields else None,
+        active_adapters=_names(fields, "active"),
+        waiting_adapters=_names(fields, "waiting_adapters"),
+        fault=_fault(fields),
+        failures=_whole(fields, "failures") if "failures" in fields else 0,
+        interval_ms=_whole(fields, "every") if "every" in fields else None,
+        before=_before(fields, shift_ms),
     )
 
 
-def _before(told: dict[str, Any], shift_ms: int) -> tuple[int, float] | None:
-    load = _amount(told, "before_load", math.inf)
-    return None if load is None else (_whole(told, "before") + shift_ms, load)
+def _before(fields: dict[str, Any], shift_ms: int) -> tuple[int, float] | None:
+    load = _amount(fields, "before_load", math.inf)
+    return None if load is None else (_whole(fields, "before") + shift_ms, load)
 
 
-def _whole(told: dict[str, Any], key: str) -> int:
-    value = told.get(key)
+def _whole(fields: dict[str, Any], key: str) -> int:
+    value = fields.get(key)
     if type(value) is not int or value < 0:
         raise BadReading(f"{key} of a reading is a whole number, not {_short(value)}")
     return value
 
 
-def _amount(told: dict[str, Any], key: str, most: float) -> float | None:
-    value = told.get(key)
+def _amount(fields: dict[str, Any], key: str, most: float) -> float | None:
+    value = fields.get(key)
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 <= value <= most:
@@ -134,8 +134,8 @@ def _amount(told: dict[str, Any], key: str, most: float) -> float | None:
     return float(value)
 
 
-def _names(told: dict[str, Any], key: str) -> frozenset[str]:
-    value = told.get(key)
+def _names(fields: dict[str, Any], key: str) -> frozenset[str]:
+    value = fields.get(key)
     if value is None:
         return NONE
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -143,8 +143,8 @@ def _names(told: dict[str, Any], key: str) -> frozenset[str]:
     return frozenset(value)
 
 
-def _fault(told: dict[str, Any]) -> str | None:
-    value = told.get("fault")
+def _fault(fields: dict[str, Any]) -> str | None:
+    value = fields.get("fault")
     if value is not None and not isinstance(value, str):
         raise BadReading(f"fault of a reading is a text, not {_short(value)}")
     return value
@@ -163,10 +163,10 @@ _SOONEST_STALE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`metrics` as last heard of, `age_s` seconds old.
+    """The newest `metrics` of an endpoint, `age_s` seconds old.
 
-    One that is not `known` is stale or tells of a failed scrape: its amounts are None and its adapters empty,
-    so that nothing can be picked by them, while `fault` and `failures` stay as they were.
+    If not `known`, it is stale or of a failed scrape: its amounts are None and its adapters empty, so that no
+    pick uses them; `fault` and `failures` are kept.
     """
 
     metrics: EndpointMetrics
@@ -199,11 +199,11 @@ class MetricsCache:
         return int(self._clock() * 1000)
 
     def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
-        """Note `readings`, whose `scraped_ms` is of this replica's clock, unless a newer one is newest."""
+        """Take `readings`, whose `scraped_ms` is of this replica's clock, unless a newer one is newest."""
         now_ms = self.now_ms()
         for address, metrics in readings.items():
             if metrics.scraped_ms > now_ms:
-                # Redis's clock was set back, or another server took over: it would hide all later readings.
+                # Redis's clock was set back, or another server took over: it would hide all newer readings.
                 metrics = dataclasses.replace(metrics, scraped_ms=now_ms)
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:
@@ -219,8 +219,8 @@ class MetricsCache:
     def snapshot(self, now_s: float | None = None) -> Mapping[str, Reading]:
         """Address -> its reading at `now_s` of the clock (default: now). Not to be changed.
 
-        Many picks share one snapshot: it is made anew after news, else every 10 ms, and ages are that exact.
-        """
+        Many picks share one snapshot: it is made after each update, else every 10 ms, and ages are that
+        exact."""
         now_s = self._clock() if now_s is None else now_s
         if self._snapshot_s < 0 or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
             self._snapshot = {

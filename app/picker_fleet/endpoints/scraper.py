@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_client import Connection, FetchError
-from picker_fleet.endpoints.metrics_page import BadPage, Engine
+from picker_fleet.endpoints.metrics_page import BadPage, Connection, Engine, FetchError
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
 
@@ -68,7 +67,7 @@ class ScrapeCost:
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
     """`fixed_s` is the configured interval, None for `auto`. `used` says whether requests are being placed by
-    what pages tell."""
+    metrics pages."""
 
     fixed_s: float | None
     used: Callable[[], bool]
@@ -239,19 +238,20 @@ class Scraper:
         return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
 
     async def _look(self, target: "_Target", interval_s: float, tick_s: float) -> None:
-        """Ask for the page if its time has come, else for a sign of life; hand in what there is to tell."""
+        """Ask for the page if its time has come, else for a sign of life; hand in the reading, if there is
+        one."""
         now_s = asyncio.get_running_loop().time()
         failures = target.failures
         is_due = failures or now_s - target.paged_s >= interval_s - tick_s / 2
-        told = await (self._scrape(target, interval_s) if is_due else self._probe(target))
-        if told is None:
+        reading = await (self._scrape(target, interval_s) if is_due else self._probe(target))
+        if reading is None:
             return
-        if failures == 0 and told.failures:
-            _log.warning("scraping %s fails: %s", target.address, told.fault)
-        elif failures and not told.failures:
+        if failures == 0 and reading.failures:
+            _log.warning("scraping %s fails: %s", target.address, reading.fault)
+        elif failures and not reading.failures:
             _log.info("scraping %s works again", target.address)
-        target.last = told
-        self._pending[target.address] = told
+        target.last = reading
+        self._pending[target.address] = reading
         self._any_pending.set()
 
     async def _scrape(self, target: "_Target", interval_s: float) -> EndpointMetrics:
@@ -295,18 +295,18 @@ class Scraper:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
         except TimeoutError:
-            # A host that is gone refuses nothing, it says nothing. Once may be this replica's own standstill.
+            # A host that is gone refuses nothing. One timeout may be a pause of this replica itself.
             if clock() - started_s > self._deadline_s + _LATE_S:
-                connection.unanswered = 0  # it could not have heard an answer
+                connection.unanswered = 0  # it could not have read an answer
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind
-            said = f"{SILENCE} {self._deadline_s:g} s"
+            why = f"{SILENCE} {self._deadline_s:g} s"
         except FetchError as fault:
-            kind, said = fault.kind, str(fault)
+            kind, why = fault.kind, str(fault)
         except BadPage as fault:
-            kind, said = "page", str(fault)
+            kind, why = "page", str(fault)
         self._meter.scrape_failed(target.address, kind, clock() - started_s)
-        return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=said, failures=target.failures + 1)
+        return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=why, failures=target.failures + 1)
 
     async def _publish_forever(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -342,7 +342,7 @@ class _Target:
         self.address = address
         self.connection = Connection(address, engine.path, probe_path=engine.probe_path)
         self.cost = ScrapeCost()
-        self.last: EndpointMetrics | None = None  # what was last told of it
+        self.last: EndpointMetrics | None = None  # the newest
         self.paged_s = -math.inf  # when its page was last asked for
 
     @property

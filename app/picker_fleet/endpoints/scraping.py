@@ -29,7 +29,7 @@ def assigned_replica(address: str, replicas: Sequence[str]) -> str:
         ValueError: `replicas` is empty.
     """
     if not replicas:
-        raise ValueError("nobody to own an endpoint: there are no replicas")
+        raise ValueError("no replica can own an endpoint: there are no replicas")
     return max(replicas, key=lambda replica: (_weight(address, replica), replica))
 
 
@@ -47,13 +47,12 @@ def _weight(address: str, replica: str) -> bytes:
 
 
 class ReplicaLiveness:
-    """Leaves out who has fallen silent, long before its membership lapses.
+    """Leaves out silent replicas, long before their membership lapses.
 
     A killed replica counts as live until `replica_silence` is over, which is too long for an endpoint to go
-    unread. Every replica speaks on the metrics channel several times a heartbeat; one that has been silent
-    for `silence_s`, while others were heard, is left out until it speaks. When nothing is heard at all it is
-    Redis that is silent, and nobody is judged. Times are seconds of one monotonic clock.
-    """
+    unread. Every replica publishes on the metrics channel several times a heartbeat; one that has been silent
+    for `silence_s`, while others published, is left out until it publishes. If none does, Redis is silent,
+    and all count as live. Times are seconds of one monotonic clock."""
 
     def __init__(self, replica: str, silence_s: float) -> None:
         self._replica = replica
@@ -61,13 +60,13 @@ class ReplicaLiveness:
         self._seen_s: dict[str, float] = {}
         self._newest_s = -math.inf
 
-    def link(self, now_s: float) -> None:
-        """The channel is heard anew: what was said before may have been missed."""
+    def on_subscribed(self, now_s: float) -> None:
+        """The subscription is new: messages may have been missed."""
         for replica in self._seen_s:
             self._seen_s[replica] = now_s
 
     def seen(self, replica: str, now_s: float) -> None:
-        """`replica` spoke."""
+        """`replica` published."""
         self._seen_s[replica] = self._newest_s = now_s
 
     def alive(self, live: Sequence[str], now_s: float) -> tuple[str, ...]:
@@ -80,7 +79,7 @@ class ReplicaLiveness:
         for gone in self._seen_s.keys() - frozenset(live):
             del self._seen_s[gone]
         for replica in live:
-            self._seen_s.setdefault(replica, now_s)  # it just joined and has its time to speak
+            self._seen_s.setdefault(replica, now_s)  # it just joined and has its time to publish
         return tuple(replica for replica in sorted(live) if self._is_there(replica))
 
     def _is_there(self, replica: str) -> bool:
@@ -99,9 +98,8 @@ class ScrapingTask:
     what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
     within one. While Redis is away everyone goes on with what is its own, in its own cache.
 
-    `picked_by` says whether requests are placed by what pages tell, `busy` whether any are in flight. Unless
-    they are placed by it, the fleet is told no more often than it takes to look at it: each telling wakes
-    every replica.
+    `picked_by` says whether requests are placed by metrics pages, `busy` whether any are in flight. Unless
+    `picked_by`, readings are published only as often as views need them: each message wakes every replica.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class ScrapingTask:
         self.readings = MetricsCache(scraping.stale_after, self._clock)
         self._channel = MetricsChannel(url, pool, replica, now_ms=self.readings.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        self._suspects: Sequence[str] = ()  # of which the others are to be told
+        self._suspects: Sequence[str] = ()  # to publish with the next batch
         soonest_s = scraping.interval or PROBE_S / 2
         shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
@@ -135,32 +133,33 @@ class ScrapingTask:
             meter=meter,
         )
         self._replica = replica
-        # The next word of others and the next look find the silence, still within a heartbeat.
+        # The silence is found by the look after the next message of others, still within a heartbeat.
         self._liveness = ReplicaLiveness(replica, self._look_s * _SILENT_LOOKS)
         self._live = live
         self._endpoints = endpoints
         self._meter = meter
-        self._shared: tuple[str, tuple[str, ...]] = ("", ())
+        self._assigned: tuple[str, tuple[str, ...]] = ("", ())
 
     def suspect(self, addresses: Sequence[str]) -> None:
-        """Have the pages of `addresses` read soon, by whoever reads them: requests there may be gone."""
+        """Have the pages of `addresses` read soon, by the replicas that scrape them: clients of requests
+        there may be gone."""
         self._scraper.suspect(addresses)
         self._suspects = tuple(addresses)
 
     async def run(self) -> None:
-        """Scrape, tell and listen until cancelled. Faults of Redis are waited out, never raised."""
+        """Scrape, publish and subscribe until cancelled. Faults of Redis are waited out, never raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._scraper.run(), name="scraper")
-                tasks.create_task(self._follow(), name="metrics-feed")
-                tasks.create_task(self._look_forever(), name="scraping-shares")
+                tasks.create_task(self._follow(), name="metrics-channel")
+                tasks.create_task(self._look_forever(), name="scraping-assignment")
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._channel.close())
 
     async def _follow(self) -> None:
         await self._channel.follow(
-            self._on_readings, on_subscribed=lambda: self._liveness.link(self._clock())
+            self._on_readings, on_subscribed=lambda: self._liveness.on_subscribed(self._clock())
         )
 
     def _on_readings(
@@ -181,19 +180,19 @@ class ScrapingTask:
     async def _look_forever(self) -> None:
         while True:
             version = self._endpoints.current.version
-            self._share()
+            self._assign()
             await self._forget_gone()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._endpoints.after(version)
 
-    def _share(self) -> None:
-        """Take up what is this replica's to scrape by what it knows now."""
+    def _assign(self) -> None:
+        """Scrape the endpoints that are this replica's by what it knows now."""
         now_s = self._clock()
         snapshot = self._endpoints.current
         present = self._liveness.alive(self._live(), now_s)
-        if (snapshot.version, present) != self._shared:
-            self._shared = snapshot.version, present
+        if (snapshot.version, present) != self._assigned:
+            self._assigned = snapshot.version, present
             addresses = (endpoint.address for endpoint in snapshot.endpoints)
             mine = assigned_endpoints(addresses, self._replica, present)
             _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
@@ -202,13 +201,14 @@ class ScrapingTask:
         self._meter.scrape_ages(len(self._scraper.targets), ages_s)
 
     async def _forget_gone(self) -> None:
-        """Forget endpoints that left; whoever would scrape one takes its reading out of Redis too."""
-        snapshot, (_, present) = self._endpoints.current, self._shared
+        """Forget endpoints that left; the replica that would scrape one removes its reading from Redis
+        too."""
+        snapshot, (_, present) = self._endpoints.current, self._assigned
         addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
         gone = self.readings.addresses - addresses
         if not snapshot.version or not gone:
             return
-        # Kept on the board until Redis has taken it, so that a fault is tried again.
+        # They are forgotten only when Redis has removed them, so that a fault is retried.
         mine = assigned_endpoints(gone, self._replica, present)
         with contextlib.suppress(StateUnavailable):
             await self._channel.remove(mine)

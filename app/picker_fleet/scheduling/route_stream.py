@@ -1,8 +1,9 @@
-"""The stream of routes and completions: what one replica routed and saw completed, every replica learns.
+"""The stream of routes and completions, by which every replica learns what the others routed and completed.
 
-It is a capped Redis stream that each replica appends to and follows, each on a connection of its own. It is a
-cache, not a ledger: an entry that was trimmed before it was read, or could not be written, is missed, which
-costs a cache hit or a sample. So nothing here waits for Redis, and no request waits for anything here.
+serve.py runs one RouteStream a replica; the choosers add to it. It is a capped Redis stream that each replica
+appends to and follows, each on a connection of its own. It is a cache, not a ledger: an entry that was
+trimmed before it was read, or could not be written, is missed, which costs a cache hit or a sample. No
+request waits for it.
 
 A replica applies its own routes at once, and those of others from the stream. All replicas apply completions
 from the stream, so that every replica has them in the same order. Completions that could not be written at
@@ -21,13 +22,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
-from redis import exceptions as redis_errors
-from redis.asyncio import Redis
-
+from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
-from picker_fleet.state.connection import client, raise_if_cancelled
+from picker_fleet.state.connection import raise_if_cancelled
+from picker_fleet.state.subscriptions import Command, CommandClient
 
 FLUSH_S: Final = 0.02  # between two writes, at least
 MAX_ENTRIES: Final = 4096
@@ -41,7 +41,6 @@ _BLOCK_MS = 1000
 _READ_S = 3.0  # longer than _BLOCK_MS: only a dead connection takes it
 _READ_ENTRIES = 16
 _PAUSE_S = 0.2
-_REDIS_ERRORS = (redis_errors.RedisError, OSError, TimeoutError)
 
 _ROUTE = struct.Struct(">cHH")
 _COMPLETION = struct.Struct(">cHd")
@@ -119,31 +118,31 @@ class RouteStream:
             group.create_task(self._follow(), name="routes-follow")
 
     async def _write(self) -> None:
-        while True:
-            client = self._client()
-            try:
-                async with client:
-                    while True:
-                        await self._pending.wait()
-                        await self._flush(client)
-                        await asyncio.sleep(FLUSH_S)
-            except _REDIS_ERRORS as error:
-                raise_if_cancelled()
-                _log.warning("routes not written: %s", error)
-            await asyncio.sleep(_PAUSE_S)
+        client = CommandClient(self._url, self._stream, deadline_s=_CALL_S)
+        try:
+            while True:
+                await self._pending.wait()
+                try:
+                    await self._flush(client)
+                    await asyncio.sleep(FLUSH_S)
+                except StateUnavailable as error:
+                    _log.warning("routes not written: %s", error)
+                    await asyncio.sleep(_PAUSE_S)
+        finally:
+            await client.close()
 
-    async def _flush(self, client: Redis) -> None:
+    async def _flush(self, client: CommandClient) -> None:
         self._pending.clear()
         routes, completions = list(self._routes), list(self._completions)
         self._routes.clear()
         self._completions.clear()
+        entries: list[Command] = [
+            ("XADD", self._stream, "MAXLEN", "~", MAX_ENTRIES, "*", "by", self._replica, "body", body)
+            for body in join_records(chain(routes, map(pack, completions)), MAX_ENTRY_BYTES)
+        ]
         try:
-            async with asyncio.timeout(_CALL_S), client.pipeline(transaction=False) as pipeline:
-                for body in join_records(chain(routes, map(pack, completions)), MAX_ENTRY_BYTES):
-                    entry: dict[Any, Any] = {"by": self._replica, "body": body}
-                    pipeline.xadd(self._stream, entry, maxlen=MAX_ENTRIES, approximate=True)
-                await pipeline.execute()
-        except _REDIS_ERRORS:
+            await client.execute(entries)
+        except StateUnavailable:
             # Redis may have written it all the same. A completion that counts twice is better than none.
             if self._is_retry:
                 self._apply(completions)
@@ -154,45 +153,46 @@ class RouteStream:
             self._is_retry = not self._is_retry
             raise
         self._is_retry = False
-        raise_if_cancelled()
 
     async def _follow(self) -> None:
-        while True:
-            client = self._client()
-            try:
-                async with client:
+        client = CommandClient(self._url, self._stream, deadline_s=_READ_S)
+        try:
+            while True:
+                try:
                     await self._resume(client)
                     while True:
                         await self._read(client)
-            except _REDIS_ERRORS as error:
-                raise_if_cancelled()
-                _log.warning("routes not followed: %s", error)
-            await asyncio.sleep(_PAUSE_S)
+                except (StateUnavailable, TimeoutError) as error:
+                    raise_if_cancelled()
+                    _log.warning("routes not followed: %s", str(error) or "no answer in time")
+                await asyncio.sleep(_PAUSE_S)
+        finally:
+            await client.close()
 
-    async def _resume(self, client: Redis) -> None:
+    async def _resume(self, client: CommandClient) -> None:
         """Find where to read on: after the last entry read, or `LOOK_BACK_S` ago.
 
         A stream whose newest entry is before the last entry read is another stream (Redis was emptied or
         replaced, and its clock is behind): it is read from `LOOK_BACK_S` ago.
         """
         async with asyncio.timeout(_CALL_S):
-            seconds, _ = await client.time()
-            newest: Any = await client.xrevrange(self._stream, count=1)
-        raise_if_cancelled()
+            (seconds, _), newest = await client.execute(
+                [("TIME",), ("XREVRANGE", self._stream, "+", "-", "COUNT", 1)]
+            )
         if not self._last_id or (newest and _id_parts(newest[0][0].decode()) < _id_parts(self._last_id)):
-            self._last_id = f"{max(0, int((seconds - LOOK_BACK_S) * 1000))}-0"
+            self._last_id = f"{max(0, int((int(seconds) - LOOK_BACK_S) * 1000))}-0"
 
-    async def _read(self, client: Redis) -> None:
+    async def _read(self, client: CommandClient) -> None:
         # While old entries are read, do not block for new ones: an empty answer ends the catch-up.
-        block = _BLOCK_MS if self._caught_up.is_set() else None
-        async with asyncio.timeout(_READ_S):
-            found: Any = await client.xread({self._stream: self._last_id}, count=_READ_ENTRIES, block=block)
-        raise_if_cancelled()
+        block = ("BLOCK", _BLOCK_MS) if self._caught_up.is_set() else ()
+        command = ("XREAD", "COUNT", _READ_ENTRIES, *block, "STREAMS", self._stream, self._last_id)
+        (found,) = await client.execute([command])
         if not found:
             self._caught_up.set()
             return
-        for entry_id, fields in (entry for _, entries in found for entry in entries):
+        for entry_id, flat in (entry for _, entries in found for entry in entries):
             self._last_id = entry_id.decode()
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
             own = fields.get(b"by") == self._replica
             try:
                 records = unpack(fields.get(b"body", b""))
@@ -208,10 +208,6 @@ class RouteStream:
                 self._latencies.add(record.address, record.seconds)
             else:
                 self._index.add(record.address, record.hashes)
-
-    def _client(self) -> Redis:
-        # The calls here set deadlines themselves: the client's own can swallow a cancellation on Python 3.11.
-        return client(self._url, self._stream)
 
 
 def pack(record: Record) -> bytes:
