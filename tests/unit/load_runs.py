@@ -6,8 +6,10 @@ from typing import Any
 from picker_tools.audit.auditor import audit
 from picker_tools.load.checks import Promise, check_promises
 from picker_tools.load.client import Answer
-from picker_tools.load.result import LogAudit, Parameters, RunResult, Sample
-from picker_tools.load.scenarios import SCENARIOS, Scenario
+from picker_tools.load.generator import LoadRates
+from picker_tools.load.result import LogAudit, RunResult, Sample
+from picker_tools.load.scenarios import SCENARIOS, Plan, Scenario
+from picker_tools.load.target import Target
 
 PER_SOURCE = 40
 
@@ -72,17 +74,9 @@ def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
         for number in range(PER_SOURCE)
     )
     good = RunResult(
-        scenario=found,
-        parameters=Parameters(
-            seed=1,
-            duration_s=20.0,
-            capacity_per_s=33.0,
-            rates_per_s=tuple(2.0 for _ in found.sources),
-            own=True,
-            mode="lean",
-            replicas=3,
-            endpoints=4,
-        ),
+        plan=Plan(found, duration_s=20.0, seed=1, max_requests=20_000),
+        target=Target("http://127.0.0.1:8080", "llama", ("",) * 3, ("",) * 4, mode="lean", own=True),
+        rates=LoadRates(tuple(2.0 for _ in found.sources), capacity_per_s=33.0),
         wall_s=1_700_000_000.0,
         sent=len(answers),
         answers=answers,

@@ -26,8 +26,8 @@ def outage(**fields: Any) -> RunResult:
     return run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, 10.0)]), **fields)
 
 
-def steady_with(**parameters: float) -> RunResult:
-    return run(parameters=replace(run().parameters, **parameters))
+def steady_with(**objectives: float) -> RunResult:
+    return run(plan=replace(run().plan, **objectives))
 
 
 def refused_in_outage(but: int = -1) -> RunResult:
@@ -242,7 +242,7 @@ NOT_PROVABLE: list[tuple[str, RunResult]] = [
         "no-errors",  # streams of a killed replica are cut in this mode, as promised
         replace(
             first("replica-crash", answer("client-1", fault="cut")),
-            parameters=replace(run().parameters, mode="standard"),
+            target=replace(run().target, mode="standard"),
         ),
     ),
 ]

@@ -72,7 +72,7 @@ def one_answer(run: RunResult) -> Finding:
         cases.append(f"{run.sent} requests were sent and {len(run.answers)} ended")
     if run.surplus_answers:
         cases.append(f"{run.surplus_answers} answers came beyond one a request")
-    short = [each for each in run.answers if run.parameters.own and _is_short(each)]
+    short = [each for each in run.answers if run.target.own and _is_short(each)]
     cases += [f"{answer}: {answer.tokens} tokens of {answer.asked_tokens}" for answer in short]
     left = sum(answer.left for answer in run.answers)
     return kept_unless(
@@ -150,13 +150,13 @@ def objective_ttft(run: RunResult) -> Finding:
     ttft = [
         each.first_s for each in run.answers if each.kind is Kind.SERVED and each.streamed and each.first_s
     ]
-    return _objective(ttft, run.parameters.slo_ttft_p95_s or 0.0)
+    return _objective(ttft, run.plan.slo_ttft_p95_s or 0.0)
 
 
 def objective_latency(run: RunResult) -> Finding:
     return _objective(
         [answer.last_s for answer in run.answers if answer.kind is Kind.SERVED],
-        run.parameters.slo_latency_p95_s or 0.0,
+        run.plan.slo_latency_p95_s or 0.0,
     )
 
 
@@ -224,7 +224,7 @@ _OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 
 
 def no_errors(run: RunResult) -> Finding:
-    if run.scenario.fault is Fault.KILL_REPLICAS and run.parameters.mode == "standard":
+    if run.scenario.fault is Fault.KILL_REPLICAS and run.target.mode == "standard":
         return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
     asked = [answer for answer in run.answers if not answer.left]
     bad = [answer for answer in asked if answer.kind is not Kind.SERVED]
@@ -244,8 +244,8 @@ def nothing_expires(run: RunResult) -> Finding:
 
 
 def overloaded(run: RunResult) -> Finding:
-    half_s = run.parameters.duration_s / 2
-    seen = [each for each in run.samples if half_s <= each.at_s <= run.parameters.duration_s]
+    half_s = run.plan.duration_s / 2
+    seen = [each for each in run.samples if half_s <= each.at_s <= run.plan.duration_s]
     if not seen:
         return unknown("the queue was not seen")
     waiting = sum(each.total_queued > 0 for each in seen) / len(seen)
@@ -261,7 +261,7 @@ def queue_drains(run: RunResult) -> Finding:
         return unknown("the queue was not seen")
     peaks: list[int] = []
     stuck: list[str] = []
-    for number in range(int(run.parameters.duration_s // wave.period_s)):
+    for number in range(int(run.plan.duration_s // wave.period_s)):
         begin_s, end_s = number * wave.period_s, (number + 1) * wave.period_s
         seen = [each.total_queued for each in run.samples if begin_s <= each.at_s < end_s]
         peaks.append(max(seen, default=0))
@@ -366,7 +366,7 @@ def outage_serves(run: RunResult) -> Finding:
     if not run.faults_injected.outages:
         return unknown("there was no outage")
     began_s, ended_s = run.faults_injected.outages[0]
-    end_s = run.parameters.duration_s if ended_s is None else ended_s
+    end_s = run.plan.duration_s if ended_s is None else ended_s
     before = _served_per_s(run, 0.0, began_s)
     if not before:
         return unknown("nothing was served before Redis went away")
@@ -391,7 +391,7 @@ def outage_bound(run: RunResult) -> Finding:
         return unknown("there was no outage")
     began_s, ended_s = run.faults_injected.outages[0]
     before = latest_before(run.samples, began_s)
-    end_s = run.parameters.duration_s if ended_s is None else ended_s
+    end_s = run.plan.duration_s if ended_s is None else ended_s
     # Also while the shared state is rebuilt: it could admit before it counts what runs.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [
@@ -500,12 +500,12 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
     """Checks of the scenario, then of the given objectives, then those of any load."""
     wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
-    parameters = run.parameters
-    if parameters.slo_ttft_p95_s is not None:
-        says = f"95 % of first tokens come within {parameters.slo_ttft_p95_s:g} s"
+    plan = run.plan
+    if plan.slo_ttft_p95_s is not None:
+        says = f"95 % of first tokens come within {plan.slo_ttft_p95_s:g} s"
         wanted.append(("slo-ttft", says, objective_ttft))
-    if parameters.slo_latency_p95_s is not None:
-        says = f"95 % of answers are whole within {parameters.slo_latency_p95_s:g} s"
+    if plan.slo_latency_p95_s is not None:
+        says = f"95 % of answers are whole within {plan.slo_latency_p95_s:g} s"
         wanted.append(("slo-latency", says, objective_latency))
     wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
     promises = []

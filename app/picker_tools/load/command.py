@@ -23,8 +23,8 @@ from picker_tools.load.checks import Verdict, check_promises
 from picker_tools.load.client import Kind
 from picker_tools.load.generator import Counts
 from picker_tools.load.result import RunResult, Sample
-from picker_tools.load.scenarios import SCENARIOS
-from picker_tools.load.session import Plan, Session
+from picker_tools.load.scenarios import SCENARIOS, Plan
+from picker_tools.load.session import Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.processes import expected_error

@@ -138,7 +138,7 @@ def _outcomes(axes: Axes, run: RunResult) -> None:
 
 
 def _waits(axes: Axes, run: RunResult) -> None:
-    width = max(1.0, (run.parameters.duration_s + 2) / _BINS)
+    width = max(1.0, (run.plan.duration_s + 2) / _BINS)
     for place, source in enumerate(run.sources):
         bins: dict[int, list[float]] = {}
         for at_s, length in run.waits(source):
@@ -211,7 +211,7 @@ def _over_time(axes: Axes, run: RunResult, title: str) -> None:
     for number, (at_s, _) in enumerate(run.faults_injected.kills):
         axes.axvline(at_s, color=_FAULT, ls="--", lw=1, label=None if number else "replica killed")
     for number, (began_s, ended_s) in enumerate(run.faults_injected.outages):
-        end_s = run.parameters.duration_s if ended_s is None else ended_s
+        end_s = run.plan.duration_s if ended_s is None else ended_s
         axes.axvspan(began_s, end_s, color=_FAULT, alpha=0.15, lw=0, label=None if number else "Redis away")
     axes.set_xlabel("seconds")
     axes.set_xlim(left=0)

@@ -31,7 +31,7 @@ def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
         "about": run.scenario.summary,
         "verdict": (Verdict.BROKEN if any_broken(promises) else Verdict.KEPT).value,
         "interrupted": run.interrupted,
-        "seed": run.parameters.seed,
+        "seed": run.plan.seed,
         "began": datetime.fromtimestamp(run.wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "parameters": _parameter_summary(run),
         "machine": {"cores": os.cpu_count(), "load_average_before": run.load_average},
@@ -64,18 +64,18 @@ def any_broken(promises: Sequence[Promise]) -> bool:
 
 
 def _parameter_summary(run: RunResult) -> dict[str, Any]:
-    given = run.parameters
+    plan, target = run.plan, run.target
     return {
-        "duration_s": given.duration_s,
-        "capacity_per_s": given.capacity_per_s,
-        "rates_per_s": dict(zip((each.name for each in run.sources), given.rates_per_s, strict=True)),
-        "fleet": "its own" if given.own else "found",
-        "mode": given.mode or None,
-        "replicas": given.replicas or None,
-        "endpoints": given.endpoints or None,
-        "config": run.scenario.config if given.own else None,
-        "slo_ttft_p95_s": given.slo_ttft_p95_s,
-        "slo_latency_p95_s": given.slo_latency_p95_s,
+        "duration_s": plan.duration_s,
+        "capacity_per_s": run.rates.capacity_per_s,
+        "rates_per_s": dict(zip((each.name for each in run.sources), run.rates.rates_per_s, strict=True)),
+        "fleet": "its own" if target.own else "found",
+        "mode": target.mode or None,
+        "replicas": (len(target.admins) if target.own else 0) or None,
+        "endpoints": len(target.endpoints) or None,
+        "config": run.scenario.config if target.own else None,
+        "slo_ttft_p95_s": plan.slo_ttft_p95_s,
+        "slo_latency_p95_s": plan.slo_latency_p95_s,
     }
 
 

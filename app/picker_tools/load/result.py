@@ -12,7 +12,9 @@ from picker_tools.audit.auditor import Auditor
 from picker_tools.audit.log import Entry, EntryError, LogStream, LogUnreadable
 from picker_tools.audit.report import Report
 from picker_tools.load.client import Answer, Kind
-from picker_tools.load.scenarios import BYTES_PER_TOKEN, Scenario, Source
+from picker_tools.load.generator import LoadRates
+from picker_tools.load.scenarios import BYTES_PER_TOKEN, Plan, Scenario, Source
+from picker_tools.load.target import Target
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
@@ -200,24 +202,6 @@ _SETTLING = 0.25  # of the duration: shares are counted after it, when the queue
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """The run's parameters. `capacity_per_s` is the rate of load 1, `rates_per_s` each source's arrivals.
-    `mode`, `replicas` and `endpoints` are '' and 0 if unknown, the objectives None if not given.
-    """
-
-    seed: int
-    duration_s: float
-    capacity_per_s: float
-    rates_per_s: tuple[float, ...]
-    own: bool
-    mode: str
-    replicas: int
-    endpoints: int
-    slo_ttft_p95_s: float | None = None
-    slo_latency_p95_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RunResult:
     """Times in seconds since the load began. `wall_s` is that moment by the clock of the machine.
 
@@ -226,8 +210,9 @@ class RunResult:
     than one if it was lost meanwhile, and none for a fleet that was found.
     """
 
-    scenario: Scenario
-    parameters: Parameters
+    plan: Plan
+    target: Target
+    rates: LoadRates
     wall_s: float
     sent: int
     answers: tuple[Answer, ...]
@@ -240,6 +225,10 @@ class RunResult:
     log_audits: tuple[LogAudit, ...] = ()
     interrupted: bool = False
     load_average: float = 0.0
+
+    @property
+    def scenario(self) -> Scenario:
+        return self.plan.scenario
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -311,7 +300,7 @@ class RunResult:
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        return _SETTLING * self.parameters.duration_s <= at_s <= self.parameters.duration_s
+        return _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
 
 
 def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:

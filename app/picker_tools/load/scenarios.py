@@ -116,6 +116,19 @@ class Scenario:
         return frozenset(source.objective for source in self.sources if source.objective)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run of `scenario` with at most `max_requests`. `rate_per_s` None: by what the fleet can serve."""
+
+    scenario: Scenario
+    duration_s: float
+    seed: int
+    max_requests: int
+    rate_per_s: float | None = None
+    slo_ttft_p95_s: float | None = None
+    slo_latency_p95_s: float | None = None
+
+
 # Three bands by header, for the scenarios that have to do with them.
 _OBJECTIVES: list[Mapping[str, Any]] = [
     {"name": "critical", "criticality": "Critical"},

@@ -5,7 +5,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 from statistics import median
 
@@ -24,12 +23,11 @@ from picker_tools.load.result import (
     EndpointSample,
     FaultsInjected,
     LogAudit,
-    Parameters,
     RunResult,
     Sample,
     read,
 )
-from picker_tools.load.scenarios import Fault, Scenario
+from picker_tools.load.scenarios import Fault, Plan
 from picker_tools.load.target import OwnFleet, Target
 
 _KILL_EVERY_S = (
@@ -142,19 +140,6 @@ _PROBE_S = 30.0
 _LOG_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What was asked for. `rate_per_s` None: by what the fleet can serve. `most` requests at most."""
-
-    scenario: Scenario
-    duration_s: float
-    seed: int
-    max_requests: int
-    rate_per_s: float | None = None
-    slo_ttft_p95_s: float | None = None
-    slo_latency_p95_s: float | None = None
-
-
 Show = Callable[
     [float, Counts, Sample | None], None
 ]  # seconds since the load began, counts, the latest state
@@ -222,8 +207,9 @@ class Session:
                     task.cancel()
             log_audits = (*faults_injected.log_audits, *await self._log())
             return RunResult(
-                scenario=scenario,
-                parameters=self._parameters(rates),
+                plan=plan,
+                target=self._target,
+                rates=rates,
                 wall_s=wall_s,
                 sent=generator.counts.sent,
                 answers=tuple(sorted(generator.counts.answers, key=lambda answer: answer.sent_s)),
@@ -323,18 +309,3 @@ class Session:
                 return (await asyncio.to_thread(read, self._target.redis),)
         except TimeoutError:
             return (LogAudit(None, why=f"the decision log could not be read within {_LOG_S:g} s"),)
-
-    def _parameters(self, found: LoadRates) -> Parameters:
-        plan = self._plan
-        return Parameters(
-            seed=plan.seed,
-            duration_s=plan.duration_s,
-            capacity_per_s=found.capacity_per_s,
-            rates_per_s=found.rates_per_s,
-            own=self._target.own,
-            mode=self._target.mode,
-            replicas=len(self._target.admins) if self._target.own else 0,
-            endpoints=len(self._target.endpoints),
-            slo_ttft_p95_s=plan.slo_ttft_p95_s,
-            slo_latency_p95_s=plan.slo_latency_p95_s,
-        )
