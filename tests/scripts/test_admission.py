@@ -157,7 +157,7 @@ async def test_without_a_ready_endpoint_a_request_is_refused(fleet: OpenFleet) -
         assert await it.at_rest()
 
 
-async def test_what_waits_is_served_when_an_endpoint_comes_back(fleet: OpenFleet) -> None:
+async def test_queued_requests_are_served_when_an_endpoint_returns(fleet: OpenFleet) -> None:
     # Given one waiting, and no endpoint left
     async with fleet("a", upper_per=1) as (_, a):
         await a.admit("runs")
@@ -206,7 +206,7 @@ async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFlee
 A, B = addresses(2)
 
 
-async def test_without_a_queue_all_are_placed_at_once_where_the_load_is_least(fleet: OpenFleet) -> None:
+async def test_without_a_queue_all_are_placed_at_once_on_the_least_loaded_endpoint(fleet: OpenFleet) -> None:
     # Given bounds of two requests, and no queue
     async with fleet("a", "b", endpoints=2, upper_per=1, queue_enabled=0) as (it, a, b):
         # When fifty come through either replica, of any flow and band
@@ -251,7 +251,7 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
         assert report.violations == 0, report.as_json()["promises"]
 
 
-async def test_without_a_queue_limits_hold_and_who_finds_none_below_its_own_is_refused(
+async def test_without_a_queue_a_request_is_refused_when_all_endpoints_are_at_their_limits(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a") as (_, a):

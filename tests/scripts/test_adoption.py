@@ -71,7 +71,7 @@ async def test_an_adopted_placed_request_stays_where_it_is(fleet: OpenFleet) -> 
         assert await it.at_rest()
 
 
-async def test_an_admission_told_twice_can_be_taken_back(fleet: OpenFleet) -> None:
+async def test_an_admission_that_is_repeated_can_be_cancelled(fleet: OpenFleet) -> None:
     # Given a request that was placed, when the reply is lost and the same stream asks again
     async with fleet("a", endpoints=4) as (it, a):
         placed = await a.admit("r", attempt=3)
@@ -94,7 +94,9 @@ async def test_a_late_cancel_of_the_old_owner_harms_no_queued_request(fleet: Ope
         assert (await it.counts())[1] == 2
 
 
-async def test_a_silent_replicas_requests_are_held_and_adopted_in_their_old_place(fleet: OpenFleet) -> None:
+async def test_a_silent_replicas_requests_are_orphaned_and_adopted_in_their_old_place(
+    fleet: OpenFleet,
+) -> None:
     # Given a request of a replica that falls silent, and a younger one of another
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")
@@ -117,7 +119,7 @@ async def test_a_silent_replicas_requests_are_held_and_adopted_in_their_old_plac
         assert await it.redis.zrange(it.keys.replicas, 0, -1) == ["b"]
 
 
-async def test_a_held_request_nobody_brings_is_abandoned(fleet: OpenFleet) -> None:
+async def test_an_orphaned_request_nobody_brings_is_abandoned(fleet: OpenFleet) -> None:
     # Given a held request
     async with fleet("a", "b", upper_per=1, silence_ms=200) as (it, a, b):
         await b.admit("runs")
@@ -167,7 +169,7 @@ async def test_nothing_is_granted_to_a_silent_replica(fleet: OpenFleet) -> None:
         await it.ledger()
 
 
-async def test_more_waiting_requests_than_one_sweep_walks_are_all_held(fleet: OpenFleet) -> None:
+async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
     # Given 250 waiting by a replica that falls silent, and ten of another among them
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await b.admit("runs")

@@ -28,14 +28,14 @@ async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -
     ]
 
 
-async def test_those_who_ask_at_once_get_each_their_own(asker: CommandClient) -> None:
+async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
     # Given many who ask at once / When they are answered / Then nobody has another's reply
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
 
 
-async def test_what_is_refused_is_told_and_the_rest_of_its_replies_are_not_mixed_up(
+async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(
     asker: CommandClient,
 ) -> None:
     await asker.execute([("SET", "a", 1)])
@@ -44,7 +44,7 @@ async def test_what_is_refused_is_told_and_the_rest_of_its_replies_are_not_mixed
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
 
 
-async def test_a_connection_that_was_closed_is_made_anew(asker: CommandClient, valkey_url: str) -> None:
+async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
     # Given a connection that the server has closed
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
@@ -57,7 +57,7 @@ async def test_a_connection_that_was_closed_is_made_anew(asker: CommandClient, v
     assert again[0] > known
 
 
-async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
+async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
     # Given one who waits for a reply that is long in coming
     slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
@@ -73,7 +73,7 @@ async def test_one_who_gives_up_leaves_no_reply_to_the_next(asker: CommandClient
         await slow
 
 
-async def test_a_server_that_is_not_the_primary_any_more_is_asked_for_anew(
+async def test_a_server_that_is_no_primary_any_more_is_replaced(
     asker: CommandClient, valkey_url: str
 ) -> None:
     # Given a connection to a server that has become somebody's replica

@@ -175,7 +175,7 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
         assert all(finding.checked > 50 for finding in report.findings)
 
 
-async def test_what_a_dead_replica_leaves_is_adopted(valkey_fleet: OpenFleet) -> None:
+async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -> None:
     # Given requests that wait through a replica which falls silent
     async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
         await b.beat()
@@ -199,7 +199,7 @@ async def test_what_a_dead_replica_leaves_is_adopted(valkey_fleet: OpenFleet) ->
         assert violations_of(report) == []
 
 
-async def test_a_capped_log_is_joined_on_the_way(valkey_fleet: OpenFleet, valkey_url: str) -> None:
+async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFleet, valkey_url: str) -> None:
     # Given a run of whose log the first part has been trimmed
     async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
@@ -212,7 +212,7 @@ async def test_a_capped_log_is_joined_on_the_way(valkey_fleet: OpenFleet, valkey
         assert code == 0
 
 
-async def test_the_command_tells_a_violation_and_its_evidence(
+async def test_the_command_reports_a_violation_and_its_evidence(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Given a log in which a request ends twice
@@ -239,7 +239,7 @@ async def test_a_pool_without_a_log_is_exit_code_2(
         assert f"pool '{it.pool}' has no decision log" in capsys.readouterr().err
 
 
-async def test_what_is_trimmed_while_the_log_is_read_is_told(
+async def test_entries_trimmed_while_the_log_is_read_are_reported(
     valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a log of several pages, of which the first has been read

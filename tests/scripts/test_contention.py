@@ -72,7 +72,7 @@ _STEPS = st.lists(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=_STEPS)
-async def test_whatever_owners_do_in_whatever_order_the_ledger_holds(
+async def test_the_ledger_balances_whatever_owners_do_in_whatever_order(
     valkey_fleet: OpenFleet, steps: list[tuple[str, int, int]]
 ) -> None:
     # Given three replicas, two flows of different weight, requests of different cost, few places

@@ -170,7 +170,7 @@ async def test_scores_decide_and_live_load_has_its_part(fleet: OpenFleet) -> Non
         assert listed(await a.admit("only", candidates=f"{E2}=0")) == [E2]
 
 
-async def test_equal_scores_do_not_herd_whoever_asks(fleet: OpenFleet) -> None:
+async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFleet) -> None:
     # Given four replicas that think alike of eight endpoints
     async with fleet("a", "b", "c", "d", endpoints=8, upper_per=200, live_weight=0.3) as it:
         scored = ",".join(f"{address}=0.7" for address in addresses(8))
@@ -181,7 +181,7 @@ async def test_equal_scores_do_not_herd_whoever_asks(fleet: OpenFleet) -> None:
         assert set((await it.state())["in_flight"].values()) == {125}
 
 
-async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: OpenFleet) -> None:
+async def test_an_endpoint_that_takes_nothing_new_is_not_picked_whatever_its_score(fleet: OpenFleet) -> None:
     # Given the best of three endpoints drained, and one of them at its flow's limit
     async with fleet("a", endpoints=3, upper_per=10) as (_, a):
         scored = f"{E1}=0.9,{E2}=0.8,{E3}=0.1"
@@ -193,7 +193,9 @@ async def test_what_cannot_be_picked_is_passed_over_whatever_its_score(fleet: Op
 
 
 @pytest.mark.parametrize("why", ["drained", "full"])
-async def test_what_cannot_be_picked_makes_the_load_of_others_no_smaller(fleet: OpenFleet, why: str) -> None:
+async def test_an_endpoint_that_takes_nothing_new_does_not_scale_the_load_of_others(
+    fleet: OpenFleet, why: str
+) -> None:
     # Given an endpoint that takes nothing of a flow, a busy one with the better score, and an idle one
     async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
         await a.admit("busy", subset=(E2,))
@@ -212,7 +214,7 @@ MARKS = pytest.mark.parametrize("what", ["drained", "down"])
 
 
 @MARKS
-async def test_nothing_new_goes_to_a_marked_endpoint_whoever_picks(fleet: OpenFleet, what: str) -> None:
+async def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(fleet: OpenFleet, what: str) -> None:
     # Given two endpoints with room for two each, and a request on the first
     async with fleet("a", "b", endpoints=2, upper_per=2) as (it, a, b):
         assert await a.admit("runs", subset=(E1,)) == Decision("placed", E1)

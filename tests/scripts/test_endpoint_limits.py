@@ -77,7 +77,7 @@ async def test_a_hot_prefix_does_not_pile_up_on_one_endpoint(fleet: OpenFleet) -
         assert not any(A in verdict.detail for verdict in verdicts[2:])
 
 
-async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
+async def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(fleet: OpenFleet) -> None:
     # Given one that fills the only endpoint some may go to
     async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), Endpoint(B), upper_per=ROOM)
@@ -102,7 +102,7 @@ async def test_who_may_only_go_to_a_full_endpoint_waits_and_blocks_nobody(fleet:
         await it.ledger()
 
 
-async def test_who_waits_for_an_endpoint_and_leaves_is_forgotten(fleet: OpenFleet) -> None:
+async def test_a_request_that_leaves_while_it_waits_for_an_endpoint_is_forgotten(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), limited(B, 1), Endpoint(C), upper_per=ROOM)
         for name in (A, B):
@@ -117,7 +117,7 @@ async def test_who_waits_for_an_endpoint_and_leaves_is_forgotten(fleet: OpenFlee
         assert await it.at_rest()
 
 
-async def test_a_grant_that_is_not_placed_yet_has_its_place(fleet: OpenFleet) -> None:
+async def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(fleet: OpenFleet) -> None:
     # Given two endpoints with one place each; one request runs, another was queued behind a pause and granted
     async with fleet("a", upper_per=ROOM) as (it, a):
         await a.publish(limited(A, 1), limited(B, 1), upper_per=ROOM)

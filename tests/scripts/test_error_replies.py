@@ -88,7 +88,7 @@ async def watched(
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
+async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_moment(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
@@ -104,7 +104,7 @@ async def test_what_everyone_is_answered_for_a_moment_is_asked_once_more(
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_what_everyone_is_answered_for_good_is_an_outage(
+async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
@@ -142,7 +142,7 @@ async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("why", ["OOM", "MISCONF"])
-async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
+async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
     server: tuple[int, Path], pool: str, why: str
 ) -> None:
     port, folder = server
@@ -162,7 +162,7 @@ async def test_a_redis_that_takes_no_writes_costs_only_who_comes_new(
         await it.ends()
 
 
-async def test_an_error_for_one_request_is_its_own(
+async def test_an_error_for_one_request_fails_it_alone(
     valkey_url: str, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
@@ -252,7 +252,7 @@ async def busy(redis: Redis) -> AsyncIterator[None]:
         ("elsewhere", without_replicas),  # NOREPLICAS
     ],
 )
-async def test_a_real_server_that_answers_everyone_so_for_good_is_away(
+async def test_a_real_server_with_a_lasting_error_for_everyone_is_an_outage(
     server: tuple[int, Path], pool: str, kind: str, provoked: Provoked
 ) -> None:
     port, _ = server

@@ -28,7 +28,7 @@ async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFlee
         await it.ledger()
 
 
-async def test_the_sweep_ends_what_has_expired(fleet: OpenFleet) -> None:
+async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
     # Given 50 expired requests of one replica and no capacity
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")

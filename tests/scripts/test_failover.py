@@ -73,7 +73,7 @@ async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
-async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_back_with_it(
+async def test_a_returning_replica_does_not_restore_requests_whose_end_others_reported(
     valkey_fleet: OpenFleet, names: tuple[str, ...]
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
@@ -101,7 +101,7 @@ async def test_what_others_heard_the_end_of_while_one_was_away_does_not_come_bac
 
 
 @pytest.mark.parametrize("empty", [False, True])
-async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_back(
+async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
@@ -123,7 +123,7 @@ async def test_what_one_that_is_still_away_has_heard_the_end_of_goes_when_it_is_
         await until(it.at_rest)
 
 
-async def test_what_runs_comes_back_also_where_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
+async def test_a_running_request_is_restored_even_if_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (away, here):
         # Given a request whose end was heard, and another of its id, let go later by one that is away
         here.end("x", await here.start_locally("x"))

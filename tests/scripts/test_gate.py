@@ -43,7 +43,7 @@ async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) 
         assert b.gate.waiting == 0
 
 
-async def test_a_lost_wake_up_is_made_good_by_the_heartbeat(fleet: OpenFleet) -> None:
+async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: OpenFleet) -> None:
     # Given a replica that never hears wake-ups
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("runs")

@@ -39,7 +39,7 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_ghosts_are_given_up_after_two_newer_pages_as_many_as_both_lack_the_oldest_first(
+async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
     fleet: OpenFleet,
 ) -> None:
     names = [f"r{i}" for i in range(6)]
@@ -81,7 +81,7 @@ async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fl
         assert await has(it, ["alive", "new"]) == {"alive", "new"}
 
 
-async def test_pages_that_say_nothing_or_are_of_another_clock_give_up_nobody(fleet: OpenFleet) -> None:
+async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         await a.admit("r")
         await seen(it, "r", ago_s=10)
@@ -126,7 +126,7 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
         assert await it.redis.exists(it.keys.prefix + "suspects") == 0
 
 
-async def test_a_suspect_that_gives_a_sign_of_life_is_none(fleet: OpenFleet) -> None:
+async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         await a.admit("r")
         await a.store.report_client_gone("r")

@@ -96,7 +96,7 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         await it.ledger()
 
 
-async def test_a_late_end_whose_place_is_lost_waits_where_it_stood(fleet: OpenFleet) -> None:
+async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
     # Given a body whose place was reaped before its end was answers, so that the first who waited has it
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         clock = Clock()

@@ -136,7 +136,7 @@ async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: 
         assert (await it.state())["in_flight"] == {E1: 0}
 
 
-async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_was_lost(
+async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(
     fleet: OpenFleet,
 ) -> None:
     # Given a placed request and a shared state that has been lost and published anew
@@ -162,7 +162,7 @@ async def test_what_runs_is_restored_from_its_accounting_token_after_the_state_w
         await it.ledger()
 
 
-async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fleet: OpenFleet) -> None:
+async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: OpenFleet) -> None:
     # Given two that were let go without the shared state, of which one has ended
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
@@ -197,7 +197,7 @@ async def test_what_has_ended_elsewhere_is_not_restored_by_who_has_not_heard(fle
         (0.0, 0.0, "unknown"),
     ],
 )
-async def test_a_tombstone_stops_what_was_alive_before_the_end_and_nothing_that_came_after(
+async def test_a_tombstone_stops_only_requests_seen_before_the_end(
     fleet: OpenFleet, ended_s: float, seen_s: float, answer: str
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
@@ -232,7 +232,7 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
         assert await it.redis.zrange(tombstones, 0, 0) == ["r600"]
 
 
-async def test_a_replica_cut_off_alone_does_not_bring_back_what_others_have_heard_end(
+async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(
     fleet: OpenFleet,
 ) -> None:
     # Given a request that one replica let go without the shared state, and whose end another is answers of
@@ -269,7 +269,7 @@ async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, toke
 @pytest.mark.parametrize(
     ("claimed", "unready", "taken"), [(1.0, 0, 1.0), (7.0, 0, 4.0), (1e12, 0, 4.0), (7.0, 2, 4.0)]
 )
-async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
+async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
     # Given a bound of four, also where some of its endpoints are down at the moment
@@ -287,7 +287,7 @@ async def test_a_accounting_token_takes_back_no_more_than_an_admission_gives(
         assert await it.at_rest()
 
 
-async def test_a_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
+async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
         # Given accounting tokens for an endpoint that nobody knows, then they restore nothing
@@ -315,7 +315,7 @@ async def test_an_old_accounting_token_of_an_ended_request_does_not_bring_it_bac
         assert await it.at_rest()
 
 
-async def test_a_restored_request_of_a_held_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
+async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
     # Given a held stream whose record is lost
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
@@ -353,7 +353,7 @@ async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, dam
         assert await it.at_rest()
 
 
-async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fleet: OpenFleet) -> None:
+async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (it, a, b):
 
         async def keys() -> list[str]:
@@ -385,7 +385,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_bring_them_back(fl
         assert len(await keys()) == 9
 
 
-async def test_an_endpoint_that_is_none_moves_nothing(fleet: OpenFleet) -> None:
+async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> None:
     # Given a request in flight, and one that was lost
     async with fleet("a") as (it, a):
         await a.admit("r")

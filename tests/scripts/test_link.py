@@ -88,7 +88,7 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
 
 
 @pytest.mark.parametrize("forgotten", ["renew", "admit"])
-async def test_an_end_stands_though_only_the_script_before_it_was_forgotten(
+async def test_an_end_takes_effect_although_only_the_script_before_it_was_forgotten(
     valkey_fleet: OpenFleet, forgotten: str
 ) -> None:
     # Given a server that has forgotten one script and knows the others
@@ -125,7 +125,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
         assert (await a.admit("r")).status == "placed"
 
 
-async def test_a_server_that_comes_later_is_found(pool: str, tmp_path: Path) -> None:
+async def test_a_server_that_starts_after_the_replica_is_found(pool: str, tmp_path: Path) -> None:
     # Given a replica whose Redis is not there
     port = free_port()
     a = Replica(url_of(port), pool, "a", silence_s=2.0)
@@ -153,7 +153,7 @@ async def _publishes(replica: Replica) -> bool:
     return True
 
 
-async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_settlement(
+async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (
@@ -184,9 +184,7 @@ async def test_a_server_that_never_answers_costs_each_call_its_deadline_and_no_s
         await it.ledger()
 
 
-async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
-    fleet: OpenFleet, redis_url: str
-) -> None:
+async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
     # Given calls on the way to a server that does not answer, durable ones too
     async with wire(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
@@ -202,9 +200,7 @@ async def test_what_is_unanswered_when_a_replica_stops_fails_at_once(
             await settled
 
 
-async def test_an_end_that_redis_takes_no_writes_for_is_told_when_it_does(
-    valkey_url: str, valkey_fleet: OpenFleet
-) -> None:
+async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
     # Given one in flight on a server that cannot write its file
     async with wire(valkey_url) as between, valkey_fleet("a", upper_per=1, through={"a": between.url}) as it:
         (a,) = it.replicas
@@ -222,7 +218,7 @@ async def test_an_end_that_redis_takes_no_writes_for_is_told_when_it_does(
         assert await it.at_rest()
 
 
-async def test_a_connection_that_is_back_says_so_by_itself(valkey_fleet: OpenFleet) -> None:
+async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFleet) -> None:
     # Given a link that nobody asks anything
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
@@ -255,7 +251,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         assert await it.at_rest()
 
 
-async def test_an_end_that_was_on_its_way_may_have_arrived_and_a_later_one_cannot(
+async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (

@@ -29,7 +29,9 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
     return served
 
 
-async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_them(fleet: OpenFleet) -> None:
+async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_apart(
+    fleet: OpenFleet,
+) -> None:
     # Given an attacker's flow and workload and another's, which joined by ':' read the same
     async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         attacker = {"flow": "llama3:8b", "workload": "chat"}
@@ -47,7 +49,7 @@ async def test_a_flow_and_a_workload_that_spell_the_key_of_others_do_not_meet_th
         assert (await audited(it)).violations == 0
 
 
-async def test_what_the_version_before_has_queued_is_served_in_its_order(fleet: OpenFleet) -> None:
+async def test_requests_that_the_previous_version_queued_are_served_in_its_order(fleet: OpenFleet) -> None:
     # Given requests of one workload that wait in a line spelled with ':', as the version before had it
     async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         await replica.admit("runs", flow="other")
@@ -78,7 +80,7 @@ async def test_what_the_version_before_has_queued_is_served_in_its_order(fleet: 
     ids=st.lists(REQUEST_IDS, min_size=4, max_size=4, unique=True),
     fairness=st.sampled_from(["weighted-fair", "none"]),
 )
-def test_all_scripts_bear_every_name(
+def test_all_scripts_accept_every_name(
     valkey_url: str, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
     pool = f"names-{next(_POOLS)}"

@@ -108,7 +108,7 @@ async def test_a_flow_that_was_idle_has_no_credit(fleet: OpenFleet) -> None:
         assert await it.at_rest()
 
 
-async def test_a_flow_that_comes_back_still_owes_what_it_has_had(fleet: OpenFleet) -> None:
+async def test_a_flow_that_comes_back_still_owes_for_its_service(fleet: OpenFleet) -> None:
     # Given x, whose one large request has been served, and y with a backlog of small ones
     async with fleet("a", upper_per=5, lower_per=0.5) as (it, a):
         await a.admit("runs", flow="other", cost=5)
@@ -122,7 +122,7 @@ async def test_a_flow_that_comes_back_still_owes_what_it_has_had(fleet: OpenFlee
         await it.ledger()
 
 
-async def test_a_request_that_leaves_leaves_no_hole(fleet: OpenFleet) -> None:
+async def test_a_request_that_leaves_the_queue_leaves_no_gap(fleet: OpenFleet) -> None:
     # Given two flows with three each, when the middle one of x leaves
     async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("runs", flow="other")
@@ -153,7 +153,7 @@ async def test_one_flow_name_in_two_bands_is_two_flows(fleet: OpenFleet) -> None
         assert await it.at_rest()
 
 
-async def test_those_who_come_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
+async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
     # Given two that came within a millisecond, and whose ids are the other way round, when they come again
     async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
@@ -201,7 +201,7 @@ async def test_without_a_share_nobody_is_served_out_of_turn(fleet: OpenFleet) ->
         assert by_guard(await it.log()) == []
 
 
-async def test_by_default_half_the_ttl_is_patience(fleet: OpenFleet) -> None:
+async def test_a_request_is_overdue_after_half_its_ttl_by_default(fleet: OpenFleet) -> None:
     # Given a short-lived and a long-lived request of equal age
     async with fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
@@ -214,7 +214,7 @@ async def test_by_default_half_the_ttl_is_patience(fleet: OpenFleet) -> None:
         assert (await it.state())["guard_dispatches_total"] == 1
 
 
-async def test_what_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
+async def test_a_request_that_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, starvation_ms=1) as (it, a):
         await a.admit("runs")
         for name in ("one", "two"):
@@ -228,7 +228,7 @@ async def test_what_ends_while_overdue_is_forgotten(fleet: OpenFleet) -> None:
         assert await it.at_rest()
 
 
-async def test_a_share_that_does_not_divide_one_is_kept_all_the_same(fleet: OpenFleet) -> None:
+async def test_a_guard_share_that_does_not_divide_one_is_kept_exactly(fleet: OpenFleet) -> None:
     # Given overdue requests enough, beside a higher band, and a share of 0.3
     async with fleet("a", upper_per=1, starvation_ms=30, flow_capacity=200, guard_share=0.3) as (it, a):
         await a.admit("runs")

@@ -170,7 +170,7 @@ async def test_a_grant_whose_subset_is_at_the_limit_goes_back_to_its_place(fleet
 
 
 @pytest.mark.parametrize("when", ["queued", "running", "unknown"])
-async def test_an_operator_evicts_what_waits(fleet: OpenFleet, when: str) -> None:
+async def test_an_operator_evicts_queued_requests(fleet: OpenFleet, when: str) -> None:
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         await a.admit("running")
         await a.admit("queued")

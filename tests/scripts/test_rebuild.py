@@ -84,7 +84,7 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
         await it.ledger()
 
 
-async def test_streams_are_registered_before_waiters_where_redis_is_slow(fleet: OpenFleet) -> None:
+async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: OpenFleet) -> None:
     # Given four streams and five waiters of a replica, and a state that was lost and is published again
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
@@ -113,7 +113,7 @@ async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFle
         assert (await it.counts())[0] == 1
 
 
-async def test_access_log_entries_restore_what_no_replica_holds(fleet: OpenFleet) -> None:
+async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFleet) -> None:
     # Given a stream that only Envoy knows of, and a state that was lost
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
@@ -165,7 +165,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         await until(it.at_rest)
 
 
-async def test_a_replica_that_was_away_too_long_registers_what_it_holds(fleet: OpenFleet) -> None:
+async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
     # Given a stream and a waiter of a replica that the others have given up
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, (waiter,) = await filled(it, 2, 1)
@@ -223,7 +223,7 @@ def settled(server: Server) -> bool:
     return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_a_accounting_token_of_a_request_that_has_ended_restores_nothing_in_a_calm_fleet(
+def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(
     server: Server,
 ) -> None:
     assert settled(server)
@@ -239,7 +239,7 @@ def test_a_accounting_token_of_a_request_that_has_ended_restores_nothing_in_a_ca
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
-def test_what_was_given_up_unheard_comes_back_with_its_sign_of_life_and_ends_for_good(server: Server) -> None:
+def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends_once(server: Server) -> None:
     assert settled(server)
     server.admit("r")
     # Given a request that nobody could report for a lease
@@ -253,7 +253,7 @@ def test_what_was_given_up_unheard_comes_back_with_its_sign_of_life_and_ends_for
     assert server.report("r", TOKEN) == "unknown"
 
 
-def test_what_was_given_up_is_forgotten_with_its_end_and_in_an_hour(server: Server) -> None:
+def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Server) -> None:
     assert settled(server)
     for name in ("ends", "stays"):
         server.admit(name)
@@ -271,14 +271,14 @@ def test_what_was_given_up_is_forgotten_with_its_end_and_in_an_hour(server: Serv
     assert not server.exists("unheard")
 
 
-def test_a_damaged_record_of_a_request_that_runs_is_made_good_by_its_accounting_token(server: Server) -> None:
+def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_token(server: Server) -> None:
     assert settled(server)
     server.admit("r")
     server.damage("r")
     assert server.report("r", TOKEN) == "restored"
 
 
-def test_after_the_state_was_lost_what_runs_comes_back_for_a_lease(server: Server) -> None:
+def test_after_a_loss_running_requests_are_restored_for_a_lease(server: Server) -> None:
     assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
@@ -291,7 +291,7 @@ def test_after_the_state_was_lost_what_runs_comes_back_for_a_lease(server: Serve
     assert server.report("late", TOKEN) == "unknown"
 
 
-def test_after_a_failover_that_lost_the_last_writes_what_they_placed_comes_back(server: Server) -> None:
+def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Server) -> None:
     assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
@@ -305,7 +305,7 @@ def test_after_a_failover_that_lost_the_last_writes_what_they_placed_comes_back(
     assert server.report("late", TOKEN) == "unknown"
 
 
-def test_when_a_replica_comes_back_what_it_has_seen_alive_is_believed(server: Server) -> None:
+def test_when_a_replica_returns_its_renewals_restore_requests(server: Server) -> None:
     assert settled(server)
     # Given the fleet's only replica, which could not reach the server for longer than it is believed
     server.passes(2 * SILENCE_MS)
@@ -317,7 +317,7 @@ def test_when_a_replica_comes_back_what_it_has_seen_alive_is_believed(server: Se
     assert server.report("other", TOKEN) == "unknown"
 
 
-def test_what_was_let_go_without_the_shared_state_is_believed_for_a_lease_by_anybody(server: Server) -> None:
+def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: Server) -> None:
     assert settled(server)
     # Given requests let go by a replica that alone is without the shared state
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())

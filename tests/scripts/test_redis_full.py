@@ -60,7 +60,7 @@ class Clients:
             await asyncio.sleep(0)
 
 
-async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(server: int, pool: str) -> None:
+async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: int, pool: str) -> None:
     async with running(url_of(server), pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
@@ -101,7 +101,7 @@ async def test_a_full_redis_refuses_what_is_new_and_the_fleet_empties_itself(ser
         await until(it.at_rest)
 
 
-async def test_who_waits_in_a_full_redis_expires_in_time(server: int, pool: str) -> None:
+async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: int, pool: str) -> None:
     async with running(url_of(server), pool, "a", upper_per=1, listening=True) as it:
         (a,) = it.replicas
         # Given one that waits on a server that has no room since

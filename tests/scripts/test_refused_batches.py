@@ -73,7 +73,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
         await it.ledger()
 
 
-async def test_an_end_stands_though_its_admission_was_asked_for_again(valkey_fleet: OpenFleet) -> None:
+async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
     # Given a broken flow
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")
@@ -93,7 +93,7 @@ async def test_an_end_stands_though_its_admission_was_asked_for_again(valkey_fle
 
 
 @pytest.mark.parametrize("how", ["cancel", "settle"])
-async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_whole(
+async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
     valkey_fleet: OpenFleet, how: str
 ) -> None:
     # Given two of a flow in the queue, and one of a flow that breaks then
@@ -120,7 +120,7 @@ async def test_those_who_leave_a_queue_beside_one_whose_flow_is_broken_leave_it_
         await it.ledger()
 
 
-async def test_an_admission_that_failed_half_way_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
+async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
     # Given a script that failed after it had put a request into its queue, and is not asked again
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await a.admit("runs")

@@ -97,7 +97,7 @@ def reading(scraped_ms: int) -> EndpointMetrics:
     )
 
 
-async def test_a_follower_hears_what_is_published_on_its_own_clock(
+async def test_a_follower_receives_readings_on_its_own_clock(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
     # Given a follower whose clock is at 50 s
@@ -113,7 +113,7 @@ async def test_a_follower_hears_what_is_published_on_its_own_clock(
     assert follower.suspects == ["b:1"]
 
 
-async def test_who_comes_later_catches_up_with_ages_of_redis_clock(
+async def test_a_new_follower_catches_up_with_ages_by_redis_clock(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
     # Given two batches that nobody follower
@@ -132,7 +132,7 @@ async def test_who_comes_later_catches_up_with_ages_of_redis_clock(
     assert replace(follower.readings["a:1"], scraped_ms=0, before=None) == replace(reading(0), before=None)
 
 
-async def test_of_its_own_messages_it_hears_that_they_came(
+async def test_a_follower_receives_its_own_messages_empty(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
     one, _ = pair
@@ -149,7 +149,7 @@ async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[MetricsChannel, Metr
         await follower.until(lambda: ("one", {}) in follower.batches)
 
 
-async def test_what_left_is_removed(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
+async def test_removed_readings_are_gone(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
     # Given two stored readings / When one is removed
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
@@ -159,7 +159,7 @@ async def test_what_left_is_removed(pair: tuple[MetricsChannel, MetricsChannel])
     assert (await one.stored()).keys() == {"b:1"}
 
 
-async def test_pools_do_not_hear_each_other(
+async def test_pools_do_not_receive_each_others_readings(
     redis_url: str, pair: tuple[MetricsChannel, MetricsChannel]
 ) -> None:
     one, two = pair
@@ -170,7 +170,7 @@ async def test_pools_do_not_hear_each_other(
     assert follower.readings.keys() == {"a:1"}
 
 
-async def test_what_cannot_be_read_is_left_out(
+async def test_unreadable_readings_are_left_out(
     redis_url: str, pool: str, pair: tuple[MetricsChannel, MetricsChannel]
 ) -> None:
     # Given a hash and a channel on which others write nonsense

@@ -225,7 +225,7 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
         asked.cancel()
 
 
-async def test_what_a_silent_replica_scraped_is_scraped_by_the_others(
+async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
     # Given three replicas
@@ -276,9 +276,7 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
         await until(lambda: known() == sorted(simulators))
 
 
-async def test_a_replica_ends_whenever_it_is_told_to(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_a_replica_stops_at_any_moment(valkey_url: str, pool: str, simulators: list[str]) -> None:
     # Given replicas that are told to end at another moment each, most of them while they connect
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(address) for address in simulators)))

@@ -59,7 +59,9 @@ async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
         running.cancel()
 
 
-async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet, for_long: None) -> None:
+async def test_a_snapshot_that_one_replica_has_read_serves_the_others(
+    valkey_fleet: OpenFleet, for_long: None
+) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         await wait_in_line(it)
         # Given flow queues that one has read, and a queue that has changed since
@@ -74,7 +76,7 @@ async def test_what_one_replica_has_read_the_others_take(valkey_fleet: OpenFleet
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
-async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
+async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
     async with valkey_fleet(*"abcde", upper_per=1) as it:
         await wait_in_line(it)
         first, *others = await asyncio.gather(*(queues_of(each) for each in it.replicas))
@@ -82,7 +84,7 @@ async def test_of_many_who_ask_at_once_one_reads(valkey_fleet: OpenFleet, for_lo
         assert all(each == first for each in others)
 
 
-async def test_a_replica_that_dies_while_it_reads_does_not_keep_the_others(valkey_fleet: OpenFleet) -> None:
+async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
         # Given one that was told to read, and of which nothing more is heard
@@ -118,7 +120,7 @@ async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for
         assert await it.redis.exists(it.keys.queue_snapshot) == 0
 
 
-async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFleet) -> None:
+async def test_a_snapshot_of_another_version_is_ignored(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
@@ -127,7 +129,7 @@ async def test_what_another_version_has_left_is_passed_over(valkey_fleet: OpenFl
             assert await left(it) == other
 
 
-async def test_nobody_reads_what_nobody_asks_for(valkey_fleet: OpenFleet) -> None:
+async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:

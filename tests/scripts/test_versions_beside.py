@@ -76,7 +76,7 @@ def test_a_newer_version_continues_with_the_counters_of_an_older_one(
         assert len(server.hget(key, "counters") or b"") == len(counters)
 
 
-def test_the_page_of_upgrades_tells_of_the_layouts_in_use() -> None:
+def test_the_page_of_upgrades_names_the_layouts_in_use() -> None:
     # Given the packed layouts: to change one decides which versions may share a pool
     page = Path(__file__).parents[2] / "docs" / "upgrading.md"
     # When they are looked for on the page

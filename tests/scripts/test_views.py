@@ -218,7 +218,7 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
         assert await a.store.reads.workload("nobody") is None
 
 
-async def test_replicas_and_decisions_are_told(fleet: OpenFleet) -> None:
+async def test_replicas_and_decisions_are_listed(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, a, b):
         await b.store.leave()
         found = {each.id: each for each in await a.store.reads.replicas()}
@@ -366,7 +366,7 @@ async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> 
         assert await lists.flow("nobody") is None
 
 
-async def test_reasons_name_what_stands_in_the_way(valkey_fleet: OpenFleet) -> None:
+async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", joined=CONFIG) as (it, a):
         await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0), ("q2", "gold", Band.DEFAULT, 1.0))
         lists = lists_of(a)
@@ -404,7 +404,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
                 await call
 
 
-async def test_more_flows_than_are_read_are_listed_still(
+async def test_more_flows_than_are_read_are_still_listed(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more flows than a look at all of them takes in
@@ -418,7 +418,7 @@ async def test_more_flows_than_are_read_are_listed_still(
         assert {each["fair_share"] for each in flows} == {None}
 
 
-async def test_service_is_told_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
+async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", joined=CONFIG) as (it, a):
         lists = lists_of(a)
         await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0))
