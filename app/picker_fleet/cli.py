@@ -28,7 +28,7 @@ _COMMANDS = {
     "top": ("picker_tools.top.command", "the fleet on a terminal, live"),
     "load": (
         "picker_tools.load.command",
-        "run a load scenario, judge it by the fleet's promises, write a report",
+        "run a load scenario, check the fleet's promises, write a report",
     ),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
 }

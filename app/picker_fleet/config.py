@@ -2,7 +2,7 @@
 
 Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
 starts. The sections are in `sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
-seconds) and held as float seconds. YAML is read in its safe subset, and no key may be there twice in one
+seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice in one
 mapping.
 """
 
@@ -122,7 +122,7 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _two_doors(self) -> Self:
+    def _two_listeners(self) -> Self:
         if self.extproc.listen == self.admin.listen and split_host_port(self.admin.listen)[1] != 0:
             raise ValueError(f"extproc.listen and admin.listen are both {self.admin.listen}")
         return self
@@ -217,7 +217,7 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
         text = "unknown key" + (f"; valid here: {valid}" if valid else "")
     else:
         text = error["msg"].removeprefix("Value error, ")
-        # A URL or a token may hold a secret, and a whole section is no news to whoever wrote it.
+        # A URL or a token may have a secret, and a whole section is too long.
         if error["type"] != "missing" and not isinstance(error["input"], dict) and not _is_secret(loc):
             text += f" (got {str(error['input'])[:60]!r})"
     return " ".join(f"{where}: {text}".split())

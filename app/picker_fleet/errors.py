@@ -6,13 +6,13 @@
     ├── MissingExtra             a command needs an optional package that is not installed
     └── RequestError             a request that gets an answer from the picker itself
         ├── BadRequest           400: malformed body or headers
-        ├── UnknownPath          404: nothing that a model server may be asked
-        ├── TooManyReads         429: more lists of models asked for than are let through
+        ├── UnknownPath          404: no path of a model server
+        ├── TooManyReads         429: too many lists of models requested
         ├── PayloadTooLarge      413
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
         ├── BufferFull           503: the replica holds as many bytes of bodies as it may
         ├── NoEndpoints          503: nothing to pick from
-        ├── ClientGone           499: nobody is left to read it
+        ├── ClientGone           499: the client has left
         ├── DeadlineExceeded     504: the client's own deadline passed
         ├── StateFault           the shared state did not do what it was asked
         │   ├── StateUnavailable 503: it cannot be reached
@@ -125,7 +125,7 @@ class ClientGone(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """Waited past the client's own deadline (intake.py has the headers that tell it)."""
+    """Waited past the client's own deadline (intake.py has the headers)."""
 
     status = 504
     code = "deadline_exceeded"
@@ -145,7 +145,7 @@ class StateUnavailable(StateFault):
 
 
 class WritesRefused(StateFault):
-    """Redis is out of memory, or cannot write its file. What ends a request goes on."""
+    """Redis is out of memory, or cannot write its file. Ends of requests are still taken."""
 
     status = 503
     code = "writes_refused"
@@ -153,7 +153,7 @@ class WritesRefused(StateFault):
 
 
 class ScriptFailed(StateFault):
-    """Redis answered what this one request asked with an error; nobody else has to do with it."""
+    """Redis answered what this one request asked with an error; no other request is affected."""
 
     status = 500
     code = "script_failed"
@@ -174,7 +174,7 @@ class Saturated(Dropped):
 
 
 class TotalCapacity(Dropped):
-    """The queue's total capacity is in use, whoever asks (docs/fairness.md, "Capacity and preemption")."""
+    """The queue's total capacity is in use (docs/fairness.md, "Capacity and preemption")."""
 
     code = "total_capacity"
 

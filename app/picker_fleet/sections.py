@@ -316,7 +316,7 @@ class Scheduling(Section):
     scorers: tuple[Scorer, ...] = ()
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
-    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints tell of
+    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:

@@ -1,8 +1,8 @@
 """The fleet's signature on what leaves it and comes back: tokens, session tokens, questions of replicas.
 
 The keys are the fleet's, kept in Redis; each heartbeat offers those that this replica holds and takes those
-in force (lua/heartbeat.lua), so that they survive the loss of the shared state. The newest key is told a
-whole period before it signs: no replica meets a signature by a key that it has not heard of.
+in force (lua/heartbeat.lua), so that they survive the loss of the shared state. The newest key is distributed
+a whole period before it signs, so that every replica knows it before it meets a signature.
 
 A signature is 28 visible characters: the name of its key and 96 bits of a keyed BLAKE2b.
 """
@@ -24,39 +24,39 @@ LENGTH: Final = _NAME + 24  # of a signature
 
 
 class Keyring:
-    """The keys that this replica holds. One that has not heard of the fleet's yet uses one of its own.
+    """The keys that this replica knows. Until it knows the fleet's it uses one of its own.
 
     `version` grows with each change of the keys. `accepts_unsigned` says that a replica of a version that
-    does not sign has been at work lately (docs/upgrading.md).
+    does not sign has run lately (docs/upgrading.md).
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.accepts_unsigned = False
-        self._fresh = secrets.token_hex(_KEY_BYTES)  # what the fleet may take for its next one
-        self._held: tuple[str, ...] = ()  # newest first
+        self._fresh = secrets.token_hex(_KEY_BYTES)  # a candidate for the fleet's next key
+        self._keys: tuple[str, ...] = ()  # newest first
         self._use((self._fresh,))
 
     def offer(self) -> str:
-        """For the heartbeat: a key that nobody has used, then those held, newest first, parted by blanks."""
-        return " ".join((self._fresh, *self._held))
+        """For the heartbeat: an unused key, then the known ones, newest first, separated by blanks."""
+        return " ".join((self._fresh, *self._keys))
 
     def take(self, keys: str) -> None:
-        """The heartbeat's answer: the keys in force, newest first, parted by blanks."""
-        held = tuple(keys.split())
-        if not held or held == self._held:
+        """The heartbeat's answer: the keys in force, newest first, separated by blanks."""
+        keys_in_force = tuple(keys.split())
+        if not keys_in_force or keys_in_force == self._keys:
             return
-        self._held = held
-        if self._fresh in held:
+        self._keys = keys_in_force
+        if self._fresh in keys_in_force:
             self._fresh = secrets.token_hex(_KEY_BYTES)
-        self._use(held)
+        self._use(keys_in_force)
 
     def _use(self, keys: tuple[str, ...]) -> None:
         self._macs = {}
         for key in keys:
             mac = hashlib.blake2b(key=bytes.fromhex(key), digest_size=(LENGTH - _NAME) // 2)
             self._macs[hashlib.blake2b(bytes.fromhex(key)).hexdigest()[:_NAME]] = mac
-        # The second: the newest one may not have reached everyone.
+        # The second: the newest one may not have reached every replica.
         self._name = list(self._macs)[min(1, len(self._macs) - 1)]
         self.version += 1
 

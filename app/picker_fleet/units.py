@@ -87,7 +87,7 @@ def endpoint_address(value: object) -> str:
     """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
 
     Raises:
-        ValueError: the host is no IP address (Envoy is told addresses, never names) or the port is 0.
+        ValueError: the host is no IP address (Envoy takes addresses, not names) or the port is 0.
     """
     host, port = split_host_port(str(value))
     if not 1 <= port <= 65535:
@@ -133,7 +133,7 @@ def starting_with(*prefixes: str) -> Callable[[str], str]:
 
 
 def bearer_token(text: str) -> str:
-    """A token as a header can carry it, without the line feed that files and secrets are apt to end in.
+    """A token as a header can carry it, without the newline at the end of files and secrets.
 
     Raises:
         ValueError: it is empty or too long, or has a character that a header could not bring.

@@ -78,20 +78,20 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_others_re
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
-            # Given two that were placed by Redis, and one that a replica lets go when it is away
+            # Two are placed by Redis, one by a replica that has lost it.
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
             placements = {kept: await here.start_locally(kept), gone: await away.start_locally(gone)}
             away.leave()
             placements[alone] = await away.start_locally(alone)
             for name, placement in placements.items():
                 away.gate.renew(Alive(name, E1, placement.accounting_token))
-            # When the others, which still have Redis, see it alive, too, and hear that two have ended
+            # The others, which still have Redis, receive its sign of life and then two ends.
             here.gate.renew(Alive(alone, E1, placements[alone].accounting_token))
             await until(lambda those={kept, gone, alone}: _in_flight(it, those))
             for name in (alone, gone):
                 (others or [here])[-1].end(name, placements[name])
             await until(lambda those={kept}: _in_flight(it, those))
-            # Then the one that was away brings back neither
+            # The replica that was away restores neither.
             await away.shared()
             assert await _in_flight(it, {kept})
             here.end(kept, placements[kept])
@@ -105,7 +105,7 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
-        # Given two that are both away, of which one hears the end of what the other lets go
+        # Both have lost Redis, and one receives the end of what the other placed.
         other.leave()
         one.leave()
         placement = await one.start_locally("x")
@@ -113,11 +113,10 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
         other.end("x", placement)
         if empty:
             await it.redis.flushall()
-        # When both are back, in whatever order, and one leaves and comes again
+        # Both are back, and one fails over once more.
         await one.shared()
         one.leave()
         await asyncio.gather(one.shared(), other.shared())
-        # Then it does not count, and what runs does
         await until(lambda: _in_flight(it, {"runs"}))
         one.end("runs", running)
         await until(it.at_rest)
@@ -125,13 +124,12 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
 
 async def test_a_running_request_is_restored_even_if_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (away, here):
-        # Given a request whose end was heard, and another of its id, let go later by one that is away
+        # After the end of a request, another with its id is placed by a replica that has lost Redis.
         here.end("x", await here.start_locally("x"))
         await until(it.at_rest)
         await it.after(2_100)
         away.leave()
         placement = await away.start_locally("x")
-        # When it comes back, then that one counts
         await away.shared()
         await until(lambda: _in_flight(it, {"x"}))
         here.end("x", placement)

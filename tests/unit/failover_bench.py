@@ -146,19 +146,19 @@ class Bench:
     def _poked(self, *, full: bool = True) -> None:
         self.pokes += full
 
-    def tell_peers(self, told: Sequence[str] | None = None, **degraded: bool) -> None:
+    def tell_peers(self, answered: Sequence[str] | None = None, **degraded: bool) -> None:
         """What the live replicas say: those named that they are degraded, and all which returns they have
-        `told` their ends for; None, as a version that does not say."""
-        said = {} if told is None else {"told": told}
+        `answered`; None, as from a version without this field."""
+        fields = {} if answered is None else {"told": answered}
         about: Mapping[str, Mapping[str, Any]] = {
-            name: {"degraded": degraded.get(name, False), **said} for name in ("a", "b")
+            name: {"degraded": degraded.get(name, False), **fields} for name in ("a", "b")
         }
         self.gate.update_peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None) -> None:
-        note = placement.accounting_token if placement is not None else ""
+        token = placement.accounting_token if placement is not None else ""
         self.gate.settle(
-            Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=note)
+            Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=token)
         )
 
     @property
@@ -169,8 +169,11 @@ class Bench:
 
     def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
         """Redis answers heartbeats until the replica resyncs."""
-        while self.gate.state is FailoverState.LOCAL:
+        for _ in range(100):
+            if self.gate.state is not FailoverState.LOCAL:
+                return
             self.gate.heartbeat_answered(pulse)
+        raise AssertionError("the replica does not resync")
 
     @property
     def free(self) -> float:

@@ -31,10 +31,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def lender(lend: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
-    """The address of a replica of pool `p` that answers by `lend`."""
+async def replica(transfer: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
+    """The address of a replica of pool `p` that answers by `transfer`."""
     address = ""
-    async with serving_on(handlers("p", lend, KEYS, lambda: address)) as bound:
+    async with serving_on(handlers("p", transfer, KEYS, lambda: address)) as bound:
         address = bound
         yield address
 
@@ -52,14 +52,14 @@ async def gives(least: float, most: float) -> float:
     return min(most, 2.0)
 
 
-async def test_given_a_replica_with_places_when_asked_then_it_gives() -> None:
-    async with lender(gives) as address, peers() as them:
+async def test_a_replica_with_free_budget_gives_some() -> None:
+    async with replica(gives) as address, peers() as them:
         assert await them.ask(address, 1.0, 5.0) == 2.0
         assert await them.ask(address, 1.0, 1.0) == 1.0
 
 
-async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given() -> None:
-    async with lender(gives) as address, peers("other") as strangers:
+async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
+    async with replica(gives) as address, peers("other") as strangers:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         async with grpc.aio.insecure_channel(address) as channel:
             for question in (
@@ -78,17 +78,17 @@ async def test_given_another_pool_or_nonsense_when_asked_then_nothing_is_given()
 
 
 async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
-    async with lender(gives) as address, lender(gives) as other, peers(keys=Keyring()) as strangers:
-        # Given one who has not the fleet's key, and one who has
+    async with replica(gives) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
+        # A client without the fleet's key, and one with it.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
         assert await raw(address, unsigned) == b'{"given":0.0}'
         signature = KEYS.sign("share", f"p\n{address}\n1.0\n5.0\nn")
         question = unsigned.replace(b're":""', f're":"{signature}"'.encode())
-        # When his question is changed, or overheard and put to another replica, then nothing is given
+        # A changed request gets nothing, and so does one that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
         assert await raw(other, question) == b'{"given":0.0}'
-        # And to itself it is answered once
+        # The intended replica answers it once.
         assert await raw(address, question) == b'{"given":2.0}'
         assert await raw(address, question) == b'{"given":0.0}'
 
@@ -101,41 +101,39 @@ async def raw(address: str, question: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
-async def test_given_an_answer_that_cannot_be_when_asked_then_it_is_not_believed(said: float) -> None:
+async def test_an_impossible_answer_is_ignored(said: float) -> None:
     async def lies(least: float, most: float) -> float:
         return said
 
-    async with lender(lies) as address, peers() as them:
+    async with replica(lies) as address, peers() as them:
         assert not await them.ask(address, 1.0, 5.0)
 
 
-async def test_given_nobody_there_when_asked_then_no_answer() -> None:
-    async with lender(gives) as address:
+async def test_a_peer_that_is_gone_does_not_answer() -> None:
+    async with replica(gives) as address:
         pass
     async with peers() as them:
         assert await them.ask(address, 1.0, 5.0) is None
 
 
-async def test_given_a_request_that_waits_when_another_replica_has_places_then_it_goes() -> None:
-    # Given one replica without a place, and another with two that nobody needs
+async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica() -> None:
     now_s = asyncio.get_running_loop().time()
     rich, poor = (LocalGate(Metrics(), free, 10.0, rules()) for free in (2.0, 0.0))
 
-    async def lend(least: float, most: float) -> float:
+    async def transfer_budget(least: float, most: float) -> float:
         return await rich.transfer_budget(least, most, 0.5)
 
-    async with lender(lend) as address:
+    async with replica(transfer_budget) as address:
         transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address])
         running = asyncio.create_task(transfer.run())
-        # When three requests come to the first
         tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
-        # Then two go, by the other's places
+        # Two are admitted with the other's budget.
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
         assert done
         async with asyncio.timeout(30):
             await asyncio.gather(*tasks[:2])
         assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
-        # And the third as soon as the other hears an end
+        # The third is admitted as soon as the other receives an end.
         rich.release(1.0)
         async with asyncio.timeout(30):
             assert await tasks[2]
@@ -144,29 +142,28 @@ async def test_given_a_request_that_waits_when_another_replica_has_places_then_i
     assert rich.free + poor.free == 0.0
 
 
-async def test_given_an_outage_that_is_over_when_nobody_waits_then_no_connection_is_kept() -> None:
+async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
     def connections() -> int:
         return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
 
     now_s, before = asyncio.get_running_loop().time(), connections()
     poor = LocalGate(Metrics(), 0.0, 10.0, rules())
-    async with lender(gives) as address:
+    async with replica(gives) as address:
         transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address], idle_s=0.3)
         running = asyncio.create_task(transfer.run())
-        # Given a request that went by another's place, when a while has passed
         assert await poor.admit(ask("one"), 1.0, Wait(now_s))
         assert connections() > before
         async with asyncio.timeout(20):
             while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
                 await asyncio.sleep(0.05)
-        # Then the next request that waits finds the other all the same
+        # The next request that waits connects again.
         poor.limit_budget(0.0)
         assert await poor.admit(ask("other"), 1.0, Wait(asyncio.get_running_loop().time()))
         running.cancel()
         await asyncio.wait((running,))
 
 
-async def test_given_nobody_to_ask_when_requests_wait_then_they_wait_on() -> None:
+async def test_without_peers_requests_wait_for_the_own_budget() -> None:
     now_s = asyncio.get_running_loop().time()
     gate = LocalGate(Metrics(), 0.0, 10.0, rules())
     running = asyncio.create_task(BudgetTransfer(gate, GrpcPeers("p", KEYS), list).run())

@@ -48,7 +48,7 @@ def fault(tree: dict[str, object]) -> str:
     return str(caught.value)
 
 
-def test_given_the_documented_example_when_loaded_then_it_is_valid(tmp_path: Path) -> None:
+def test_the_documented_example_is_valid(tmp_path: Path) -> None:
     settings = load(written(tmp_path, WHOLE), {})
     assert settings.models[0].target_models[0].name == "llama-v2"
     assert settings.objectives[0].criticality is Band.CRITICAL
@@ -57,7 +57,7 @@ def test_given_the_documented_example_when_loaded_then_it_is_valid(tmp_path: Pat
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(2.2)
 
 
-def test_given_the_documented_example_when_compared_then_it_spells_the_defaults(tmp_path: Path) -> None:
+def test_the_documented_example_has_the_defaults(tmp_path: Path) -> None:
     settings, defaults = load(written(tmp_path, WHOLE), {}), Settings()
     for section in ("redis", "extproc", "admin", "fair_request_queue", "request_queue_controller"):
         assert getattr(settings, section) == getattr(defaults, section)
@@ -65,16 +65,16 @@ def test_given_the_documented_example_when_compared_then_it_spells_the_defaults(
     assert settings.scraping == defaults.scraping
 
 
-def test_given_the_shipped_example_when_loaded_then_it_is_valid() -> None:
+def test_the_shipped_example_is_valid() -> None:
     assert load(Path(__file__).parents[2] / "deploy" / "picker.yaml", {}).scheduling.scorers
 
 
-def test_given_an_engine_of_ones_own_when_its_series_are_named_then_it_is_valid() -> None:
+def test_a_custom_engine_is_valid_if_its_series_are_named() -> None:
     scraping = {"engine": "own", "series": {"waiting": "own_queue", "path": "/stats"}}
     assert parse({"scraping": scraping}).scraping.series == scraping["series"]
 
 
-def test_given_a_redis_url_without_a_service_when_parsed_then_the_fault_says_what_is_missing() -> None:
+def test_a_redis_url_that_is_incomplete_names_what_is_missing() -> None:
     message = fault({"redis": {"url": "redis+sentinel://:hunter2@h:1"}})
     assert message.startswith("redis.url: the path must name the service")
     assert "hunter2" not in message
@@ -89,28 +89,28 @@ def test_given_a_redis_url_without_a_service_when_parsed_then_the_fault_says_wha
         ("overload", ("preempt", "reject-noncritical")),
     ],
 )
-def test_given_a_policy_when_parsed_then_it_is_taken(key: str, values: tuple[str, ...]) -> None:
+def test_every_policy_is_accepted(key: str, values: tuple[str, ...]) -> None:
     for value in values:
         assert getattr(parse({"fair_request_queue": {key: value}}).fair_request_queue, key) == value
 
 
-def test_given_weights_of_some_bands_when_parsed_then_the_others_keep_their_defaults() -> None:
+def test_bands_without_a_weight_keep_their_default() -> None:
     weights = parse({"fair_request_queue": {"band_weights": {"critical": 5}}}).fair_request_queue.band_weights
     assert weights == {Band.CRITICAL: 5, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
 
 
-def test_given_settings_when_dumped_as_json_then_bands_have_their_names() -> None:
+def test_bands_have_their_names_in_json() -> None:
     dump = Settings().model_dump(mode="json")
     assert dump["fair_request_queue"]["band_weights"] == {"Critical": 70, "Default": 20, "Sheddable": 10}
 
 
-def test_given_tokens_with_a_watermark_when_parsed_then_the_bounds_are_in_tokens() -> None:
+def test_unit_tokens_has_bounds_in_tokens() -> None:
     settings = parse({"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(8800)
     assert settings.fair_request_queue.default_answer_tokens == 256
 
 
-def test_given_tokens_without_a_watermark_when_parsed_then_the_fault_asks_for_bounds_in_tokens() -> None:
+def test_unit_tokens_without_a_watermark_is_refused() -> None:
     message = fault({"request_queue_controller": {"unit": "tokens"}})
     assert message.startswith("request_queue_controller: unit tokens needs watermark_per_backend")
     assert "in tokens" in message
@@ -120,20 +120,17 @@ def critical(count: int) -> list[dict[str, object]]:
     return [{"name": f"m{number}", "criticality": "Critical"} for number in range(count)]
 
 
-def test_given_critical_guarantees_above_the_capacity_when_parsed_then_the_fault_is_err_too_many_flows() -> (
-    None
-):
-    # Given as many Critical models as the queue has places for, then they are valid
+def test_critical_guarantees_above_the_capacity_are_err_too_many_flows() -> None:
+    # Ten critical flows fit; an eleventh does not.
     queue = {"total_capacity": 300, "flow_capacity": 100}
     assert len(parse({"models": critical(3), "fair_request_queue": queue}).models) == 3
-    # Given one more, then its places are not there to be promised
     message = fault({"models": critical(4), "fair_request_queue": queue})
     assert message.startswith("configuration: ErrTooManyFlows: 4 Critical models")
     assert "400 places" in message
     assert "total_capacity is 300" in message
 
 
-def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_the_model() -> None:
+def test_a_limit_of_a_flow_without_flows_names_the_model() -> None:
     models = [{"name": "a"}, {"name": "b", "max_inflight_per_endpoint": 4}]
     assert parse({"models": models}).models[1].max_inflight_per_endpoint == 4
     message = fault({"models": models, "fair_request_queue": {"fairness": "none"}})
@@ -222,36 +219,34 @@ def test_given_a_limit_of_a_flow_when_there_are_no_flows_then_the_fault_names_th
         ({"redis": None}, "redis"),
     ],
 )
-def test_given_a_wrong_value_when_parsed_then_one_line_names_its_key(
-    tree: dict[str, object], where: str
-) -> None:
+def test_a_wrong_value_is_one_line_that_names_its_key(tree: dict[str, object], where: str) -> None:
     message = fault(tree)
     assert message.startswith(f"{where}: ")
     assert "\n" not in message
 
 
-def test_given_an_unknown_key_when_parsed_then_the_fault_lists_the_valid_ones() -> None:
+def test_an_unknown_key_lists_the_valid_ones() -> None:
     message = fault({"fair_request_queue": {"capacity": 3}})
     assert message.startswith("fair_request_queue.capacity: unknown key; valid here: total_capacity,")
 
 
 @pytest.mark.parametrize("key", ["call_timeout", "decision_budget"])
-def test_given_a_retired_key_when_parsed_then_the_fault_names_the_new_one(key: str) -> None:
+def test_a_retired_key_names_the_new_one(key: str) -> None:
     message = fault({"redis": {key: "50ms"}})
     assert message == f"redis: {key} is retired: redis.silence says how long Redis may say nothing"
 
 
-def test_given_a_silence_that_outlasts_a_lease_when_parsed_then_the_fault_names_both() -> None:
+def test_a_silence_that_outlasts_a_lease_names_both_keys() -> None:
     assert "redis.silence 8s" in (message := fault({"redis": {"silence": "8s"}}))
     assert "leases.inflight 15s" in message
 
 
-def test_given_several_faults_when_parsed_then_each_has_its_line() -> None:
+def test_each_fault_has_its_line() -> None:
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["pool", "redis.url", "nonsense"]
 
 
-def test_given_a_bad_url_with_a_password_when_parsed_then_the_fault_keeps_it_secret() -> None:
+def test_a_fault_never_shows_a_password() -> None:
     assert "hunter2" not in fault({"redis": {"url": "http://:hunter2@host"}})
 
 
@@ -265,9 +260,7 @@ def test_given_a_bad_url_with_a_password_when_parsed_then_the_fault_keeps_it_sec
         ("pool: 2026-99-99", "is not YAML"),
     ],
 )
-def test_given_a_broken_file_when_loaded_then_the_fault_names_the_file(
-    tmp_path: Path, text: str, needle: str
-) -> None:
+def test_a_broken_file_is_named(tmp_path: Path, text: str, needle: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=r"picker\.yaml") as caught:
         load(path, {})
@@ -275,12 +268,12 @@ def test_given_a_broken_file_when_loaded_then_the_fault_names_the_file(
     assert "\n" not in str(caught.value)
 
 
-def test_given_no_such_file_when_loaded_then_the_fault_names_it(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         load(tmp_path / "absent.yaml", {})
 
 
-def test_given_variables_when_loaded_then_they_overlay_the_file(tmp_path: Path) -> None:
+def test_variables_overlay_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {
         "PICKER_REDIS__URL": "redis://b:2",
@@ -307,25 +300,23 @@ def test_given_variables_when_loaded_then_they_overlay_the_file(tmp_path: Path) 
         ("PICKER_SCHEDULING__FALLBACKS", "[1"),
     ],
 )
-def test_given_a_wrong_variable_when_loaded_then_the_fault_names_it(
-    tmp_path: Path, name: str, value: str
-) -> None:
+def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "pool: one"), {name: value})
     assert str(caught.value).startswith(f"{name}: ")
 
 
-def test_given_a_key_named_as_a_service_link_is_when_loaded_then_it_is_no_link() -> None:
+def test_a_key_that_looks_like_a_service_link_is_a_key() -> None:
     settings = load(None, {"PICKER_DISCOVERY__DNS__NAME": "servers", "PICKER_DISCOVERY__DNS__PORT": "9000"})
     assert settings.discovery.dns is not None
     assert settings.discovery.dns.port == 9000
 
 
-def test_given_a_token_from_a_file_when_loaded_then_it_has_no_line_feed() -> None:
+def test_a_token_from_a_file_has_no_trailing_newline() -> None:
     assert load(None, {"PICKER_ADMIN__TOKEN": "secret\n"}).admin.token == "secret"
 
 
-def test_given_the_links_of_a_kubernetes_service_when_loaded_then_they_are_passed_over() -> None:
+def test_variables_of_kubernetes_services_are_ignored() -> None:
     links = {
         "PICKER_PORT": "tcp://10.0.0.9:9002",
         "PICKER_SERVICE_HOST": "10.0.0.9",
@@ -335,14 +326,14 @@ def test_given_the_links_of_a_kubernetes_service_when_loaded_then_they_are_passe
     assert load(None, links) == Settings()
 
 
-def test_given_a_relative_endpoints_file_when_loaded_then_it_is_beside_the_configuration(
+def test_a_relative_endpoints_file_is_relative_to_the_configuration(
     tmp_path: Path,
 ) -> None:
     settings = load(written(tmp_path, "discovery: {file: endpoints.yaml}"), {})
     assert settings.discovery.file == tmp_path / "endpoints.yaml"
 
 
-def test_given_two_settings_when_one_is_frozen_then_defaults_are_not_shared_and_change_is_refused() -> None:
+def test_settings_are_frozen_and_share_no_defaults() -> None:
     settings = Settings()
     with pytest.raises(ValueError, match="frozen"):
         settings.pool = "other"
@@ -370,7 +361,7 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(list(Settings.model_fields)) | st.integers(), trees, max_size=3))
-def test_given_any_tree_when_parsed_then_it_is_settings_or_a_named_fault(tree: dict[str, object]) -> None:
+def test_any_tree_is_settings_or_a_named_fault(tree: dict[str, object]) -> None:
     settings = None
     message = ""
     try:
@@ -384,9 +375,7 @@ def checked(path: Path) -> int:
     return cli.main(["check", str(path)])
 
 
-def test_given_a_valid_file_when_checked_then_a_summary_and_notes_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_a_summary_of_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, WHOLE)
     assert checked(path) == 0
     out = capsys.readouterr()
@@ -396,7 +385,7 @@ def test_given_a_valid_file_when_checked_then_a_summary_and_notes_are_printed(
     assert out.err == ""
 
 
-def test_given_a_faulty_file_when_checked_then_each_fault_is_a_line_and_the_code_is_2(
+def test_check_prints_a_line_for_each_fault_and_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}")

@@ -51,14 +51,11 @@ def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]
 
 @pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.code)
 def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> None:
-    # Given the page's row of a fault
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
-    # When a client is answered with it
     answer = codec.refused(fault("why"), fault.status, "0.00").immediate_response
     headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
     error = orjson.loads(answer.body)["error"]
-    # Then status, type and reason are the row's, and a refusal for overload is marked as such
     _, status, kind, reason, *_ = row
     assert status == f"{int(answer.status.code)}" + ("¹" if issubclass(fault, Dropped) else "")
     assert kind == f"`{error['type']}`"
@@ -67,19 +64,15 @@ def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> No
 
 
 def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
-    # Given the codes on the page, and those in the code
-    told = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
-    # When they are compared, then they are the same, each once
-    assert sorted(told) == sorted(fault.code for fault in faults())
+    listed = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
+    assert sorted(listed) == sorted(fault.code for fault in faults())
 
 
 def test_what_redis_answers_means_what_the_page_says() -> None:
-    # Given the page's table of Redis's errors
-    told = [
+    listed = [
         (prefix, cells[1]) for cells in table("What Redis answers") for prefix in QUOTED.findall(cells[0])
     ]
-    # When it is compared with the one that the replica goes by, then it is the same
-    assert sorted(told) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
+    assert sorted(listed) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
     assert "`item`" in [cells[1] for cells in table("What Redis answers")]
 
 
@@ -100,18 +93,14 @@ def admin_codes() -> Iterator[tuple[str, str]]:
 
 
 def test_the_codes_of_the_admin_api_are_those_of_the_page() -> None:
-    # Given the page's table, less what a parameter's name makes
-    told = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
+    listed = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
     of_parameters = {("bad_limit", "422"), ("bad_band", "422")}
-    # When it is compared with the codes in the source, then none is missing and none is made up
     found = set(admin_codes())
     assert ("bad_config", "422") in found, "the source is not read as it was meant to be"
-    assert told - of_parameters == found
-    assert of_parameters <= told
+    assert listed - of_parameters == found
+    assert of_parameters <= listed
 
 
 def test_every_command_has_its_exit_codes_on_the_page() -> None:
-    # Given the commands that there are
     commands = [f"`picker {name}`" for name in (*cli._COMMANDS, "check")]
-    # When the page's table is read, then it has one row for each
     assert sorted(cells[0] for cells in table("Exit codes")) == sorted(commands)

@@ -18,21 +18,20 @@ from picker_fleet.state.store import Decision
 PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
 
 
-async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within_it() -> None:
-    # Given 6 of 10 free among two replicas
+async def test_without_redis_requests_are_placed_within_the_share() -> None:
+    # 6 of 10 are free, for two replicas.
     bench = Bench()
     bench.store.away = True
-    # When requests come
     placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
-    # Then three are placed, where there is least, with fallbacks and a accounting token
+    # The three go where the load is least, with fallbacks and accounting tokens.
     assert bench.gate.state is FailoverState.LOCAL
     assert bench.free == 0.0
     assert placed[0].endpoints == (E2, E1)
     assert {each.endpoints[0] for each in placed} <= {E1, E2}
     assert all(each.accounting_token for each in placed)
-    # And what may have been asked of the shared state for the first is taken back
+    # The first may have reached Redis, so it is cancelled there.
     assert bench.store.cancelled == [("0", "cancelled")]
-    # When one ends, whoever placed it, then the next one goes
+    # Any end admits the next request.
     waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=False))
     await until(lambda: bench.queued == 1)
     bench.end("from before", placed[0])
@@ -40,11 +39,11 @@ async def test_given_a_share_when_decisions_fail_then_requests_are_placed_within
     assert samples(bench.metrics)[("epp_degraded",)] == 1
 
 
-async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> None:
-    # Given a share of 3, and a queue that is switched off
+async def test_without_redis_a_disabled_queue_places_everything() -> None:
+    # The share is 3, and the queue is disabled.
     bench = Bench(config={"request_queue_controller": {"enabled": False}})
     bench.store.away = True
-    # When far more come, then all are placed, evenly as far as this replica knows
+    # All are placed, evenly as far as this replica knows.
     placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(20)]
     status = bench.gate.status()
     assert bench.gate.state is FailoverState.LOCAL
@@ -52,32 +51,29 @@ async def test_given_a_queue_that_is_off_when_alone_then_everything_goes() -> No
     assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
     assert (first.count(E1), first.count(E2)) == (9, 11)  # which had 3 and 1 before
-    # And what has ended gives nothing back that was never taken
+    # An end releases nothing, since nothing was acquired.
     bench.end("0", placed[0])
     assert bench.free == 3.0
 
 
-async def test_given_refusals_that_envoy_tells_of_when_alone_then_they_are_no_ends() -> None:
+async def test_access_log_of_a_refused_request_is_not_counted_as_a_completion() -> None:
     bench = Bench()
     bench.store.away = True
     placement = await bench.gate.admit(ask("placed"), stream_owned=False)
-    # When the log tells of one that was never placed, and twice of one that was
     bench.end("refused")
     for _ in range(2):
         bench.end("placed", placement)
-    # Then one end is counted
     counted = {
         key: value for key, value in samples(bench.metrics).items() if key[0] == "epp_completions_total"
     }
     assert sum(counted.values()) == 1
-    # And Redis is told of it alone
     async with watched(bench):
         bench.answer_heartbeats()
         await eventually(lambda: not bench.gate.degraded)
     assert [name for name, *_ in bench.store.settled] == ["placed"]
 
 
-async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
+async def test_a_replica_that_has_never_joined_refuses() -> None:
     bench = Bench(pulse=None)
     bench.store.away = True
     with pytest.raises(StateUnavailable):
@@ -85,7 +81,7 @@ async def test_given_no_bound_known_when_decisions_fail_then_refused() -> None:
     assert bench.gate.status() is None
 
 
-async def test_given_what_was_placed_since_the_last_beat_when_lost_then_it_counts() -> None:
+async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
     bench = Bench()
     for n in range(2):
         await bench.gate.admit(ask(f"shared {n}"), stream_owned=False)
@@ -94,10 +90,10 @@ async def test_given_what_was_placed_since_the_last_beat_when_lost_then_it_count
     assert bench.free == 0.0
 
 
-async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_places() -> None:
+async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     bench = Bench(replace(PULSE, stock=10.0))
     placement = await bench.gate.admit(ask("r"), stream_owned=False)
-    # Given an end that is not on its way yet, and one that may have arrived
+    # One end has not been sent; the other may have arrived.
     bench.store.answering = False
     bench.end("r", placement)
     bench.end("sent", placement)
@@ -108,7 +104,7 @@ async def test_given_ends_that_redis_has_not_seen_when_lost_then_they_free_place
     assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
 
 
-async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() -> None:
+async def test_a_paused_fleet_places_nothing_without_redis() -> None:
     bench = Bench(replace(PULSE, paused=True))
     bench.store.away = True
     task = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
@@ -118,37 +114,35 @@ async def test_given_a_paused_fleet_when_redis_is_lost_then_nothing_is_let_go() 
         await task
 
 
-async def test_given_waiting_requests_when_redis_is_silent_then_they_go_over_with_their_age() -> None:
+async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None:
     bench = Bench()
     async with watched(bench):
-        # Given one that waits for its turn in the shared queue, and one whose admission is not answered
+        # One waits in the shared queue; the admission of the other is not answered.
         bench.store.admitting = [Decision("queued", "30000")]
         queued = asyncio.create_task(bench.gate.admit(ask("queued"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
         bench.store.silent = True
         asked = asyncio.create_task(bench.gate.admit(ask("asked"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 2)
-        # When that silence is proven
         bench.gate.redis_lost("silence", "no answer in time")
-        # Then both are placed alone, and taken back from the shared queue
+        # Both are placed here, and cancelled in Redis.
         assert (await queued).endpoints
         assert (await asked).endpoints
     assert sorted(bench.store.cancelled) == [("asked", "cancelled"), ("queued", "cancelled")]
 
 
-async def test_given_an_admission_without_an_answer_when_its_time_is_up_then_it_is_refused() -> None:
-    # Given a Redis that is silent, and not yet for long enough
+async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
+    # Redis is silent, but not yet proven to be away.
     bench = Bench()
     async with watched(bench):
         bench.store.silent = True
-        # When a request's time is up, then it has its answer, and is taken back
         with pytest.raises(ExpiredTtl):
             await bench.gate.admit(ask("r", ttl_s=0.1), stream_owned=False)
         assert bench.gate.state is FailoverState.SHARED
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
-async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_are_wanted() -> None:
+async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
     bench = Bench(wait_s=PATIENT_S)
     wanted = []
     async with watched(bench):
@@ -160,7 +154,6 @@ async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_ar
                 beats += 1
             wanted.append(beats)
             await eventually(lambda: bench.gate.state is FailoverState.SHARED)
-    # Then up to a limit
     assert wanted == [2, 4, 8, 16, 16, 16]
     found = samples(bench.metrics)
     changes = {key: n for key, n in found.items() if key[0] == "epp_failover_transitions_total"}
@@ -168,7 +161,7 @@ async def test_given_one_that_leaves_again_when_it_comes_back_then_more_beats_ar
     assert found["epp_failover_transitions_total", "cause=silence", "to=local"] == 6
 
 
-async def test_given_a_heartbeat_that_is_missed_when_others_come_back_then_they_count_from_there() -> None:
+async def test_answered_heartbeats_count_in_a_row() -> None:
     bench = Bench(wait_s=PATIENT_S)
     bench.gate.redis_lost("refused", "refused")
     bench.gate.heartbeat_answered(PULSE)
@@ -178,7 +171,7 @@ async def test_given_a_heartbeat_that_is_missed_when_others_come_back_then_they_
 
 
 @pytest.mark.parametrize("client_first", [False, True])
-async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_not_placed(
+async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(
     client_first: bool,
 ) -> None:
     bench = Bench()
@@ -186,11 +179,10 @@ async def test_given_a_client_that_leaves_as_redis_is_lost_then_its_request_is_n
         bench.store.admitting = [Decision("queued", "30000")]
         task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
         await until(lambda: bench.shared.waiting == 1)
-        # When both cancel the same wait, in either order
         cancels = [bench.shared.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
             cancel()
-        # Then the client's word counts, and what was asked for is taken back
+        # The client's cancellation decides, and the request is cancelled in Redis.
         with pytest.raises(asyncio.CancelledError):
             await task
     assert bench.store.cancelled == [("r", "cancelled")]
@@ -210,43 +202,42 @@ def waits(bench: Bench) -> dict[str, float]:
     return counted(bench, "epp_queue_latency_seconds_count", "success")
 
 
-@pytest.mark.parametrize("news", ["expired", "preempted", "evicted"])
-async def test_given_a_wait_in_the_shared_queue_when_refused_then_it_counts_once_as_failed(news: str) -> None:
+@pytest.mark.parametrize("notification", ["expired", "preempted", "evicted"])
+async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
     bench.store.admitting = [Decision("queued", "30000")]
     task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
-    bench.shared.on_notification(news, "r")
+    bench.shared.on_notification(notification, "r")
     with pytest.raises(RequestError):
         await task
     assert waits(bench) == {"false": 1}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
-async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_then_it_counts_once_by_its_outcome(  # noqa: E501
+async def test_a_wait_in_both_queues_counts_once_by_its_outcome(
     outcome: Outcome,
 ) -> None:
-    # Given one that waits in the shared queue of a fleet whose places are all taken
+    # The stock is full, and the request waits in the shared queue.
     bench = Bench(replace(PULSE, stock=10.0))
     bench.store.admitting = [Decision("queued", "30000")]
     task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await until(lambda: bench.shared.waiting == 1)
-    # When Redis goes, and it waits on by itself
+    # Redis is lost, and the request waits in the local queue.
     bench.store.away = True
     other = asyncio.create_task(bench.gate.admit(ask("other"), stream_owned=False))
     await until(lambda: bench.queued == 2)
-    # Then no client has left, and nothing is counted of a wait that goes on
+    # Its wait is not over, so nothing is counted.
     assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
-    # When Redis is back, and it is handed over and placed
+    # Redis is back and places it.
     bench.store.away = False
     bench.store.admitting = [Decision("placed", E1)]
     async with watched(bench):
         bench.answer_heartbeats()
         placement = await task
         await other
-    # Then it has not gone past the queue, and whether it succeeds is not known yet
+    # It is no bypass, and its outcome is not known yet.
     assert counted(bench, "epp_bypass_total", "model") == waits(bench) == {}
-    # And it counts by its end
     waited_s = placement.waited_s
     assert waited_s is not None
     bench.gate.settle(
@@ -257,10 +248,10 @@ async def test_given_a_wait_that_crosses_over_and_back_when_its_request_ends_the
 
 
 @pytest.mark.parametrize("how", ["expired", "preempted", "left"])
-async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_counts_once_as_failed(
+async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(
     how: str,
 ) -> None:
-    # Given a replica without budget, with room for one request in its queue
+    # There is no budget, and room for one request in the queue.
     config = {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}
     bench = Bench(replace(PULSE, stock=10.0), config)
     bench.store.away = True
@@ -269,12 +260,10 @@ async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_count
         bench.gate.admit(ask("r", band=Band.SHEDDABLE, ttl_s=waits_s), stream_owned=False)
     )
     await until(lambda: bench.queued == 1)
-    # When its time is up, it has to make room, or its client leaves
     if how == "left":
         task.cancel()
     elif how == "preempted":
         other = asyncio.create_task(bench.gate.admit(ask("o", band=Band.CRITICAL), stream_owned=False))
-    # Then its wait is one that failed
     with pytest.raises((RequestError, asyncio.CancelledError)):
         await task
     assert waits(bench) == {"false": 1}
@@ -282,40 +271,38 @@ async def test_given_a_wait_without_redis_when_it_comes_to_nothing_then_it_count
         other.cancel()
 
 
-async def test_given_a_process_that_stood_still_when_its_question_was_given_up_then_it_asks_again() -> None:
+async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
     bench = Bench()
-    # Given that nothing ran in it for a while, as between SIGSTOP and SIGCONT, and its question was given up
+    # The process was paused, as between SIGSTOP and SIGCONT, and its call was given up.
     bench.stand_still()
     bench.store.away = True
     asking = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
     await eventually(lambda: len(bench.store.ages_s) >= 3)
-    # Then it does not go by itself: it was away, not Redis
+    # The replica was away, not Redis; so it does not fail over.
     assert bench.gate.state is FailoverState.SHARED
     bench.store.away = False
     assert (await asking).endpoints == (E1,)
     assert bench.gate.state is FailoverState.SHARED
 
 
-async def test_given_a_process_that_stood_still_when_a_stream_ends_then_it_is_not_asked_for() -> None:
+async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
     bench = Bench()
-    # Given two streams that came while nothing ran in it
+    # Two streams arrive during the pause.
     bench.stand_still()
     given_up, wanted = (
         asyncio.create_task(bench.gate.admit(ask(name), stream_owned=False)) for name in ("gone", "here")
     )
-    # When Envoy has given one of them up since
+    # Envoy has given one of them up.
     await asyncio.sleep(0)
     given_up.cancel()
-    # Then that one, which another replica may have by now, is not asked for
+    # Another replica may have its request by now, so it is not admitted.
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert (await wanted).endpoints == (E1,)
     assert len(bench.store.ages_s) == 1
 
 
-async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_again_then_alone_again() -> (
-    None
-):
+async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost() -> None:
     bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
     await bench.gate.admit(ask("r"), stream_owned=False)
@@ -323,15 +310,13 @@ async def test_given_a_process_that_stood_still_on_its_way_back_when_redis_goes_
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
-        # Given that nothing ran in it for a while
         bench.stand_still()
-        # When a decision cannot be had, then it goes by itself, and does not wait on its way for ever
         bench.store.away = True
         assert (await bench.gate.admit(ask("s"), stream_owned=False)).endpoints
         assert bench.gate.state is FailoverState.LOCAL
 
 
-async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing_is_forgotten() -> None:
+async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
     bench = Bench()
     bench.store.away = True
     placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
@@ -343,21 +328,21 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     bench.tell_peers(b=True)
     async with watched(bench):
         await eventually(lambda: bench.pokes)
-        # When it answers probes again
+        # Redis answers probes again.
         bench.store.away = False
         bench.answer_heartbeats()
         await eventually(lambda: not bench.gate.degraded)
-        # Then all that is over is buried, and all that runs is told
+        # Redis has a tombstone of each end, and all that runs.
         assert bench.store.buried == ["over"]
         assert sorted(bench.store.renewed) == ["0", "1", "2", "3", "old"]
-        # And while another replica has not, a place is needed here and there
+        # While the other replica has not resynced, a request needs both the budget and Redis.
         assert bench.gate.state is FailoverState.RESYNCING
         assert not waiting.done()
         bench.end("0", placed[0])
         await waiting
         assert bench.store.ages_s[-1] > 0.0
         assert [name for name, _, _ in bench.store.settled] == ["over", "0"]
-        # And when every replica has, it is over
+        # When every replica has resynced, Redis decides alone.
         bench.tell_peers()
         await eventually(lambda: bench.gate.status() is None)
     assert [name for name, _, _ in bench.store.settled] == ["over", "0", "over", "0"]
@@ -366,9 +351,9 @@ async def test_given_redis_back_when_all_have_told_then_shared_again_and_nothing
     assert bench.store.settled[-1][0] == "1"
 
 
-async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_each_counts_once() -> None:
+async def test_each_bypass_counts_once_in_every_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    # Given one let in by the shared state, and one without it
+    # One is admitted by Redis, one without it.
     await bench.gate.admit(ask("shared"), stream_owned=False)
     bench.store.away = True
     await bench.gate.admit(ask("alone"), stream_owned=False)
@@ -377,15 +362,14 @@ async def test_given_a_way_out_and_back_when_requests_go_past_the_queue_then_eac
         bench.store.away = False
         bench.answer_heartbeats()
         await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
-        # When one is let in on the way back, by this replica's purse and the shared state
+        # One is admitted while resyncing, by the budget and Redis.
         await bench.gate.admit(ask("both"), stream_owned=False)
         assert bench.gate.state is FailoverState.RESYNCING
-    # Then there are three
     assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
     assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in page_of(bench.metrics)
 
 
-async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alone_again() -> None:
+async def test_losing_redis_while_resyncing_goes_local_again() -> None:
     bench = Bench()
     bench.store.away = True
     await bench.gate.admit(ask("a"), stream_owned=False)
@@ -394,14 +378,14 @@ async def test_given_redis_back_when_it_goes_again_before_all_have_told_then_alo
     async with watched(bench):
         bench.answer_heartbeats()
         await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
-        # When the next decision fails, then the place it had paid for is spent alone
+        # The next decision fails; the request keeps the budget it has acquired.
         assert (await bench.gate.admit(ask("b"), stream_owned=False)).endpoints
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == free - 1
 
 
-async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_is_kept() -> None:
-    # Given a replica on its way back, that has heard more ends than its part of the bound
+async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None:
+    # While resyncing, the replica receives more ends than its share of the bound.
     bench = Bench(replace(PULSE, stock=10.0), wait_s=PATIENT_S)
     placed = await bench.gate.admit(ask("from before"), stream_owned=False)
     bench.store.away = True
@@ -416,46 +400,45 @@ async def test_given_ends_heard_on_the_way_back_when_it_goes_again_then_a_part_i
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
-        # When the shared state, which has given those places to others, goes again
+        # Redis, which has given that budget to others, is lost again.
         bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
         bench.store.away = True
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await bench.gate.admit(ask("once more"), stream_owned=False)
-        # Then its part of what was free is all it has
+        # The replica keeps its share of what was free.
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == 0
 
 
 @pytest.mark.parametrize("pulsed", [False, True])
-async def test_given_ends_heard_before_it_has_told_what_runs_when_it_goes_again_then_they_pay_nobody(
+async def test_budget_released_before_the_resync_is_done_is_given_up(
     pulsed: bool,
 ) -> None:
-    # Given a full pool, and a replica that Redis answers again, which has heard ends and told nothing yet
+    # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
     full = replace(PULSE, stock=10.0)
     bench = Bench(full, wait_s=PATIENT_S)
     placed = await bench.gate.admit(ask("before"), stream_owned=False)
     bench.gate.redis_lost("silence", "it went")
-    bench.tell_peers(b=True, told=())
+    bench.tell_peers(b=True, answered=())
     async with watched(bench):
         bench.answer_heartbeats(full)
         await eventually(lambda: bench.gate.state is FailoverState.RESYNCING)
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.degraded, bench.free) == (True, 4)
-        # When the shared state, which has heard them too and given the places to others, goes again
+        # Redis, which has received them too and given the budget to others, is lost again.
         if pulsed:
             bench.gate.heartbeat_answered(full)
         bench.gate.redis_lost("silence", "it went again")
-        # Then they are not this replica's to give
         assert bench.free == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_then_they_are_not_let_go(
+async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(
     shared: bool,
 ) -> None:
-    # Given a replica on its way back whose places are all paid to requests that wait in the shared queue
+    # While resyncing, the whole budget is acquired by requests that wait in the shared queue.
     bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
     await bench.gate.admit(ask("alone"), stream_owned=False)
@@ -473,18 +456,18 @@ async def test_given_requests_paid_for_that_wait_in_common_when_it_goes_again_th
         if shared:
             bench.tell_peers()
             await eventually(lambda: bench.gate.state is FailoverState.SHARED)
-        # When the shared state, in which others have filled the stock, goes again
+        # Redis, in which others have filled the stock, is lost again.
         bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
         bench.gate.redis_lost("silence", "it went again")
         await until(lambda: bench.queued == free)
-        # Then what they had paid is not theirs any more
+        # They have to acquire budget again.
         assert not any(task.done() for task in waiting)
         assert bench.free == 0
         for task in waiting:
             task.cancel()
 
 
-async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_the_beginning() -> None:
+async def test_a_replica_that_has_not_joined_stays_shared() -> None:
     bench = Bench(pulse=None)
     bench.gate.redis_lost("refused", "not there yet")
     bench.gate.heartbeat_answered(PULSE)
@@ -493,7 +476,7 @@ async def test_given_redis_not_reached_yet_when_watched_then_the_first_beat_is_t
 
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
-    # Given one let in by the shared state, and one without it, whose accounting token says when
+    # One is admitted by Redis, one without it.
     shared = await bench.gate.admit(ask("shared"), stream_owned=False)
     bench.store.away = True
     alone = await bench.gate.admit(ask("alone"), stream_owned=False)
@@ -504,13 +487,13 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
         bench.answer_heartbeats()
         await eventually(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.buried.clear()
-        # When the shared state takes their ends, then the second is buried, so that nobody brings it back
+        # The end of the second leaves a tombstone, so that no replica restores it.
         bench.end("shared", shared)
         bench.end("alone", alone)
         await eventually(lambda: bench.store.buried == ["alone"])
 
 
-async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_once() -> None:
+async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
     bench = Bench()
     bench.store.away = True
     placement = await bench.gate.admit(ask("r"), stream_owned=False)
@@ -520,8 +503,8 @@ async def test_given_a_placement_alone_when_taken_back_then_its_place_is_free_on
     assert bench.free == free + 1
 
 
-async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_free() -> None:
-    # Given a stream (`standard`) from before, whose end brings no accounting token
+async def test_the_end_of_an_owned_stream_releases_its_cost() -> None:
+    # The end of an owned stream (`standard`) has no accounting token.
     bench = Bench(replace(PULSE, stock=10.0))
     await bench.gate.admit(ask("stream"), stream_owned=True)
     bench.store.away = True
@@ -531,7 +514,7 @@ async def test_given_a_stream_held_here_when_it_ends_alone_then_its_place_is_fre
     assert (await waiting).endpoints
 
 
-async def test_given_an_endpoint_that_cannot_be_connected_to_when_alone_then_it_is_left_alone() -> None:
+async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
     bench = Bench()
     bench.store.away = True
     placement = await bench.gate.admit(ask("r"), stream_owned=False)

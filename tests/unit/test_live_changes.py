@@ -51,7 +51,7 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
     return str(caught.value)
 
 
-def test_given_settings_when_published_then_every_name_of_the_scripts_is_there() -> None:
+def test_shared_settings_have_every_name_of_the_scripts() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
         "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
         "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "lease_ms": 15_000,
@@ -67,23 +67,20 @@ def test_given_settings_when_published_then_every_name_of_the_scripts_is_there()
 
 
 @pytest.mark.parametrize(("after", "ms"), [("10s", 10_000), ("0.4ms", 1), (None, 0)])
-def test_given_a_patience_when_published_then_it_is_whole_and_none_only_if_unset(
-    after: str | None, ms: int
-) -> None:
+def test_starvation_ms_is_whole_and_0_only_if_unset(after: str | None, ms: int) -> None:
     assert (
         shared_settings(parse({"fair_request_queue": {"starvation_after": after}}), {})["starvation_ms"] == ms
     )
 
 
-def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other() -> None:
-    # Given a change of every key that may change
+def test_every_live_key_has_its_effect_and_no_other() -> None:
     flat = live_config.flattened(EVERYTHING)
     named = (".Critical", ".prefix-affinity")
     keys = {key.removesuffix(named[0]).removesuffix(named[1]) for key in flat}
     keys -= {key for key in keys if key.startswith("weights.")}
     assert keys == live_config.AFFECTS.keys()
 
-    # Then each becomes the setting that a configuration with it would publish
+    # Each override is what a configuration with that change would publish.
     assert overridden(EVERYTHING) == {
         "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
@@ -94,13 +91,13 @@ def test_given_every_live_key_when_changed_then_each_has_its_effect_and_no_other
     }  # fmt: skip
 
 
-def test_given_a_note_when_nested_and_flattened_again_then_it_is_the_same() -> None:
-    note = live_config.flattened(EVERYTHING)
-    assert live_config.nested(note) == EVERYTHING
-    assert live_config.flattened(live_config.nested(note)) == note
+def test_flattening_nested_changes_restores_them() -> None:
+    changes = live_config.flattened(EVERYTHING)
+    assert live_config.nested(changes) == EVERYTHING
+    assert live_config.flattened(live_config.nested(changes)) == changes
 
 
-def test_given_a_change_of_the_watermark_when_applied_then_both_bounds_follow() -> None:
+def test_both_bounds_follow_the_watermark() -> None:
     patch = {"request_queue_controller": {"watermark_per_backend": 10}}
     assert overridden(patch) == {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11)}
     effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
@@ -108,74 +105,75 @@ def test_given_a_change_of_the_watermark_when_applied_then_both_bounds_follow() 
     assert effective.settings.fair_request_queue.total_capacity == 500
 
 
-def test_given_a_change_when_taken_back_then_the_configured_value_is_in_force_again() -> None:
-    # Given two changes
-    note = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
-    old = {**live_config.overrides(CONFIGURED, note), "paused": 1}
+def test_the_configured_value_returns_when_a_change_is_taken_back() -> None:
+    changes = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
+    old = {**live_config.overrides(CONFIGURED, changes), "paused": 1}
 
-    # When one is taken back
-    note = live_config.merged(note, {"fair_request_queue.total_capacity": None})
-    wanted = live_config.overrides(CONFIGURED, note)
+    # One is taken back.
+    changes = live_config.merged(changes, {"fair_request_queue.total_capacity": None})
+    wanted = live_config.overrides(CONFIGURED, changes)
 
-    # Then its override goes, the other's stays, and what no key stands for is left alone
+    # Its override goes, the other's stays, and so does what no key stands for.
     assert live_config.replacing(old, wanted) == {"weights": {"gold": 3.0}, "total_capacity": None}
-    assert live_config.applied(CONFIGURED, note).settings == CONFIGURED
+    assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
 
-def test_given_weights_of_flows_when_one_changes_then_the_others_stay() -> None:
-    note = live_config.merged({}, live_config.flattened({"weights": {"a": 1, "b": 2}}))
-    note = live_config.merged(note, live_config.flattened({"weights": {"b": None, "c": 3}}))
-    assert live_config.overrides(CONFIGURED, note) == {"weights": {"a": 1, "c": 3}}
+def test_changing_the_weight_of_a_flow_keeps_the_others() -> None:
+    changes = live_config.merged({}, live_config.flattened({"weights": {"a": 1, "b": 2}}))
+    changes = live_config.merged(changes, live_config.flattened({"weights": {"b": None, "c": 3}}))
+    assert live_config.overrides(CONFIGURED, changes) == {"weights": {"a": 1, "c": 3}}
 
 
-def test_given_weights_of_bands_when_one_changes_then_the_others_stay() -> None:
-    # Given bands that the configuration weighs, and one that was changed
+def test_changing_the_weight_of_a_band_keeps_the_others() -> None:
     weights = {"Critical": 50, "Default": 40, "Sheddable": 10}
     configured = parse({"fair_request_queue": {"band_weights": weights}})
-    note = live_config.merged(
+    changes = live_config.merged(
         {}, live_config.flattened({"fair_request_queue": {"band_weights": {"critical": 60}}})
     )
-    assert live_config.overrides(configured, note) == {"band_weights": [60, 40, 10]}
-    # When another one changes, then both are in force
-    note = live_config.merged(
-        note, live_config.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}})
+    assert live_config.overrides(configured, changes) == {"band_weights": [60, 40, 10]}
+    changes = live_config.merged(
+        changes, live_config.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}})
     )
-    assert live_config.overrides(configured, note) == {"band_weights": [60, 30, 10]}
-    assert live_config.nested(note) == {
+    assert live_config.overrides(configured, changes) == {"band_weights": [60, 30, 10]}
+    assert live_config.nested(changes) == {
         "fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}
     }
-    # And so they are beside a whole mapping, as earlier versions kept it, in whatever order
+    # So they are beside a whole mapping, as earlier versions kept it, in either order.
     whole = {"fair_request_queue.band_weights": {"critical": 80, "Default": 5}}
-    for mixed in ({**whole, **note}, {**note, **whole}):
+    for mixed in ({**whole, **changes}, {**changes, **whole}):
         assert live_config.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
-    # And each is taken back by itself, or all
+    # Each is taken back by itself, or all.
     one = live_config.merged(
-        note, live_config.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}})
+        changes, live_config.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}})
     )
     assert live_config.overrides(configured, one) == {"band_weights": [50, 30, 10]}
     assert (
-        live_config.merged(note, live_config.flattened({"fair_request_queue": {"band_weights": None}})) == {}
+        live_config.merged(changes, live_config.flattened({"fair_request_queue": {"band_weights": None}}))
+        == {}
     )
 
 
 def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
-    def scorers(note: dict[str, Any]) -> dict[str, float]:
+    def scorers(changes: dict[str, Any]) -> dict[str, float]:
         return {
-            one.name: one.weight for one in live_config.applied(configured, note).settings.scheduling.scorers
+            one.name: one.weight
+            for one in live_config.applied(configured, changes).settings.scheduling.scorers
         }
 
     named = [{"name": "prefix-affinity", "weight": 2}, {"name": "kv-cache", "weight": 1}]
     configured = parse({"scheduling": {"scorers": named, "fallbacks": 1}})
-    note = live_config.merged(
+    changes = live_config.merged(
         {}, live_config.flattened({"scheduling": {"scorers": {"kv-cache": 0, "latency": 3}}})
     )
-    assert scorers(note) == {"prefix-affinity": 2, "latency": 3}
-    assert live_config.applied(configured, note).settings.scheduling.fallbacks == 1
-    assert live_config.overrides(configured, note) == {"live_weight": pytest.approx(1 / 6)}
-    # And each is taken back by itself, or all
-    note = live_config.merged(note, live_config.flattened({"scheduling": {"scorers": {"kv-cache": None}}}))
-    assert scorers(note) == {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}
-    assert live_config.merged(note, live_config.flattened({"scheduling": {"scorers": None}})) == {}
+    assert scorers(changes) == {"prefix-affinity": 2, "latency": 3}
+    assert live_config.applied(configured, changes).settings.scheduling.fallbacks == 1
+    assert live_config.overrides(configured, changes) == {"live_weight": pytest.approx(1 / 6)}
+    # Each is taken back by itself, or all.
+    changes = live_config.merged(
+        changes, live_config.flattened({"scheduling": {"scorers": {"kv-cache": None}}})
+    )
+    assert scorers(changes) == {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}
+    assert live_config.merged(changes, live_config.flattened({"scheduling": {"scorers": None}})) == {}
 
 
 @pytest.mark.parametrize(
@@ -208,13 +206,11 @@ def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
         ({"weights": None}, "weights: must be an object"),
     ],
 )
-def test_given_a_key_that_cannot_change_when_changed_then_the_fault_names_it(
-    patch: dict[str, Any], says: str
-) -> None:
+def test_a_key_that_cannot_change_is_named(patch: dict[str, Any], says: str) -> None:
     assert fault(patch) == says
 
 
-def test_given_several_faults_when_changed_then_each_has_its_line() -> None:
+def test_each_fault_of_a_change_has_its_line() -> None:
     lines = fault({"pool": "x", "workloads": {"idle_after": "1s", "wait_weight": 1}}).splitlines()
     assert lines == ["pool: cannot change live", "workloads.idle_after: cannot change live"]
 
@@ -243,27 +239,23 @@ def test_given_several_faults_when_changed_then_each_has_its_line() -> None:
         ({"weights": {f"f{n}": 1 for n in range(201)}}, "weights", "at most 200 flows"),
     ],
 )
-def test_given_a_value_that_does_not_fit_when_changed_then_the_fault_names_its_key(
-    patch: dict[str, Any], where: str, says: str
-) -> None:
+def test_a_change_that_does_not_fit_names_its_key(patch: dict[str, Any], where: str, says: str) -> None:
     message = fault(patch)
     assert message.startswith(where)
     assert says in message
 
 
-def test_given_critical_guarantees_when_the_capacity_shrinks_live_then_the_fault_is_err_too_many_flows() -> (
-    None
-):
+def test_a_capacity_below_the_critical_guarantees_is_err_too_many_flows() -> None:
     settings = parse({"models": [{"name": name, "criticality": "Critical"} for name in ("a", "b")]})
     assert "ErrTooManyFlows" in fault({"fair_request_queue": {"flow_capacity": 600}}, settings)
 
 
-def test_given_limits_of_flows_when_fairness_goes_live_to_none_then_the_fault_names_the_model() -> None:
+def test_fairness_none_names_a_model_with_a_limit() -> None:
     settings = parse({"models": [{"name": "a", "max_inflight_per_endpoint": 2}]})
     assert "of models a cannot be kept" in fault({"fair_request_queue": {"fairness": "none"}}, settings)
 
 
-def test_given_limits_by_objective_when_fairness_goes_live_to_none_then_the_fault_names_it() -> None:
+def test_fairness_none_names_an_objective_with_a_limit() -> None:
     settings = parse({"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]})
     assert "of objectives bulk cannot be kept" in fault(
         {"fair_request_queue": {"fairness": "none"}}, settings
@@ -279,7 +271,7 @@ live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(k
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))
-def test_given_any_values_of_live_keys_when_changed_then_it_is_overrides_or_a_named_fault(
+def test_any_change_is_overrides_or_a_named_fault(
     changes: list[tuple[tuple[str, str], Any]],
 ) -> None:
     patch: dict[str, Any] = {}
@@ -290,6 +282,5 @@ def test_given_any_values_of_live_keys_when_changed_then_it_is_overrides_or_a_na
         found = overridden(patch)
     except ConfigError as caught:
         message = str(caught)
-    # Then what is taken can go to the scripts as JSON
     assert (found is None) == bool(message)
     assert found is None or json.loads(json.dumps(found, allow_nan=False)) == found

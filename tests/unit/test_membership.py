@@ -57,80 +57,76 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
         await asyncio.wait((running,))
 
 
-async def test_given_an_unknown_pool_when_joined_then_the_whole_configuration_is_published() -> None:
+async def test_an_unknown_pool_gets_the_whole_configuration() -> None:
     store = ScriptedStore()
     async with member(store):
         assert store.published[0] == shared_settings(CONFIGURED, {})
         assert store.tunings == 0
 
 
-async def test_given_a_change_of_another_replica_when_it_beats_then_it_is_followed_and_shown() -> None:
+async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
     store = ScriptedStore()
     async with member(store) as one:
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
-        # When a change comes through the shared state
         await store.set_live_config(
             {"weights": {"gold": 3}, "upper_per": 11, "lower_per": 9}, {**WIDER, "weights.gold": 3}
         )
         await one.follows(lambda: one.membership.live_config.version == "1")
 
-        # Then the replica's view has it, and the watermark it reports
         effective = one.membership.effective
         assert effective.settings.request_queue_controller.watermark_per_backend == 10
         assert effective.weights == {"gold": 3}
         assert (await one.membership.state())["bounds"]["watermark"] == 20
 
-        # And when it is taken back, then the configuration is in force again
+        # It is taken back.
         await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
         await one.follows(lambda: one.membership.live_config.version == "2")
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
 
-async def test_given_changes_and_a_pause_when_the_shared_state_is_lost_then_they_are_brought_back() -> None:
+async def test_live_changes_and_a_pause_survive_the_loss_of_the_shared_state() -> None:
     store = ScriptedStore()
     async with member(store) as one:
         await store.set_live_config({"total_capacity": 2000, "paused": 1}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
 
-        # When Redis forgets everything, then the replica publishes and makes the changes anew
+        # Redis loses everything; the replica publishes and brings the changes back.
         store.lose()
         await one.follows(lambda: store.overrides)
         assert store.overrides == {"total_capacity": 2000, "paused": 1}
         assert store.changes == DEEPER
 
 
-async def test_given_a_replica_that_joins_late_when_another_publishes_then_changes_survive_it() -> None:
-    # Given a replica that knows of a change
+async def test_live_changes_survive_a_replica_that_joins_late() -> None:
     store = ScriptedStore()
     async with member(store) as one:
         await store.set_live_config({"total_capacity": 2000}, DEEPER)
         await one.follows(lambda: one.membership.live_config.version == "1")
 
-        # When the state is lost, and a replica without memory publishes first
+        # The state is lost, and a replica that does not know the change publishes first.
         store.lose()
         store.epoch = "another life"
         await one.follows(lambda: store.overrides)
 
-        # Then the change is back all the same
         assert store.changes == DEEPER
 
 
-async def test_given_a_new_configuration_when_published_then_overrides_mean_what_they_say_in_it() -> None:
-    # Given a deviation changed live, which made bounds of a watermark of 4
+async def test_overrides_are_computed_again_for_a_new_configuration() -> None:
+    # A live deviation has made bounds of a watermark of 4.
     store = ScriptedStore()
     store.epoch, store.version = "life", "1"
     store.changes = {"request_queue_controller.percentage_deviation_for_bounds": 0.5}
     store.overrides = {"lower_per": 2.0, "upper_per": 6.0}
 
-    # When a replica with another watermark publishes, then the bounds are of that
+    # A replica with another watermark publishes.
     settings = parse({"request_queue_controller": {"watermark_per_backend": 10}})
     async with member(store, settings):
         await until(lambda: store.overrides != {"lower_per": 2.0, "upper_per": 6.0})
         assert store.overrides == {"lower_per": 5.0, "upper_per": 15.0}
 
 
-async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_lives_with_its_own() -> None:
+async def test_live_changes_that_do_not_fit_are_ignored() -> None:
     store = ScriptedStore()
     store.epoch, store.version = "life", "1"
     store.changes = {"fair_request_queue.total_capacity": 10}
@@ -144,9 +140,7 @@ async def test_given_changes_that_do_not_fit_when_followed_then_the_replica_live
 @pytest.mark.parametrize(
     ("queued", "rate", "seconds"), [(0, 0.0, 1), (99, 0.0, 1), (0, 50.0, 1), (99, 10.0, 10), (9999, 1.0, 60)]
 )
-async def test_given_a_queue_and_its_rate_when_it_beats_then_retry_after_is_the_time_to_drain(
-    queued: int, rate: float, seconds: int
-) -> None:
+async def test_retry_after_is_the_time_to_drain_the_queue(queued: int, rate: float, seconds: int) -> None:
     store = ScriptedStore()
     store.shown = {"queued": queued, "drain_rate": rate, "paused": True, "active_flows": queued + 1}
     async with member(store) as one:

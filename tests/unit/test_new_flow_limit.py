@@ -1,4 +1,4 @@
-"""How many flows that nobody has heard of one source may begin."""
+"""How many unconfigured flows one source may begin."""
 
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
@@ -46,7 +46,7 @@ def test_a_source_begins_as_many_flows_as_it_may_and_goes_on_with_them() -> None
     assert passes(those, "known")
     assert passes(those, "f3", b"10.0.0.2")
     assert passes(those, "f3")  # which is no new one by then
-    # And later it may begin more
+    # After a minute it may begin more.
     clock.now_s += 20.0
     assert [passes(those, f"later{n}") for n in range(2)] == [True, False]
     with pytest.raises(TooManyFlows, match="more than 3 new flows a minute") as caught:
@@ -93,7 +93,6 @@ def test_names_and_sources_without_end_are_forgotten(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -> None:
-    # Given a replica at which one address may begin two flows a minute
     gate, metrics = ScriptedGate(), Counted()
     settings = parse({"fair_request_queue": {"new_flows_per_minute": 2}, "models": [{"name": "known"}]})
     here = exchange_context(gate, metrics, settings)
@@ -105,7 +104,7 @@ async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -
             messages.append(body(b'{"model": "%s"}' % model.encode()))
         return (await converse(Exchange(here), *messages))[0]
 
-    # When it asks for models without end, then it is refused, and told when to come again
+    # The address is refused, with a Retry-After.
     answers = [await ask(f"invented-{n}") for n in range(3)]
     assert parts(answers) == ["request_headers"] * 2 + ["immediate_response"]
     refused = answers[-1].immediate_response
@@ -113,7 +112,6 @@ async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -
     assert set_headers(refused.headers)["retry-after"] == "30"
     assert b'"code":"too_many_flows"' in refused.body
     assert len(gate.admitted) == 2
-    # And the others are served
     others = [await ask("known"), await ask("invented-0"), await ask("invented-3", "10.0.0.2")]
     assert parts(others) == ["request_headers"] * 3
     assert here.bodies.held_bytes == 0

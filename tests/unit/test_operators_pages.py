@@ -1,4 +1,4 @@
-"""The operators' pages beside what they tell of: alerts, settings, links, log lines."""
+"""The operators' pages agree with the alerts, settings, links and log lines."""
 
 import ast
 import re
@@ -40,40 +40,31 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    # Given a page's links within the project
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
-        # When each is followed
         found = (page.parent / target).resolve() if target else page
-        # Then the file is there, and the heading in it
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_that_are_named_exist(page: Path) -> None:
-    # Given the settings that a page names
     named = set(KEY.findall(page.read_text(encoding="utf-8")))
-    # When they are looked for in the settings tree, then each is there
     assert named
     assert named <= set(keys(Settings))
 
 
 def test_what_tuning_calls_live_may_change_live_and_nothing_else() -> None:
-    # Given the keys at the beginning of rows, and whether they are marked
     rows = re.findall(r"^\| `([\w.]+)`( \*live\*)? \|", text_of("tuning"), re.MULTILINE)
     rows = [(key, live) for key, live in rows if "." in key and key in set(keys(Settings))]
-    # When they are compared with what PATCH takes, then the marks are right
     assert len(rows) > 10
     assert [(key, bool(live)) for key, live in rows] == [(key, key in AFFECTS) for key, _ in rows]
 
 
 def test_every_alert_is_on_the_page_once() -> None:
-    # Given the alerts, and the rows of operations.md
     groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "alerts.yml").read_text())["groups"]
     alerts = [rule["alert"] for group in groups for rule in group["rules"]]
-    told = re.findall(r"^\| `(Picker\w+)` \|", text_of("operations"), re.MULTILINE)
-    # When they are compared, then they are the same
-    assert sorted(told) == sorted(alerts)
+    listed = re.findall(r"^\| `(Picker\w+)` \|", text_of("operations"), re.MULTILINE)
+    assert sorted(listed) == sorted(alerts)
 
 
 def warnings() -> Iterator[str]:
@@ -89,12 +80,9 @@ def warnings() -> Iterator[str]:
 
 
 def test_every_warning_of_the_log_is_on_the_page() -> None:
-    # Given the warnings in the source, and the page
     page = text_of("operations").split("\n## The log\n", 1)[1]
     found = list(warnings())
     assert len(found) > 15
     for warning in found:
-        # When the longest part of one that is not filled in is looked for
         part = max(re.split(r"%\w+|[:;(]", warning), key=len).strip()
-        # Then the page has it
         assert part in page, warning

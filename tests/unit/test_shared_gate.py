@@ -1,4 +1,4 @@
-"""The gate over a store that answers as told: refusals, waiting, being sent back, and what is charged."""
+"""The gate over a scripted store: refusals, waiting, being sent back, and what is charged."""
 
 import asyncio
 from typing import Any, cast
@@ -83,7 +83,7 @@ class Bench:
         ),
     ],
 )
-async def test_given_a_refusal_when_admitted_then_the_error_brings_its_retry_after(
+async def test_a_refusal_has_its_own_retry_after(
     detail: str, error: type[RequestError], reason: str, code: str
 ) -> None:
     bench = Bench()
@@ -97,25 +97,23 @@ async def test_given_a_refusal_when_admitted_then_the_error_brings_its_retry_aft
 
 
 @pytest.mark.parametrize(
-    ("news", "error", "counter"),
+    ("notification", "error", "counter"),
     [("preempted", Preempted, "epp_preemptions_total"), ("evicted", Evicted, "epp_evictions_total")],
 )
-async def test_given_a_queued_request_when_it_must_go_then_its_client_is_told_at_once(
-    news: str, error: type[Dropped], counter: str
+async def test_a_queued_request_that_is_removed_is_answered_at_once(
+    notification: str, error: type[Dropped], counter: str
 ) -> None:
-    # Given a request that waits, and a queue that takes 9 s to drain
+    # The queue takes 9 s to drain.
     bench = Bench()
     bench.gate.retry_after_s = 9
     task = await bench.queued()
 
-    # When it has to make room for a higher band, or an operator takes it out
-    bench.gate.on_notification(news, "r")
+    bench.gate.on_notification(notification, "r")
 
-    # Then it ends so, is counted by band as what it is, and waits no more
     with pytest.raises(error) as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (503, "evicted-queue-pressure")
-    assert (caught.value.code, caught.value.retry_after_s) == (news, 9)
+    assert (caught.value.code, caught.value.retry_after_s) == (notification, 9)
     counts = {key: n for key, n in samples(bench.metrics).items() if key[1:] == ("band=Sheddable",)}
     assert counts == {
         (name, "band=Sheddable"): float(name == counter)
@@ -125,7 +123,7 @@ async def test_given_a_queued_request_when_it_must_go_then_its_client_is_told_at
     assert bench.store.cancelled == []
 
 
-async def test_given_news_of_another_version_when_heard_then_the_request_waits_on() -> None:
+async def test_an_unknown_notification_of_another_version_is_ignored() -> None:
     bench = Bench()
     task = await bench.queued(PLACED)
     assert not bench.gate.on_notification("a word that nobody knows", "r")
@@ -133,7 +131,7 @@ async def test_given_news_of_another_version_when_heard_then_the_request_waits_o
     assert (await task).endpoints == (E1,)
 
 
-async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_again() -> None:
+async def test_an_expired_request_has_a_retry_after() -> None:
     bench = Bench()
     bench.gate.retry_after_s = 4
     task = await bench.queued()
@@ -145,17 +143,15 @@ async def test_given_a_queued_request_when_expired_then_it_is_told_when_to_come_
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
-async def test_given_a_clients_own_deadline_when_it_passes_then_the_answer_is_504(when: str) -> None:
-    # Given a request whose time to live is its client's deadline
+async def test_a_clients_own_deadline_is_answered_504(when: str) -> None:
     bench = Bench()
     bench.store.admitting = [QUEUED if when != "admitted" else Decision("expired", "")]
     bench.store.placing = [Decision("expired", "")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
-    # When that passes while it waits, before it could be placed, or before it arrived
     if when != "admitted":
         await until(lambda: bench.gate.waiting)
         bench.gate.on_notification("expired" if when == "waiting" else "granted", "r")
-    # Then it is told so, and it is not the queue that has expired it
+    # It does not count as expired by the queue.
     with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (504, "rejected-context-cancelled")
@@ -163,36 +159,33 @@ async def test_given_a_clients_own_deadline_when_it_passes_then_the_answer_is_50
     assert bench.count("epp_evictions_total", "band=Sheddable") == 0
 
 
-async def test_given_a_grant_that_cannot_be_placed_when_sent_back_then_it_waits_for_the_next() -> None:
-    # Given a granted request whose flow turns out to be at its limit
+async def test_a_request_that_is_queued_again_waits_for_the_next_grant() -> None:
     bench = Bench()
     task = await bench.queued(QUEUED, PLACED)
     bench.gate.on_notification("granted", "r")
     await until(lambda: bench.store.placing == [PLACED])
 
-    # When it is granted once more, then it is asked for again and placed; it was admitted only once
+    # It is granted again and placed; it was admitted once.
     bench.gate.on_notification("granted", "r")
     assert (await task).endpoints == (E1,)
     assert len(bench.store.admitted) == 1
 
 
-async def test_given_a_next_grant_before_the_reply_is_read_when_sent_back_then_it_is_not_lost() -> None:
-    # Given a placement under way
+async def test_a_grant_before_the_reply_that_queues_again_is_not_lost() -> None:
     bench = Bench()
     task = await bench.queued(QUEUED, PLACED)
     bench.store.placement.clear()
     bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
 
-    # When the next grant comes together with the answer that sends it back
+    # The next grant comes together with the reply that queues it again.
     bench.store.placement.set()
     bench.gate.on_notification("granted", "r")
 
-    # Then it is placed without any further news
     assert (await task).endpoints == (E1,)
 
 
-async def test_given_a_placement_under_way_when_registering_again_then_it_is_left_alone() -> None:
+async def test_a_request_that_is_being_placed_is_not_registered_again() -> None:
     bench = Bench()
     task = await bench.queued(PLACED)
     bench.store.placement.clear()
@@ -204,63 +197,58 @@ async def test_given_a_placement_under_way_when_registering_again_then_it_is_lef
     await task
 
 
-async def test_given_a_process_that_slept_when_a_stream_ends_then_it_is_not_brought_again() -> None:
-    # Given a stream that waits, and whose grant is another replica's since the process slept
+async def test_after_a_pause_an_ended_stream_is_not_admitted_again() -> None:
+    # During the pause another replica has taken the grant.
     bench = Bench()
     task = await bench.queued(GONE)
     bench.gate.pause_detector.mark_resumed()
     bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
-    # When Envoy has given it up meanwhile
+    # Envoy has given the stream up.
     await asyncio.sleep(0)
     task.cancel()
-    # Then its request, which may be another stream's by now, is left alone
+    # Its request may belong to another stream by now.
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(bench.store.admitted) == 1
 
 
-async def test_given_a_process_that_slept_when_it_registers_again_then_only_streams_that_are_left() -> None:
-    # Given a stream that waits, of a process that slept
+async def test_after_a_pause_only_streams_that_still_exist_are_registered() -> None:
     bench = Bench()
     task = await bench.queued()
     bench.gate.pause_detector.mark_resumed()
-    # When it tells a shared state that has lost it, while Envoy has given the stream up
+    # Envoy gives the stream up before the replica registers it.
     telling = asyncio.create_task(bench.gate.register_again())
     for _ in range(3):
         await asyncio.sleep(0)
     task.cancel()
-    # Then nothing is told of that
     assert await telling
     assert len(bench.store.admitted) == 1
 
 
-async def test_given_a_process_that_slept_when_it_reads_old_signs_of_life_then_they_restore_nothing() -> None:
-    # Given a sign of life before a process slept, when one is read on waking
+async def test_after_a_pause_old_signs_of_life_restore_nothing() -> None:
     bench = Bench()
     bench.gate.renew(Alive("before", E1, "ticket"))
     bench.gate.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "ticket"))
-    # Then that renews what is known, and brings nothing back
+    # Without its token it renews a known lease and restores nothing.
     assert bench.store.alive == [("before", "ticket"), ("after", "")]
 
 
-async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_is_over() -> None:
-    # Given a stream whose placement is under way
+async def test_the_older_stream_ends_when_its_placement_is_refused() -> None:
     bench = Bench()
     older = await bench.queued(QUEUED, PLACED)
     bench.store.placement.clear()
     bench.gate.on_notification("granted", "r")
     await bench.store.placed.wait()
 
-    # When Envoy brings the request on a newer stream, and the older is sent back to wait
+    # Envoy sends the request again on a newer stream; the older one is queued again.
     newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
     await until(lambda: len(bench.store.admitted) == 2)
     bench.store.placement.set()
     with pytest.raises(ClientGone):
         await older
 
-    # Then the newer has its turn
     bench.gate.on_notification("granted", "r")
     assert (await newer).endpoints == (E1,)
 
@@ -274,7 +262,7 @@ async def test_given_a_newer_stream_when_the_older_is_sent_back_then_the_older_i
         (256, 7, None, None, None),
     ],
 )
-async def test_given_usage_when_settled_then_a_stock_of_tokens_learns_the_real_cost(
+async def test_a_stock_of_tokens_is_settled_with_the_real_cost(
     in_tokens: int | None, prompt: int | None, answer: int | None, actual: float | None, learned: int | None
 ) -> None:
     bench = Bench(in_tokens)
@@ -289,5 +277,5 @@ async def test_accounting_token_adds_the_default_answer_to_a_cost_that_lacks_it(
     assert placement.accounting_token.split("\t")[:9] == ["f", "2", "1.0", "266.0", "", "3", "m", E1, "4"]
 
 
-def test_given_a_whole_cost_when_a_accounting_token_is_written_then_nothing_is_added() -> None:
+def test_an_accounting_token_adds_nothing_to_a_complete_cost() -> None:
     assert accounting_token.write(ask(cost=10.0), E1, 256).split("\t")[3] == "10.0"

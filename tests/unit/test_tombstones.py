@@ -77,7 +77,7 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
         bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
         bench.ends.add("late")
         assert bench.store.buried == []
-        # When another one goes away and comes back, then Redis is told what is not too old to be brought back
+        # Another replica fails over and resyncs: Redis gets the ends that are not too old.
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
         assert bench.store.buried == ["late"]
@@ -93,7 +93,7 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes > 1)
         assert bench.store.buried == ["x"]
-        # When the shared state comes back empty, then it is told again
+        # The shared state comes back empty.
         bench.store.epoch = "another life"
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.store.buried == ["x", "x"])
@@ -103,14 +103,13 @@ async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_
     async with running() as bench:
         bench.ends.add("x")
         bench.store.restored = {"x"}
-        # Given one that is back already, and has brought back what this one had heard the end of
+        # The other has resynced already, and restored a request whose end was received here.
         bench.say(b={"returns": 1})
-        # Then the place is given back
         await until(lambda: bench.store.settled)
         assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_places_that_the_purse_may_have_earned_are_given_back_when_all_that_runs_is_told() -> None:
+async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_done() -> None:
     async with running() as bench:
         bench.free = False
         bench.ends.add("x")
@@ -162,8 +161,8 @@ async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None
     bench.say()
     bench.ends.begin_resync()
     waiting = asyncio.create_task(bench.ends.wait_for_peers(("a", "b", "c")))
-    for told in ({"b": {"told": ["a:1"]}}, {"b": {"told": ["a:1"]}, "c": {"told": ["a:0", "b:1"]}}):
-        bench.say(**told)
+    for fields in ({"b": {"told": ["a:1"]}}, {"b": {"told": ["a:1"]}, "c": {"told": ["a:0", "b:1"]}}):
+        bench.say(**fields)
         await asyncio.sleep(0)
         assert not waiting.done()
     bench.say(b={"told": ["a:1"]}, c={"told": ["a:1"]})

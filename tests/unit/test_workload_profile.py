@@ -33,19 +33,18 @@ def orders_by_workload(settings: Settings) -> bool:
 def test_the_profile_alone_is_valid_and_orders_by_workload() -> None:
     settings = load(DEPLOY / "picker-workload-aware.yaml", {})
     assert orders_by_workload(settings)
-    # And it spells the specification's weights, which are the defaults
+    # It has the specification's weights, which are the defaults.
     assert settings.workloads == parse({}).workloads
 
 
 def test_in_compose_it_stands_where_the_other_configuration_stood() -> None:
-    # Given the service of both files, as Compose lays one over the other: by the path within the container
+    # The service of both files, merged as Compose does: by the path within the container.
     base = tree(ROOT / "docker-compose.yml")["services"]["picker"]["volumes"]
     over = tree(DEPLOY / "compose" / "workload-aware.yml")["services"]
     (mount,) = over["picker"]["volumes"]
     source, target, mode = mount.split(":")
     assert [each.split(":")[1:] for each in base] == [[target, mode]]
     assert list(over) == ["picker"]
-    # Then its configuration is there and valid, and differs in what the profile is about
     settings, other = load(ROOT / source, {}), load(DEPLOY / "compose" / "picker.yaml", {})
     assert orders_by_workload(settings)
     differing = {name for name in Settings.model_fields if getattr(settings, name) != getattr(other, name)}

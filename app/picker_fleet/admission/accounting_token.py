@@ -46,10 +46,10 @@ def write(
     )
 
 
-def signed(note: str, request_id: str, keys: Keyring) -> str:
+def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
     """What `write` gives, with the signature that makes it the accounting token of request `request_id`."""
-    signature = keys.sign(_PURPOSE, f"{request_id}\t{note}")
-    return f"{note}\t{signature}"
+    signature = keys.sign(_PURPOSE, f"{request_id}\t{token_fields}")
+    return f"{token_fields}\t{signature}"
 
 
 def checked(token: str, request_id: str, keys: Keyring) -> tuple[str, str]:
@@ -58,10 +58,10 @@ def checked(token: str, request_id: str, keys: Keyring) -> tuple[str, str]:
     One that a version without signatures has made gets an empty one, where those are accepted.
     """
     own, parent = split_trace(token)
-    note, _, signature = own.rpartition("\t")
+    token_fields, _, signature = own.rpartition("\t")
     if own.count("\t") < _FIELDS:
         signature = ""
-    fault = keys.fault(_PURPOSE, f"{request_id}\t{note}", signature)
+    fault = keys.fault(_PURPOSE, f"{request_id}\t{token_fields}", signature)
     if fault and keys.accepts_unsigned and own.count("\t") == _FIELDS - 1:
         unsigned = f"{own}\t"
         return (with_trace(unsigned, parent) if parent else unsigned), ""

@@ -53,7 +53,7 @@ class Gate(Protocol):
         ...
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        """Whether the request still has its placement, made `age_s` ago; then its whole lease begins anew.
+        """Whether the request still has its placement, made `age_s` ago; then its lease starts again.
 
         For a request without an owned stream of which Envoy does not know yet, so that nobody renews its
         lease.

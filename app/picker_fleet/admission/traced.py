@@ -23,7 +23,7 @@ class TracedGate:
     def __init__(self, gate: Gate, traces: Traces) -> None:
         self._gate = gate
         self._traces = traces
-        self._traceparents: dict[str, str] = {}  # request whose stream is held here -> its traceparent
+        self._traceparents: dict[str, str] = {}  # owned stream's request -> its traceparent
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         spans = self._traces.begin(request)

@@ -86,7 +86,7 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 
 
 class Fleet(Protocol):
-    """What the last heartbeat told of the fleet."""
+    """The fleet as of the last heartbeat."""
 
     @property
     def config(self) -> EffectiveConfig: ...
@@ -218,7 +218,7 @@ class FailoverGate:
     async def _admit_in_outage(
         self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
-        """None: the state has changed meanwhile, and the request is to be admitted anew."""
+        """None: the state has changed meanwhile, and the request is to be admitted again."""
         cost = outage.gate.charge(self._cost(request))
         if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
             return None

@@ -1,4 +1,4 @@
-"""What scraping says of endpoints' health, made known to the whole fleet."""
+"""Marks endpoints down and up again for the whole fleet, by what scraping finds."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,9 +12,9 @@ _UNANSWERED = ("timeout", "silent")
 
 
 class Probes:
-    """A `Meter` of the scraper that also marks endpoints: down when they cannot be connected to or have
-    fallen silent, which each question without an answer confirms, and up again after three answers.
-    Counting is `meter`'s. `readings` gives what was last scraped, by whichever replica."""
+    """A `Meter` of the scraper, around `meter`, that also marks endpoints: down when they refuse connections
+    or are silent, which each unanswered request confirms; up again after three answers. `readings` returns
+    what any replica has scraped last."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Probes:
         return address in self._down
 
     def _most_are_silent(self) -> bool:
-        """Whether it is the scraping, or the load, that keeps pages from coming: then who does not answer is
-        slow like the others, and to take out one after the other would leave nobody."""
+        """Whether most endpoints are silent: then the scraping or the load is the cause, and marking the
+        silent ones would leave no endpoint."""
         readings = self._readings()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]
         silent = sum(
@@ -83,6 +83,6 @@ class Probes:
         return 2 * silent > len(up)
 
     def _mark(self, address: str, down: bool) -> None:
-        # What Redis does not take, the next probe says again.
+        # A mark that is lost is repeated by the next probe.
         done = self._store.mark_endpoint(address, "down", down)
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
