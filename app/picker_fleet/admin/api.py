@@ -23,7 +23,7 @@ from picker_fleet.admin.protection import (
     RateLimit,
     Refused,
     add_problem_documents,
-    deadline,
+    within,
 )
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
@@ -179,8 +179,9 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
     async def read(request: Request) -> Response:
         """The Prometheus text: rendered once a second at most, the same for all readers."""
-        async with deadline(2 * MAX_METRICS_AGE_S):
-            content = await text.read(request.client.host if request.client else "")
+        content = await within(
+            2 * MAX_METRICS_AGE_S, text.read(request.client.host if request.client else "")
+        )
         return Response(content, headers={"content-type": PAGE_TYPE})
 
 
@@ -190,14 +191,12 @@ def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
     @routes.get("/state", summary="The state of the fleet")
     async def state() -> models.State:
         """Stock, bounds, queue length by band, ready backends, virtual times, replicas, degraded."""
-        async with deadline(limit_s):
-            return await view.state()
+        return await within(limit_s, view.state())
 
     @routes.get("/endpoints", summary="Endpoints")
     async def endpoints() -> list[models.Endpoint]:
         """Every endpoint with its status, its requests in flight, and figures of its own metrics page."""
-        async with deadline(limit_s):
-            return await view.endpoints()
+        return await within(limit_s, view.endpoints())
 
 
 def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> None:
@@ -206,8 +205,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
     @routes.get("/replicas", summary="Replicas")
     async def replicas() -> models.Replicas:
         """Every known replica, live ones first."""
-        async with deadline(limit_s):
-            return await lists.replicas()
+        return await within(limit_s, lists.replicas())
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)
     async def flows(limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None) -> Response:
@@ -216,14 +214,12 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         Start tags grow while flows are served: over all pages, a flow that moves may appear twice, and none
         is left out.
         """
-        async with deadline(limit_s):
-            return _json(await lists.flows(limit, cursor, _band(band)))
+        return _json(await within(limit_s, lists.flows(limit, cursor, _band(band))))
 
     @routes.get("/flows/{flow:path}", summary="One flow", responses=_UNKNOWN)
     async def flow(flow: _FlowName) -> models.FlowDetail:
         """One flow; its name may contain any character, `/` too."""
-        async with deadline(limit_s):
-            found = await lists.flow(flow)
+        found = await within(limit_s, lists.flow(flow))
         if found is None:
             raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
         return found
@@ -233,26 +229,22 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
         """Waiting requests in the predicted dispatch order; `order` says how far the prediction goes."""
-        async with deadline(limit_s):
-            return _json(await lists.queue(limit, cursor, _band(band), flow))
+        return _json(await within(limit_s, lists.queue(limit, cursor, _band(band), flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
     async def inflight(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
         """Requests in flight, in the order in which their leases end."""
-        async with deadline(limit_s):
-            return _json(await lists.in_flight(limit, cursor))
+        return _json(await within(limit_s, lists.in_flight(limit, cursor)))
 
     @routes.get("/workloads", summary="Workloads", response_model=models.Workloads, responses=_PAGED)
     async def workloads(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
         """Known workloads, in no order; one that appears or disappears between two pages may be missed."""
-        async with deadline(limit_s):
-            return _json(await lists.workloads(limit, cursor))
+        return _json(await within(limit_s, lists.workloads(limit, cursor)))
 
     @routes.get("/workloads/{workload_id:path}", summary="One workload", responses=_UNKNOWN)
     async def workload(workload_id: _WorkloadId) -> models.Workload:
         """One workload; its id may contain any character."""
-        async with deadline(limit_s):
-            found = await lists.workload(workload_id)
+        found = await within(limit_s, lists.workload(workload_id))
         if found is None:
             raise Refused(404, "unknown_workload", "no such workload has asked of late")
         return found
@@ -260,8 +252,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
     @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_UNKNOWN)
     async def request(request_id: RequestId) -> models.RequestStatus:
         """Where a request is and why; and, from the replica that placed it, how its endpoint was chosen."""
-        async with deadline(limit_s):
-            found = await lists.request(request_id)
+        found = await within(limit_s, lists.request(request_id))
         if found is None:
             raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
         return found

@@ -12,7 +12,7 @@ from fastapi import APIRouter, HTTPException, Path, Request
 from starlette.requests import ClientDisconnect
 
 from picker_fleet.admin import models
-from picker_fleet.admin.protection import Deadlines, Refused, deadline
+from picker_fleet.admin.protection import Deadlines, Refused, within
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, StateUnavailable
 from picker_fleet.replica import live_config
@@ -130,8 +130,7 @@ def add_routes(
     @reading.get("/config", summary="The configuration in force")
     async def config() -> models.Config:
         """The configuration in force, and the live changes in it."""
-        async with deadline(limit_s):
-            return await controls.config()
+        return await within(limit_s, controls.config())
 
     @changing.patch(
         "/config",
@@ -145,20 +144,17 @@ def add_routes(
         The body is a partial settings tree; null reverts a change. All of it takes effect, or nothing.
         """
         patch = await _read_patch(request, deadlines.body_s)
-        async with deadline(limit_s):
-            return await controls.change(patch)
+        return await within(limit_s, controls.change(patch))
 
     @changing.post("/pause", summary="Stop dispatching")
     async def pause() -> models.Dispatch:
         """Stop dispatching: arrivals wait or are refused, running requests finish."""
-        async with deadline(limit_s):
-            return await controls.pause(True)
+        return await within(limit_s, controls.pause(True))
 
     @changing.post("/resume", summary="Continue dispatching")
     async def resume() -> models.Dispatch:
         """Dispatch requests again, within the bounds."""
-        async with deadline(limit_s):
-            return await controls.pause(False)
+        return await within(limit_s, controls.pause(False))
 
     @changing.post(
         "/requests/{request_id:path}/evict",
@@ -167,8 +163,7 @@ def add_routes(
     )
     async def evict(request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
-        async with deadline(limit_s):
-            result = await controls.evict(request_id)
+        result = await within(limit_s, controls.evict(request_id))
         if result == "running":
             raise Refused(409, "request_running", "the request has left the queue already")
         if result != "evicted":
@@ -176,9 +171,8 @@ def add_routes(
         return models.Eviction(id=request_id)
 
     async def set_drained(address: str, on: bool) -> models.Drained:
-        async with deadline(limit_s):
-            if not await controls.drain(address, on):
-                raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
+        if not await within(limit_s, controls.drain(address, on)):
+            raise Refused(404, "unknown_endpoint", f"no endpoint {address}")
         return models.Drained(address=address, drained=on)
 
     @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})

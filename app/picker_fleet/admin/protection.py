@@ -9,12 +9,11 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Security
@@ -50,6 +49,7 @@ _CODES = {
 }
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,11 @@ class Deadlines:
     body_s: float = 5.0
 
 
-@asynccontextmanager
-async def deadline(limit_s: float) -> AsyncIterator[None]:
-    """Raise StateUnavailable if the block takes longer than `limit_s`."""
+async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
+    """The answer; StateUnavailable if it takes longer than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
-            yield
+            return await answer
     except TimeoutError:
         raise StateUnavailable(f"the shared state did not answer within {limit_s:g} s") from None
 

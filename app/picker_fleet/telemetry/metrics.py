@@ -42,24 +42,25 @@ _TRANSITIONS = (
     ("returning", "answers"),
     ("shared", "all-told"),
 )
-_SCALARS = {
-    "stock_level": "What is in flight, fleet-wide, in the stock's unit.",
-    "lower_bound": "The stock below which requests are dispatched.",
-    "watermark": "The target of the stock.",
-    "upper_bound": "The stock is never above it.",
-    "queue_fill": "The part of the queue's total capacity in use.",
-    "active_flows": "Flows with a queued request.",
-    "overdue_requests": "Queued requests past their starvation threshold.",
-    "leases": "Requests in flight that have a lease.",
-    "ready_backends": "Endpoints that take new requests.",
-    "live_replicas": "Replicas that send heartbeats.",
-    "paused": "1 while dispatch is paused, fleet-wide.",
-    "degraded": "1 while this replica works without the shared state.",
+# Of the shared state, by key: the name of the metric and its help.
+_POOL_GAUGES = {
+    "stock": ("stock_level", "What is in flight, fleet-wide, in the stock's unit."),
+    "lower": ("lower_bound", "The stock below which requests are dispatched."),
+    "watermark": ("watermark", "The target of the stock."),
+    "upper": ("upper_bound", "The stock is never above it."),
+    "queue_fill": ("queue_fill", "The part of the queue's total capacity in use."),
+    "active_flows": ("active_flows", "Flows with a queued request."),
+    "overdue": ("overdue_requests", "Queued requests past their starvation threshold."),
+    "leases": ("leases", "Requests in flight that have a lease."),
+    "ready_backends": ("ready_backends", "Endpoints that take new requests."),
+    "replicas": ("live_replicas", "Replicas that send heartbeats."),
+    "paused": ("paused", "1 while dispatch is paused, fleet-wide."),
+    "degraded": ("degraded", "1 while this replica works without the shared state."),
 }
-_TOTALS = {
-    "dispatches": ("dispatched_total", "Requests dispatched from the queue, fleet-wide."),
-    "guard_dispatches": ("guard_dispatches_total", "Requests dispatched by the starvation guard."),
-    "ended": ("ended_total", "Requests in flight that ended, fleet-wide."),
+_POOL_TOTALS = {
+    "dispatched_total": ("dispatches", "Requests dispatched from the queue, fleet-wide."),
+    "guard_dispatches_total": ("guard_dispatches", "Requests dispatched by the starvation guard."),
+    "ended_total": ("ended", "Requests in flight that ended, fleet-wide."),
 }
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
@@ -76,16 +77,16 @@ class Metrics:
         self._variant = PairCap(known=((model, target) for model in known for target in ("", model)))
         self._endpoint = LabelCap()
 
-        def counters(name: str, about: str, labels: tuple[str, ...] = ()) -> Counters:
-            return Counters(page, f"epp_{name}", about, labels)
+        def counters(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counters:
+            return Counters(page, f"epp_{name}", help_text, labels)
 
-        def gauges(name: str, about: str, labels: tuple[str, ...] = ()) -> Gauges:
-            return Gauges(page, f"epp_{name}", about, labels)
+        def gauges(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Gauges:
+            return Gauges(page, f"epp_{name}", help_text, labels)
 
         def histograms(
-            name: str, about: str, bounds: tuple[float, ...], labels: tuple[str, ...]
+            name: str, help_text: str, bounds: tuple[float, ...], labels: tuple[str, ...]
         ) -> Histograms:
-            return Histograms(page, f"epp_{name}", about, bounds, labels)
+            return Histograms(page, f"epp_{name}", help_text, bounds, labels)
 
         self._requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
         self._refused = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
@@ -156,7 +157,10 @@ class Metrics:
         self._ages = gauges("scrape_age_seconds", "Age of an endpoint's last reading.", ("endpoint",))
         self._scores = gauges("endpoint_score", "Score of an endpoint by scorer.", ("endpoint", "scorer"))
 
-        self._pool = _PoolMetrics(page, self._endpoint)
+        self._pool_gauges = {key: gauges(name, text) for key, (name, text) in _POOL_GAUGES.items()}
+        self._pool_totals = {key: counters(name, text) for key, (name, text) in _POOL_TOTALS.items()}
+        self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
         # A rate of 0 instead of a missing series.
         for band in Band:
             self._preemptions.add((band.label,), 0)
@@ -291,8 +295,25 @@ class Metrics:
         self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
 
     def pool(self, state: Mapping[str, Any]) -> None:
-        """Show shared state, as `Membership.state` returns it."""
-        self._pool.show(state)
+        """Show the shared state, as `Membership.state` returns it; a missing key leaves its series as it
+        was."""
+        values = {**state, **state.get("bounds", {})}
+        if "replicas" in state:
+            values["replicas"] = len(state["replicas"])
+        for key, gauge in self._pool_gauges.items():
+            if (value := values.get(key)) is not None:
+                gauge.set(float(value))
+        for key, counter in self._pool_totals.items():
+            if key in state:
+                counter.follow(float(state[key]))
+        if "queue_length" in state:
+            self._band_queues.replace({(str(band),): float(n) for band, n in state["queue_length"].items()})
+        if "in_flight" in state:
+            loads: dict[tuple[str, ...], float] = {}
+            for address, count in state["in_flight"].items():
+                label = (self._endpoint(address),)
+                loads[label] = loads.get(label, 0.0) + count
+            self._in_flight.replace(loads)
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Redis last answered `seconds` ago; this replica itself was paused for `paused_s` in all."""
@@ -307,7 +328,7 @@ class Metrics:
 
     def degraded(self, on: bool) -> None:
         """Whether this replica works without the shared state."""
-        self._pool.degraded(on)
+        self._pool_gauges["degraded"].set(float(on))
 
     def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
         """The scores of each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
@@ -324,53 +345,3 @@ class Metrics:
         """The Prometheus text, of type `PAGE_TYPE`, in pieces that take microseconds each."""
         yield generate_latest(self._process)
         yield from self._page.pieces()
-
-
-class _PoolMetrics:
-    """Gauges and counters of the shared state; `endpoint` caps the values of that label."""
-
-    def __init__(self, page: Page, endpoint: Callable[[str], str]) -> None:
-        self._endpoint = endpoint
-        self._scalars = {name: Gauges(page, f"epp_{name}", about) for name, about in _SCALARS.items()}
-        self._totals = {key: Counters(page, f"epp_{name}", about) for name, (key, about) in _TOTALS.items()}
-        self._queued = Gauges(page, "epp_band_queue_length", "Queued requests, fleet-wide.", ("band",))
-        self._in_flight = Gauges(
-            page, "epp_endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",)
-        )
-
-    def degraded(self, on: bool) -> None:
-        """Whether this replica works without the shared state."""
-        self._scalars["degraded"].set(float(on))
-
-    def show(self, state: Mapping[str, Any]) -> None:
-        """Set everything from a state that `Membership.state` returned; a missing key leaves its series as it
-        was."""
-        bounds = state.get("bounds", {})
-        replicas = state.get("replicas")
-        for name, value in (
-            ("stock_level", state.get("stock")),
-            ("lower_bound", bounds.get("lower")),
-            ("watermark", bounds.get("watermark")),
-            ("upper_bound", bounds.get("upper")),
-            ("queue_fill", state.get("queue_fill")),
-            ("active_flows", state.get("active_flows")),
-            ("overdue_requests", state.get("overdue")),
-            ("leases", state.get("leases")),
-            ("ready_backends", state.get("ready_backends")),
-            ("live_replicas", None if replicas is None else len(replicas)),
-            ("paused", state.get("paused")),
-            ("degraded", state.get("degraded")),
-        ):
-            if value is not None:
-                self._scalars[name].set(float(value))
-        for key, counter in self._totals.items():
-            if key in state:
-                counter.follow(float(state[key]))
-        if "queue_length" in state:
-            self._queued.replace({(str(k),): float(n) for k, n in state["queue_length"].items()})
-        if "in_flight" in state:
-            loads: dict[tuple[str, ...], float] = {}
-            for address, count in state["in_flight"].items():
-                label = (self._endpoint(address),)
-                loads[label] = loads.get(label, 0.0) + count
-            self._in_flight.replace(loads)

@@ -104,8 +104,8 @@ class _Writer:
     """Writes the lines of a family. Label values are passed in the order of `labels`, and written sorted by
     label."""
 
-    def __init__(self, name: str, kind: str, about: str, labels: Labels) -> None:
-        self.head = f"# HELP {name} {about}\n# TYPE {name} {kind}\n".encode()
+    def __init__(self, name: str, kind: str, help_text: str, labels: Labels) -> None:
+        self.head = f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n".encode()
         self._labels = labels
 
     def line(self, name: str, values: Labels, value: float) -> str:
@@ -136,9 +136,9 @@ def _escaped(text: str) -> str:
 class _Values:
     """Series of one number each. The text of a series is kept until its value changes or it is gone."""
 
-    def __init__(self, page: Page, name: str, kind: str, about: str, labels: Labels) -> None:
+    def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
         self._name = name
-        self._writer = _Writer(name, kind, about, labels)
+        self._writer = _Writer(name, kind, help_text, labels)
         self._values: dict[Labels, float] = {}
         self._texts: dict[Labels, tuple[float, bytes]] = {}
         if not labels:
@@ -168,8 +168,8 @@ class _Values:
 class Counters(_Values):
     """A counter family. `name` is without `_total`; label values are in the order of `labels`."""
 
-    def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
-        super().__init__(page, f"{name}_total", "counter", about, labels)
+    def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
+        super().__init__(page, f"{name}_total", "counter", help_text, labels)
 
     def follow(self, total: float) -> None:
         """Show a total that is counted elsewhere; it may start again at 0."""
@@ -179,8 +179,8 @@ class Counters(_Values):
 class Gauges(_Values):
     """A gauge family; `replace` sets all of its series at once, so that none describes what is gone."""
 
-    def __init__(self, page: Page, name: str, about: str, labels: Labels = ()) -> None:
-        super().__init__(page, name, "gauge", about, labels)
+    def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
+        super().__init__(page, name, "gauge", help_text, labels)
         self._read: Callable[[], float] | None = None
 
     def follow(self, read: Callable[[], float]) -> None:
@@ -212,10 +212,10 @@ class Histograms:
     """A histogram family over ascending upper bounds `bounds`; the bucket `+Inf` is added."""
 
     def __init__(
-        self, page: Page, name: str, about: str, bounds: tuple[float, ...], labels: Labels = ()
+        self, page: Page, name: str, help_text: str, bounds: tuple[float, ...], labels: Labels = ()
     ) -> None:
         self._name = name
-        self._writer = _Writer(name, "histogram", about, labels)
+        self._writer = _Writer(name, "histogram", help_text, labels)
         self._bounds = bounds
         self._size = len(bounds) + 1
         self._edges = (*map(_number, bounds), "+Inf")
