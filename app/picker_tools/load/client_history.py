@@ -144,6 +144,13 @@ def mixed_request(dice: random.Random, number: int) -> ClientRequest:
     )
 
 
+def requests_of_flows(flows: int) -> MakeRequest:
+    """Requests for one token, of `flows` flows in turn."""
+    return lambda _, number: ClientRequest(
+        f"request {number}", 1, headers=flow_header(f"flow-{number % flows}")
+    )
+
+
 class ClosedLoop:
     """Clients that send the next request when the last is answered, with a record of each."""
 

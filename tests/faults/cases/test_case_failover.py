@@ -1,7 +1,6 @@
 """Another server takes Redis's place under load: named by Sentinels, or chosen by a Cluster (G1, G6, G8)."""
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from redis_clustered import Cluster, clustered
 from redis_servers import Server, debian, valkey_binary, wait
 from redis_watched import Watched, watched
 
-from picker_tools.load.client_history import ClientRequest, closed_loop, flow_header
+from picker_tools.load.client_history import closed_loop, requests_of_flows
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
@@ -67,7 +66,7 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
             servers,
         ):
             # Three replicas under load that fills the pool.
-            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+            async with closed_loop(here.url, clients=CLIENTS, make_request=requests_of_flows(3)) as load:
                 for number in range(kills):
                     await load.wait_for_served(2 * BOUND)
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
@@ -164,7 +163,3 @@ def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
 def _joined(figures: Iterable[float]) -> str:
     """One figure a kill."""
     return ", ".join(f"{figure:.1f}".removesuffix(".0") for figure in figures)
-
-
-def _make_request(_: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"request {number}", 1, headers=flow_header(f"flow-{number % 3}"))

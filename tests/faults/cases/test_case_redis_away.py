@@ -1,7 +1,6 @@
 """Redis is away for a while under load, and back: empty, or as it was (G8)."""
 
 import asyncio
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_w
 from fault_case import FULL, Case
 from own_valkey import OwnValkey, own_valkey
 
-from picker_tools.load.client_history import ClientRecord, ClientRequest, closed_loop, flow_header
+from picker_tools.load.client_history import ClientRecord, closed_loop, requests_of_flows
 
 pytestmark = pytest.mark.alone
 SERVERS, EACH = 4, 3
@@ -49,7 +48,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
     ):
         # There are more clients than room in the queue.
         async with closed_loop(
-            here.url, clients=CLIENTS, make_request=_make_request, pause_s=PAUSE_S
+            here.url, clients=CLIENTS, make_request=requests_of_flows(3), pause_s=PAUSE_S
         ) as load:
             await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
@@ -92,10 +91,6 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL
         await all_at_rest(here, servers)
-
-
-def _make_request(_: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"request {number}", 1, headers=flow_header(f"flow-{number % 3}"))
 
 
 def _rate(history: list[ClientRecord], from_s: float, to_s: float) -> str:
