@@ -23,8 +23,8 @@ FOREVER_MS = 600_000
 def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what was left nor a claim ends while a test lasts."""
     monkeypatch.setattr(reads, "CLAIM_MS", FOREVER_MS)
-    monkeypatch.setattr(reads, "_GOOD_S", FOREVER_MS / 1000)
-    monkeypatch.setattr(reads, "_LANE_S", FOREVER_MS / 1000)
+    monkeypatch.setattr(reads, "_MAX_AGE_S", FOREVER_MS / 1000)
+    monkeypatch.setattr(reads, "_MAX_AGE_PER_QUEUE_S", FOREVER_MS / 1000)
 
 
 async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:

@@ -18,10 +18,12 @@ class Watch:
         self.now_s = 100.0
 
     def look(
-        self, *, awake_s: float = TICK_S, waits: bool = True, heard: bool = False, answered: bool = False
+        self, *, awake_s: float = TICK_S, waiting: bool = True, received: bool = False, answered: bool = False
     ) -> Health:
         self.now_s += TICK_S
-        return self.failure_detector.observe(self.now_s, awake_s, waits=waits, heard=heard, answered=answered)
+        return self.failure_detector.observe(
+            self.now_s, awake_s, waiting=waiting, received=received, answered=answered
+        )
 
     def until_verdict(self, *, answered: bool = False, within_s: float = 20.0) -> tuple[Health, float]:
         """The first verdict that is neither well nor suspicion, and when it came."""
@@ -44,12 +46,12 @@ def test_given_any_answer_when_it_comes_then_silence_is_over() -> None:
     for _ in range(500):
         verdicts = [watch.look() for _ in range(10)]
         assert Health.UNAVAILABLE not in verdicts
-        assert watch.look(heard=True) is Health.HEALTHY
+        assert watch.look(received=True) is Health.HEALTHY
 
 
 def test_given_nothing_that_waits_when_nothing_comes_then_all_is_well() -> None:
     watch = Watch()
-    assert {watch.look(waits=False) for _ in range(500)} == {Health.HEALTHY}
+    assert {watch.look(waiting=False) for _ in range(500)} == {Health.HEALTHY}
 
 
 def test_given_a_replica_that_stood_still_when_nothing_came_then_redis_is_not_blamed() -> None:
@@ -64,7 +66,7 @@ def test_given_time_that_is_up_when_a_reply_waited_in_the_socket_then_it_is_read
         pass
     assert watch.look(awake_s=FLOOR_S) is Health.SUSPECT
     # When what waited is read before the next one, then Redis is not away
-    assert watch.look(awake_s=0.5, heard=True) is Health.HEALTHY
+    assert watch.look(awake_s=0.5, received=True) is Health.HEALTHY
 
 
 def test_given_probes_that_are_answered_when_the_connection_stays_silent_then_it_is_stuck() -> None:
@@ -111,12 +113,12 @@ def test_given_a_redis_of_any_constant_delay_when_time_passes_then_it_leaves_onc
     watch, left, beats, local = Watch(), 0, 0, False
     sent_s, probes_s = watch.now_s, list[float]()
     for _ in range(3000):
-        heard = watch.now_s - sent_s >= delay_s
-        if heard:
+        received = watch.now_s - sent_s >= delay_s
+        if received:
             watch.failure_detector.record_reply_time(delay_s)
             sent_s, beats = watch.now_s, beats + 1
         answered = any(watch.now_s - probe_s >= delay_s for probe_s in probes_s)
-        verdict = watch.look(heard=heard, answered=answered)
+        verdict = watch.look(received=received, answered=answered)
         probes_s = [*probes_s, watch.now_s] if verdict is Health.SUSPECT else []
         if verdict in (Health.STUCK, Health.UNAVAILABLE):
             sent_s, beats = watch.now_s, 0

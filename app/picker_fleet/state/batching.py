@@ -266,7 +266,7 @@ class BatchingClient:
         """Make a new connection, however long it takes; items that cannot wait that long fail meanwhile."""
         await self._disconnect()
         if self._not_primary:
-            # Whoever names the primary may still name the server that just said it is not.
+            # The server that just said it is not the primary may still be named as such.
             self._not_primary = ""
             await asyncio.sleep(_RECONNECT_PAUSE_S)
         elif self.connection_epoch and self.last_reply_s < self._connected_s:

@@ -1,14 +1,17 @@
-"""When a Redis that says nothing counts as away. Pure; seconds are of awake time (state/failure_detector.py).
+"""Whether Redis is unavailable, or slow, or only one connection stuck, or this replica itself was paused.
 
-Silence is time in which something waits for Redis and nothing at all comes from it; any answer ends it. So a
-Redis that is slow, but answers, is waited for. A silent one is suspected after the time that its replies
-really take: the retransmission timeout of RFC 6298, SRTT + 4 RTTVAR. It is then probed on other connections.
-Where those are answered, the connection is stuck, and made anew. Where they are not for `proof_s`, Redis is
-away: `floor_s`, or the retransmission timeout if that is longer, and twice as long each time this replica
-has left again within `CALM_S` of having returned, up to `ceiling_s`. The answered heartbeats in a row after
-which it returns double likewise, from two to sixteen. So no Redis, however slow, makes a replica go to and
-fro.
-"""
+- PauseDetector measures for how long this process did not run.
+- FailureDetector decides from awake time what a silence proves. Pure; all its seconds are awake time.
+- ConnectionMonitor runs both for the transport (state/batching.py): it ticks, and probes on other
+  connections.
+
+Silence is time in which something waits for Redis and nothing is read from it; any reply ends it. So a slow
+Redis that answers is waited for. A silent one is SUSPECT after the time that its replies really take: the
+retransmission timeout of RFC 6298, SRTT + 4 RTTVAR. It is then probed on other connections. If those are
+answered, the connection is STUCK, and replaced. If they stay unanswered for `unavailable_after_s`, Redis is
+UNAVAILABLE: `floor_s`, or the retransmission timeout if that is longer, doubled each time this replica fails
+over again within `CALM_S` of a recovery, up to `ceiling_s`. The answered heartbeats in a row before it
+recovers double likewise, from two to sixteen. So no Redis, however slow, makes a replica flap."""
 
 import asyncio
 import contextlib
@@ -25,70 +28,75 @@ import hiredis
 from picker_fleet.state.connection import DOWN, RedisConnection, raise_if_cancelled
 
 TICK_S = 0.1
-# A reply that was sent, or a stream that was begun, before so long a stand-still may be another replica's by
-# now: Envoy has given up on this one. Shorter than the shortest lease, 2 s.
+# After so long a pause, requests granted or streams begun before it may be another replica's: Envoy has
+# given up on this one. Shorter than the shortest lease, 2 s.
 LONG_PAUSE_S = 1.0
-_WOKEN_S = 1.0  # for how long a process counts as just woken
-_PAUSE_S = 0.05
+_RECENT_S = 1.0  # for how long a process counts as just resumed
+_BACKLOG_S = 0.05
 
 
 class PauseDetector:
-    """`clock` tells seconds that only rise, `delayed` for how long, in all, the kernel kept this thread from
-    running. `tick` comes each `TICK_S`; all else may be asked at any time. One event loop."""
+    """A process is paused when its event loop is late (SIGSTOP, a frozen machine, a long callback), when it
+    is ready to run and another has the core (the kernel's run-queue delay), or when the hypervisor runs
+    another machine (steal). What passes beyond the expected time of the next tick is a pause. The kernel
+    reports the other two; it is asked only while Redis is suspected.
+
+    `clock` is monotonic seconds, `delayed` the total time for which the kernel kept this thread from running.
+    `tick` is called every `TICK_S`; the rest at any time. One event loop."""
 
     def __init__(
         self, clock: Callable[[], float] | None = None, delayed: Callable[[], float] | None = None
     ) -> None:
         self._clock = clock or asyncio.get_running_loop().time
         self._delayed = delayed or KernelDelay().read
-        self._ticked_s = math.inf
-        self._woke_s = -math.inf
-        self._stood_s = 0.0
+        self._last_tick_s = math.inf
+        self._resumed_s = -math.inf
+        self._total_s = 0.0
         self._delayed_s: float | None = None  # as of the last tick; None: it was not asked
 
     @property
     def paused_s(self) -> float:
-        """Seconds in which it stood still, in all."""
+        """Seconds of all pauses."""
         return self.paused_until(self._clock())
 
     def paused_until(self, now_s: float) -> float:
-        """The same, where the clock's time is known."""
-        late_s = now_s - self._ticked_s - TICK_S
-        return self._stood_s + late_s if late_s > 0.0 else self._stood_s
+        """`paused_s` at `now_s` of the clock."""
+        late_s = now_s - self._last_tick_s - TICK_S
+        return self._total_s + late_s if late_s > 0.0 else self._total_s
 
     @property
     def resumed_recently(self) -> bool:
-        """Whether it stood still for long, and that less than a second ago."""
+        """Whether a long pause ended less than a second ago."""
         now_s = self._clock()
-        if now_s - self._ticked_s > TICK_S + LONG_PAUSE_S:
-            self._woke_s = now_s
-        return now_s - self._woke_s < _WOKEN_S
+        if now_s - self._last_tick_s > TICK_S + LONG_PAUSE_S:
+            self._resumed_s = now_s
+        return now_s - self._resumed_s < _RECENT_S
 
     async def wait_for_backlog(self) -> None:
-        """Let what came while it stood still be read first: a stream's beginning has come, and its end."""
-        await asyncio.sleep(_PAUSE_S)
+        """Let what arrived during the pause be read first: a stream may have begun and ended in it."""
+        await asyncio.sleep(_BACKLOG_S)
 
     def tick(self, *, closely: bool = False) -> float:
-        """Seconds awake since the last tick; `closely` asks the kernel, too."""
+        """Awake seconds since the last tick; `closely` asks the kernel, too."""
         now_s = self._clock()
-        elapsed_s = max(now_s - self._ticked_s, 0.0)
+        elapsed_s = max(now_s - self._last_tick_s, 0.0)
         lost_s = max(elapsed_s - TICK_S, 0.0)
         if lost_s > LONG_PAUSE_S:
-            self._woke_s = now_s
+            self._resumed_s = now_s
         before_s, self._delayed_s = self._delayed_s, self._delayed() if closely else None
         if before_s is not None and self._delayed_s is not None:
             lost_s = min(max(lost_s, self._delayed_s - before_s), elapsed_s)
-        self._stood_s += lost_s
-        self._ticked_s = now_s
+        self._total_s += lost_s
+        self._last_tick_s = now_s
         return elapsed_s - lost_s
 
     def mark_resumed(self) -> None:
-        """It stood still for long, in all."""
-        self._woke_s = self._clock()
+        """A long pause was found otherwise."""
+        self._resumed_s = self._clock()
 
 
 class KernelDelay:
-    """What Linux tells of a thread that was ready to run and did not; 0 where it does not tell."""
+    """For how long this thread was ready to run and did not, as Linux reports it; 0 where it does not."""
 
     def __init__(self, schedstat: str = "/proc/thread-self/schedstat", stat: str = "/proc/stat") -> None:
         self._schedstat, self._stat = schedstat, stat
@@ -122,11 +130,11 @@ CALM_S = 30.0
 _ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
 _SUSPECTED = 0.1  # of the floor, at least
 _STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
-_MOST_REPEATS = 4
+_MAX_REPEATS = 4
 
 
 class Health(enum.Enum):
-    """What is thought of a connection. SUSPECT: probe Redis. STUCK: make it anew. AWAY: give Redis up."""
+    """SUSPECT: probe Redis. STUCK: replace the connection. UNAVAILABLE: fail over."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -153,28 +161,28 @@ class RetransmissionTimeout:
 
     @property
     def timeout_s(self) -> float:
-        """How long a reply may take before it is missed."""
+        """How long a reply may take before Redis is suspected."""
         found_s = 0.0 if self._mean_s is None else self._mean_s + _K * self._deviation_s
         return min(max(found_s, self._least_s), self._most_s)
 
 
 class FailureDetector:
-    """`look` regularly; a verdict other than WELL and SUSPECT begins the observation anew. `floor_s` and
-    `ceiling_s` limit the proof."""
+    """Call `observe` regularly; after STUCK and UNAVAILABLE the observation starts over. `floor_s` and
+    `ceiling_s` limit `unavailable_after_s`."""
 
     def __init__(self, floor_s: float, ceiling_s: float) -> None:
         self._floor_s, self._ceiling_s = floor_s, max(floor_s, ceiling_s)
         self._replies = RetransmissionTimeout(_SUSPECTED * floor_s, self._ceiling_s)
         self.record_reply_time = self._replies.record
-        self._repeats = 0  # times it left in a row
-        self._returned_s = -math.inf
+        self._repeats = 0  # failovers in a row
+        self._recovered_s = -math.inf
         self._begin()
 
     def _begin(self) -> None:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # since the first probe; None: not suspected
         self._answered_s: float | None = None  # since a probe was answered
-        self._due = False  # the time was up at the last look; what waited in the socket has been read since
+        self._due = False  # the time was up at the last call; what was in the socket has been read since
 
     @property
     def suspected(self) -> bool:
@@ -182,28 +190,29 @@ class FailureDetector:
 
     @property
     def heartbeats_to_recover(self) -> int:
-        """Answered heartbeats in a row after which a replica that has left returns."""
+        """Answered heartbeats in a row before a replica recovers."""
         return 1 << max(self._repeats, 1)
 
     def unavailable_after_s(self, now_s: float) -> float:
-        """For how long probes must go unanswered."""
-        repeats = self._repeats if now_s - self._returned_s < CALM_S else 0
+        """For how long probes must stay unanswered."""
+        repeats = self._repeats if now_s - self._recovered_s < CALM_S else 0
         return min(max(self._floor_s, self._replies.timeout_s) * 2.0**repeats, self._ceiling_s)
 
     def record_failover(self, now_s: float) -> None:
         """This replica goes on without Redis."""
-        again = now_s - self._returned_s < CALM_S
-        self._repeats = min(self._repeats + 1, _MOST_REPEATS) if again else 1
+        again = now_s - self._recovered_s < CALM_S
+        self._repeats = min(self._repeats + 1, _MAX_REPEATS) if again else 1
 
     def record_recovery(self, now_s: float) -> None:
-        """It is back."""
-        self._returned_s = now_s
+        """This replica uses Redis again."""
+        self._recovered_s = now_s
 
-    def observe(self, now_s: float, awake_s: float, *, waits: bool, heard: bool, answered: bool) -> Health:
-        """What is thought now. Since the last look this replica was awake for `awake_s`; something `waits`
-        for an answer; the connection was `heard`; a probe was `answered`.
-        """
-        if heard or not waits:
+    def observe(
+        self, now_s: float, awake_s: float, *, waiting: bool, received: bool, answered: bool
+    ) -> Health:
+        """Since the last call this replica was awake for `awake_s`; something is `waiting` for a reply; a
+        reply was `received` on the connection; a probe was `answered`."""
+        if received or not waiting:
             self._begin()
             return Health.HEALTHY
         self._silent_s += awake_s
@@ -217,24 +226,24 @@ class FailureDetector:
             self._answered_s = 0.0
         elif self._answered_s is not None:
             self._answered_s += awake_s
-        return self._judge(now_s)
+        return self._suspicion(now_s)
 
-    def _judge(self, now_s: float) -> Health:
+    def _suspicion(self, now_s: float) -> Health:
         assert self._unanswered_s is not None
         if self._answered_s is not None:
             stuck_s = max(_STUCK * self._floor_s, self._replies.timeout_s)
-            verdict, up = Health.STUCK, self._answered_s >= stuck_s
+            health, up = Health.STUCK, self._answered_s >= stuck_s
         else:
-            verdict, up = Health.UNAVAILABLE, self._unanswered_s >= self.unavailable_after_s(now_s)
+            health, up = Health.UNAVAILABLE, self._unanswered_s >= self.unavailable_after_s(now_s)
         due, self._due = self._due, up
         if not (due and up):
             return Health.SUSPECT
         self._begin()
-        return verdict
+        return health
 
 
 _PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
-_MOST_PROBES = 8  # at a time; the oldest makes room
+_MAX_PROBES = 8  # at a time; the oldest makes room
 
 Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[RedisConnection]]
 
@@ -260,7 +269,7 @@ class Watched(Protocol):
 
 
 class ConnectionMonitor:
-    """Looks each tick; `connect` makes another connection to the same server. One event loop."""
+    """Observes each tick; `connect` makes another connection to the same server. One event loop."""
 
     def __init__(
         self,
@@ -296,16 +305,16 @@ class ConnectionMonitor:
     def _look(self) -> None:
         awake_s = self._pause_detector.tick(closely=self._failure_detector.suspected)
         now_s, watched = self._loop.time(), self._watched
-        heard, self._looked_s = watched.last_reply_s > self._looked_s, now_s
+        received, self._looked_s = watched.last_reply_s > self._looked_s, now_s
         answered, self._answered = self._answered, False
         health = self._failure_detector.observe(
-            now_s, awake_s, waits=watched.waiting, heard=heard, answered=answered
+            now_s, awake_s, waiting=watched.waiting, received=received, answered=answered
         )
         if health is not Health.SUSPECT:
             self._stop_probes()
         elif now_s - self._probed_s >= _PROBE_PAUSE_S:
             self._probed_s = now_s
-            if len(self._probes) == _MOST_PROBES:
+            if len(self._probes) == _MAX_PROBES:
                 self._probes.popleft().cancel()
             self._probes.append(asyncio.create_task(self._probe(), name="redis-probe"))
         if health is Health.STUCK:
@@ -314,7 +323,7 @@ class ConnectionMonitor:
             watched.on_silent()
 
     async def _probe(self) -> None:
-        """Ask for a sign of life; an error is one as well."""
+        """PING on a new connection; an error is an answer too."""
         done = asyncio.Event()
 
         def take(reply: Any) -> None:
@@ -322,14 +331,14 @@ class ConnectionMonitor:
             done.set()
 
         with suppress(*DOWN):
-            async with asyncio.timeout(_PROBE_PAUSE_S * _MOST_PROBES):
-                wire = await self._connect(take, lambda why: done.set())
+            async with asyncio.timeout(_PROBE_PAUSE_S * _MAX_PROBES):
+                connection = await self._connect(take, lambda why: done.set())
                 try:
                     ping: tuple[Any, ...] = ("PING",)
-                    wire.write(hiredis.pack_command(ping))
+                    connection.write(hiredis.pack_command(ping))
                     await done.wait()
                 finally:
-                    await wire.close()
+                    await connection.close()
         raise_if_cancelled()
 
     def _stop_probes(self) -> None:

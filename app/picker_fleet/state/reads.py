@@ -1,6 +1,7 @@
-"""What an operator reads of the shared state, as typed methods, one a script; state/store.py has the
-rest. Each call looks at no more than CHUNK rows, so that none holds Redis up, however long the queue is.
-"""
+"""The reads of the admin API, as typed methods, one a script. state/store.py makes them; admin/ calls them.
+
+No call returns more than CHUNK rows, so that none occupies Redis for long, however long the queue is. Ages
+and remaining times are by Redis's clock at the moment of the read."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,16 +15,20 @@ from picker_fleet.state.batching import BatchingClient
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import VIEW_LIMIT
 
-PARKED = 3  # groups from here on hold parked lanes: band + 3
+CHUNK = VIEW_LIMIT  # rows a call
+MAX_REPLICAS = 256
+PARKED = 3  # groups from here on have the throttled flow queues: band + 3
+_MAX_SCANS = 10  # calls for one page of workloads
 
 
 class FlowQueueRow(NamedTuple):
-    """What a band orders: a flow, or '' for the whole band.
+    """A flow queue of one band; `name` is the flow, or '' where the whole band is one queue.
 
-    Its oldest request speaks for the others; under `edf` the one served next.
-    """
+    `oldest_s` and `weight` are those of its oldest request; under `edf` of the one served next. Rows are
+    named tuples: a thousand are made in the event loop that decides, and a frozen dataclass takes three
+    times as long."""
 
-    group: int  # its band; plus 3 while its flow is at its limit
+    group: int  # its band; plus PARKED while its flow is at its limit
     name: str
     start: float  # start tag
     queued: int
@@ -38,7 +43,7 @@ class FlowQueueRow(NamedTuple):
 
     @property
     def order_key(self) -> tuple[int, float, bytes]:
-        """Lanes are in their order by it."""
+        """The order in which queues are listed."""
         return self.group, self.start, self.name.encode()
 
     @property
@@ -85,7 +90,7 @@ class WorkloadRow(NamedTuple):
     rate: float  # requests/s
 
 
-def lane_of(row: str, now_us: float) -> FlowQueueRow:
+def flow_queue_row(row: str, now_us: float) -> FlowQueueRow:
     group, name, start, queued, oldest_us, weight, share, in_flight = row.split(BETWEEN)
     return FlowQueueRow(
         int(group),
@@ -99,7 +104,7 @@ def lane_of(row: str, now_us: float) -> FlowQueueRow:
     )
 
 
-def entry_of(row: str, now_us: float) -> RequestRow:
+def request_row(row: str, now_us: float) -> RequestRow:
     (
         request_id, state, owner, flow, band, workload, model, criticality, cost, arrived_us,
         deadline_ms, due_ms, overdue, endpoints, limit, wait, for_criticality, rate,
@@ -125,7 +130,7 @@ def entry_of(row: str, now_us: float) -> RequestRow:
     )
 
 
-def workload_of(row: str, now_us: float) -> WorkloadRow:
+def workload_row(row: str, now_us: float) -> WorkloadRow:
     name, total, active, dispatched, wait_ms, last_ms, rate = row.split(BETWEEN)
     return WorkloadRow(
         name,
@@ -142,31 +147,27 @@ def _age_s(now_us: float, then_us: str) -> float:
     return max(0.0, (now_us - float(then_us)) / 1e6)
 
 
-CHUNK = VIEW_LIMIT  # rows a call
-MOST_REPLICAS = 256
-_MOST_SCANS = 10  # calls that one page of workloads may take
-
-
 @dataclass(frozen=True, slots=True)
 class FlowQueuePage:
-    """Lanes in their order, each once; how many each group has in all: bands 0 to 2, then those parked."""
+    """Queues in their order, each once; `totals`: how many each group has, bands 0 to 2, then the
+    throttled."""
 
     queues: list[FlowQueueRow]
     totals: tuple[int, ...]
 
 
 class RankRange(NamedTuple):
-    """Ranks `first` to `last`, both with, of a lane."""
+    """Ranks `first` to `last`, inclusive, of a flow queue."""
 
     band: int
-    lane: str
+    name: str
     first: int
     last: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A request in flight; `lease_ms` is when its lease ends, as Redis spells it."""
+    """A request in flight; `lease_ms` is the end of its lease as Redis writes it."""
 
     entry: RequestRow
     lease_ms: str
@@ -175,7 +176,8 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """One request, with its lane and its rank in it while it is queued, and its lease while it runs."""
+    """One request: with its flow queue and its rank there while it is queued, with its lease while it
+    runs."""
 
     entry: RequestRow
     rank: int | None
@@ -192,10 +194,10 @@ class ReplicaRow:
 
 
 class Reads:
-    """Every method raises StateFault where Redis does not answer it in time (state/batching.py)."""
+    """Every method raises StateFault if Redis does not answer (state/batching.py)."""
 
-    def __init__(self, link: BatchingClient, log: str) -> None:
-        self._client = link
+    def __init__(self, client: BatchingClient, log: str) -> None:
+        self._client = client
         self._log = log
 
     async def flow_queues(
@@ -207,10 +209,8 @@ class Reads:
         band: int | None = None,
         pause_s: float = 0.0,
     ) -> FlowQueuePage:
-        """At most `limit` lanes from `group` on, behind a (start tag, name) in it; `band`: of that one.
-
-        `pause_s` between the calls, of which each brings at most CHUNK.
-        """
+        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in it; with `band`,
+        only of that band. `pause_s` between the calls."""
         found: list[FlowQueueRow] = []
         totals: tuple[int, ...] = (0,) * 6
         while True:
@@ -220,33 +220,34 @@ class Reads:
                 "view_flows", group, tag, name, wanted, "" if band is None else int(band)
             )
             totals = tuple(counts)
-            found += [lane_of(row, float(now)) for row in page]
+            found += [flow_queue_row(row, float(now)) for row in page]
             if len(page) < wanted or len(found) >= limit:
                 return FlowQueuePage(_each_once(found), totals)
             await asyncio.sleep(pause_s)
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
 
     async def flow_queue(self, name: str) -> list[FlowQueueRow]:
-        """The lane of each band that has waiting requests under this name."""
+        """The queue of each band that has waiting requests of flow `name`."""
         now, *page = await self._client.call("view_flow", name)
-        return [lane_of(row, float(now)) for row in page]
+        return [flow_queue_row(row, float(now)) for row in page]
 
-    async def queued(self, stretches: Sequence[RankRange]) -> list[list[RequestRow]]:
-        """The requests of each stretch; some are missing if the queue has moved on meanwhile."""
-        found: list[list[RequestRow]] = [[] for _ in stretches]
-        for batch in _batches(stretches):
+    async def queued(self, ranges: Sequence[RankRange]) -> list[list[RequestRow]]:
+        """The requests of each range; some are missing if the queue has changed meanwhile."""
+        found: list[list[RequestRow]] = [[] for _ in ranges]
+        for batch in _batches(ranges):
             args = [
-                part for _, each in batch for part in (int(each.band), each.lane, each.first, each.last)
+                part for _, each in batch for part in (int(each.band), each.name, each.first, each.last)
             ]  # fmt: skip
             now, *pages = await self._client.call("view_queue", *args)
             for (at, _), page in zip(batch, pages, strict=True):
-                found[at] += [entry_of(row, float(now)) for row in page]
+                found[at] += [request_row(row, float(now)) for row in page]
         return found
 
     async def in_flight(
         self, limit: int, behind: tuple[str, str] | None = None
     ) -> tuple[list[RunningRequest], int]:
-        """At most `limit` in flight, behind a (lease, id), by when their leases end; and the total."""
+        """At most `limit` in flight, after the (lease, id) `behind`, in the order in which their leases end;
+        and the total."""
         found: list[RunningRequest] = []
         while True:
             wanted = min(CHUNK, limit - len(found))
@@ -257,21 +258,21 @@ class Reads:
                 behind = (lease_ms, request_id)
                 if known:
                     left_s = float(lease_ms) / 1e3 - now_us / 1e6
-                    found.append(RunningRequest(entry_of(row, now_us), lease_ms, left_s))
+                    found.append(RunningRequest(request_row(row, now_us), lease_ms, left_s))
             if len(page) < 2 * wanted or len(found) >= limit:
                 return found, total
 
     async def request(self, request_id: str) -> RequestStatus | None:
-        """Where a request is; None if the pool knows nothing of it."""
-        now, *told = await self._client.call("view_request", request_id)
-        if not told:
+        """The status of a request; None if the pool does not know it."""
+        now, *fields = await self._client.call("view_request", request_id)
+        if not fields:
             return None
         now_us = float(now)
-        row, rank, lane, overdue, lease_ms = told
+        row, rank, queue, overdue, lease_ms = fields
         return RequestStatus(
-            entry_of(row, now_us),
+            request_row(row, now_us),
             None if rank == "" else int(rank),
-            lane_of(lane, now_us) if lane else None,
+            flow_queue_row(queue, now_us) if queue else None,
             None if overdue == "" else int(overdue),
             float(lease_ms) / 1e3 - now_us / 1e6 if lease_ms else None,
         )
@@ -281,15 +282,15 @@ class Reads:
     ) -> tuple[list[WorkloadRow], int, tuple[str, int] | None]:
         """At most `limit` workloads of the registry, in no order, and their total.
 
-        The third tells where to go on, as `cursor` and how many of what it gives have been given: None at
-        the end. A workload that comes or goes meanwhile may be missed or come twice.
+        The third value continues the listing, as `cursor` and `skip`; None at the end. A workload that is
+        added or removed meanwhile may be missed or listed twice.
         """
         found: list[WorkloadRow] = []
-        for _ in range(_MOST_SCANS):
+        for _ in range(_MAX_SCANS):
             now, total, following, *page = await self._client.call(
                 "view_workloads", cursor, min(CHUNK, limit + skip - len(found))
             )
-            fresh = [workload_of(row, float(now)) for row in page[skip:]]
+            fresh = [workload_row(row, float(now)) for row in page[skip:]]
             room = limit - len(found)
             found += fresh[:room]
             if len(fresh) > room:
@@ -303,15 +304,15 @@ class Reads:
 
     async def workload(self, workload_id: str) -> WorkloadRow | None:
         now, *page = await self._client.call("view_workload", workload_id)
-        return workload_of(page[0], float(now)) if page else None
+        return workload_row(page[0], float(now)) if page else None
 
     async def replicas(self) -> list[ReplicaRow]:
-        """Replicas that are known, live or silent."""
-        now, *told = await self._client.call("view_replicas", MOST_REPLICAS)
+        """The known replicas, live or silent."""
+        now, *fields = await self._client.call("view_replicas", MAX_REPLICAS)
         now_s = float(now) / 1e6
         return [
             ReplicaRow(replica, max(0.0, now_s - float(last_ms) / 1e3), about)
-            for replica, last_ms, about in zip(told[::3], told[1::3], told[2::3], strict=True)
+            for replica, last_ms, about in zip(fields[::3], fields[1::3], fields[2::3], strict=True)
         ]
 
     async def decisions(self, limit: int) -> list[dict[str, str]]:
@@ -321,41 +322,41 @@ class Reads:
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
 
 
-def _each_once(lanes: list[FlowQueueRow]) -> list[FlowQueueRow]:
-    """In their order. One that moved on while they were read has come twice; it stands where it was last."""
-    last = {(group % PARKED, name): at for at, (group, name, *_) in enumerate(lanes)}
-    return lanes if len(last) == len(lanes) else [lanes[at] for at in sorted(last.values())]
+def _each_once(queues: list[FlowQueueRow]) -> list[FlowQueueRow]:
+    """In their order. A queue that moved while they were read was read twice; its last position counts."""
+    last = {(group % PARKED, name): at for at, (group, name, *_) in enumerate(queues)}
+    return queues if len(last) == len(queues) else [queues[at] for at in sorted(last.values())]
 
 
-def _batches(stretches: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
-    """The stretches, cut so that no call brings more than CHUNK rows; each with its own place."""
+def _batches(ranges: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
+    """The ranges, cut into calls of at most CHUNK rows; each with its index in `ranges`."""
     batches: list[list[tuple[int, RankRange]]] = []
     room = 0
-    for at, stretch in enumerate(stretches):
-        first = stretch.first
-        while first <= stretch.last:
+    for at, each in enumerate(ranges):
+        first = each.first
+        while first <= each.last:
             if not room:
                 batches.append([])
                 room = CHUNK
-            last = min(stretch.last, first + room - 1)
-            batches[-1].append((at, RankRange(stretch.band, stretch.lane, first, last)))
+            last = min(each.last, first + room - 1)
+            batches[-1].append((at, RankRange(each.band, each.name, first, last)))
             room -= last - first + 1
             first = last + 1
     return batches
 
 
-CLAIM_MS = 500  # more than reading takes; on a machine so busy that it does not, two read
-_GOOD_S = 1.0  # how old lanes may be
-_LANE_S = 0.001  # and no older than this for each: a few are read in no time
-_FRESH = 0.7  # of that time they are left to others, so that newer ones can be had before they are too old
-_LOOK_S = 0.02  # between looks whether another has read them
-_PIECE = 250  # lanes of what was left that are taken over at a time
+CLAIM_MS = 500  # longer than a read takes; on a machine that is busier than that, two replicas read
+_MAX_AGE_S = 1.0  # of a snapshot
+_MAX_AGE_PER_QUEUE_S = 0.001  # and no older than this for each queue: few are read in no time
+_SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
+_POLL_S = 0.02  # while another replica reads
+_PARSED_AT_ONCE = 250  # queues of a shared snapshot
 _FIELDS = list(FlowQueueRow._fields)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """`fresh_s`: for how long nobody reads newer ones; `good_s`: for how long these will do. From now on."""
+    """`fresh_s`: for how long no replica reads a newer one; `good_s`: for how long this one may be used."""
 
     page: FlowQueuePage
     fresh_s: float
@@ -363,17 +364,23 @@ class QueueSnapshot:
 
 
 class QueueSnapshots:
-    """`key` is where lanes are left. One event loop."""
+    """All flow queues, read once for the whole fleet.
 
-    def __init__(self, link: BatchingClient, reads: Reads, key: str) -> None:
-        self._client = link
+    A thousand queues take twenty calls. So a replica first asks for a snapshot that another one has shared in
+    `key` (lua/claim_queue_snapshot.lua). If there is none, it claims the read, reads, and shares the result
+    until it is too old. The others wait as long as the claim lasts: its replica may have died. Where Redis
+    takes no writes, or the snapshot has another version's fields, each replica reads for itself. One event
+    loop."""
+
+    def __init__(self, client: BatchingClient, reads: Reads, key: str) -> None:
+        self._client = client
         self._reads = reads
         self._key = key
-        self._few = False  # one call has brought them all, the last time
+        self._few = False  # the last read took one call
         self._clock = asyncio.get_running_loop().time
 
     async def read(self, limit: int, *, pause_s: float = 0.0) -> QueueSnapshot:
-        """At most `limit` lanes in their order; decisions have their turn in the pauses.
+        """At most `limit` queues in their order; decisions run in the pauses.
 
         Raises:
             StateFault: as Reads does.
@@ -389,23 +396,23 @@ class QueueSnapshots:
             except StateFault:
                 if self._client.fault is not None:
                     raise
-                return await self._read(limit, pause_s)  # what takes no writes can be read still
+                return await self._read(limit, pause_s)  # a Redis that takes no writes can be read
             if text:
                 until_s = self._clock() + left_ms / 1000
-                lanes = await _parsed(text, pause_s)
-                if lanes is None:
+                page = await _parsed(text, pause_s)
+                if page is None:
                     return await self._read(limit, pause_s)
                 fresh_s = until_s - self._clock()
-                return QueueSnapshot(lanes, fresh_s, fresh_s + (1 - _FRESH) * _longest_s(lanes))
+                return QueueSnapshot(page, fresh_s, fresh_s + (1 - _SHARED_PART) * _max_age_s(page))
             if not left_ms:
                 found = await self._read(limit, pause_s)
                 await asyncio.sleep(pause_s)
-                self._leave(found)
+                self._share(found)
                 return found
-            await asyncio.sleep(min(_LOOK_S, left_ms / 1000))
+            await asyncio.sleep(min(_POLL_S, left_ms / 1000))
 
-    def _leave(self, found: QueueSnapshot) -> None:
-        """Nobody waits for the answer."""
+    def _share(self, found: QueueSnapshot) -> None:
+        """Without waiting for the reply."""
         left_ms = int(found.fresh_s * 1000)
         if left_ms > 0:
             self._client.command("SET", self._key, _text(found.page), "PX", left_ms)
@@ -414,27 +421,27 @@ class QueueSnapshots:
 
     async def _read(self, limit: int, pause_s: float) -> QueueSnapshot:
         begun_s = self._clock()
-        lanes = await self._reads.flow_queues(limit, pause_s=pause_s)
-        longest_s, took_s = _longest_s(lanes), self._clock() - begun_s
-        return QueueSnapshot(lanes, _FRESH * longest_s - took_s, longest_s - took_s)
+        page = await self._reads.flow_queues(limit, pause_s=pause_s)
+        max_age_s, took_s = _max_age_s(page), self._clock() - begun_s
+        return QueueSnapshot(page, _SHARED_PART * max_age_s - took_s, max_age_s - took_s)
 
 
-def _longest_s(page: FlowQueuePage) -> float:
-    return min(_GOOD_S, _LANE_S * len(page.queues))
+def _max_age_s(page: FlowQueuePage) -> float:
+    return min(_MAX_AGE_S, _MAX_AGE_PER_QUEUE_S * len(page.queues))
 
 
 def _text(page: FlowQueuePage) -> bytes:
-    rows = [tuple(lane) for lane in page.queues]
+    rows = [tuple(queue) for queue in page.queues]
     return orjson.dumps({"fields": _FIELDS, "totals": page.totals, "lanes": rows})
 
 
 async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
-    """None: it is of another version's shape."""
-    told = orjson.loads(text)
-    if told.get("fields") != _FIELDS:
+    """None if it has another version's fields."""
+    snapshot = orjson.loads(text)
+    if snapshot.get("fields") != _FIELDS:
         return None
-    lanes: list[FlowQueueRow] = []
-    for at in range(0, len(told["lanes"]), _PIECE):
+    rows, queues = snapshot["lanes"], list[FlowQueueRow]()
+    for at in range(0, len(rows), _PARSED_AT_ONCE):
         await asyncio.sleep(pause_s)
-        lanes += map(FlowQueueRow._make, told["lanes"][at : at + _PIECE])
-    return FlowQueuePage(lanes, tuple(told["totals"]))
+        queues += map(FlowQueueRow._make, rows[at : at + _PARSED_AT_ONCE])
+    return FlowQueuePage(queues, tuple(snapshot["totals"]))

@@ -25,7 +25,7 @@ WaitSignal = Literal["request", "workload_average"]
 REFUSALS = ("no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "total-capacity")
 # What a replica is notified of about a request of its own.
 NOTIFICATIONS = ("granted", "expired", "preempted", "evicted")
-# Of a request in the pool, by their numbers from 1 on. `held`: orphaned, its replica is silent.
+# Of a request in the pool, numbered from 1. `held`: orphaned, since its replica is silent.
 STATES = ("queued", "held", "granted", "placed")
 WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes no stock and has no tag
 

@@ -30,7 +30,7 @@ NAMES = (
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
 ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
-_READING = ("state", "view_")  # what they begin with: these run on a Redis that takes no writes, too
+_READING = ("state", "view_")  # prefixes of scripts that also run on a Redis that takes no writes
 # What adds to what Redis holds is refused while that is out of memory. All else goes on: the fleet empties.
 _ADDING = ("admit", "publish", "claim_queue_snapshot")
 _REGISTER = (

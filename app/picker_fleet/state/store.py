@@ -1,6 +1,7 @@
-"""The shared state as typed methods, one a script. Nothing else in the code names a script or reads its
-replies. Arguments and replies are those of the files in `lua/`; times in seconds unless named `_ms`.
-"""
+"""The shared state as typed methods, one a script; state/reads.py has those of the admin API.
+
+Admission, failover, replica/ and admin/ call it. No other code names a script or reads its replies.
+Arguments and replies are those of the files in `lua/`; times are seconds unless named `_ms`."""
 
 import asyncio
 import json
@@ -24,10 +25,10 @@ _ADOPTED = " adopted"
 
 @dataclass(slots=True)
 class Decision:
-    """Reply about one request: its `status`, and `detail` (endpoints, a time, a reason, a model). Of a
-    choice made just now, `loads` has the loads it was made from, as `lua/place.lua` gives them.
+    """The reply about one request: its `status` and a `detail` (endpoints, a time, a reason). With a new
+    placement, `loads` are the loads that it was chosen from, as `lua/place.lua` gives them.
 
-    Not frozen: each request makes one, and a frozen one takes three times as long to make."""
+    Not frozen: one is made for each request, and a frozen one takes three times as long."""
 
     status: str
     detail: str
@@ -36,7 +37,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """What a heartbeat learns. `epoch` identifies the life of the shared state; 0 while it is unknown."""
+    """The reply to a heartbeat. `epoch` identifies one life of the shared state; 0 while it is unknown."""
 
     epoch: str
     was_known: bool
@@ -59,20 +60,20 @@ class SweepReply:
     expired: int
     reclaimed: int
     more: bool
-    given_up: int = 0  # requests given up before their lease ended
-    suspects: tuple[str, ...] = ()  # endpoints whose pages may show more of them
+    given_up: int = 0  # requests that ended before their lease, unheard of
+    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more of them
 
 
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_notification(what, request_id)` is called with each grant, expiry or eviction that a reply carries;
-    `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each request that
-    was already known; `on_unavailable(cause, why)` when Redis is given up (state/batching.py).
-    `reads` is what an operator sees, `survey` what of it is read once for all replicas. Heartbeats keep
-    `signing` in step with the fleet's keys.
-    Every method raises StateFault where Redis does not do it: StateUnavailable if it is away, the others if
-    it answers with an error (state/batching.py).
+    `on_notification(what, request_id)` is called with each grant, expiry or eviction in a reply;
+    `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each admission of a
+    request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes unavailable.
+    `reads` are those of the admin API, `queue_snapshots` the part that is read once for all replicas.
+    Heartbeats keep `signing` in step with the fleet's keys.
+    Every method raises StateFault: StateUnavailable without Redis, the others if Redis answers with an error
+    (state/batching.py).
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Store:
         self._signing = signing or Keyring()
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
-        self._told_us: tuple[str, int, float] | None = None  # life and clock of the shared state, when heard
+        self._redis_clock: tuple[str, int, float] | None = None  # epoch, its clock in µs, ours in s
         self._replica = replica
         self._on_notification = on_notification
         self._on_dequeued = on_dequeued
@@ -126,11 +127,11 @@ class Store:
 
     @property
     def connection_epoch(self) -> int:
-        """Connections made so far: after another one, what the last server took may be lost (a failover)."""
+        """Connections made so far. A new one may lead to a server that lacks the last writes (a failover)."""
         return self._client.connection_epoch
 
     def unsent_ends(self) -> list[str]:
-        """Ids of ends that the shared state cannot have seen yet, oldest first."""
+        """Ids of ended requests whose end Redis cannot have seen, oldest first."""
         return [str(args[0]) for args in self._client.unsent("settle")]
 
     async def admit(
@@ -162,12 +163,12 @@ class Store:
         return self._client.submit("settle", (request_id, outcome.value, *known), durable=True)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        """buried | back (buried, and it counts, having been restored): nobody restores a request that was
-        last seen alive before its end, which was heard `ago_s` ago."""
+        """buried | back (it had been restored, and counts). After it, no sign of life from before the end,
+        which was `ago_s` ago, restores the request."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        """suspected | unknown: the request's client may have gone; its endpoint's next pages decide."""
+        """suspected | unknown: the client may have gone; the endpoint's next metrics pages decide."""
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
@@ -175,7 +176,7 @@ class Store:
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[str]:
-        """Give back a grant that nobody here waits for: ended | foreign | unknown. Told of again if lost."""
+        """Give back a grant that no stream here waits for: ended | foreign | unknown. Repeated if lost."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
@@ -198,7 +199,7 @@ class Store:
             known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
             signing_keys, older, now_us,
         ) = reply[4:]  # fmt: skip
-        self._told_us = (reply[0], int(now_us), self._clock())
+        self._redis_clock = (reply[0], int(now_us), self._clock())
         signing.take(signing_keys)
         signing.accepts_unsigned = older == 1
         return HeartbeatReply(
@@ -207,24 +208,25 @@ class Store:
         )  # fmt: skip
 
     def _now_at_least(self) -> tuple[str, ...]:
-        """Which life of the shared state told its clock last, and what that clock shows by now (µs)."""
-        if self._told_us is None:
+        """The last epoch known, and what its clock shows by now at least (µs); empty before the first
+        heartbeat."""
+        if self._redis_clock is None:
             return ()
-        born, now_us, heard_s = self._told_us
-        return born, str(now_us + int((self._clock() - heard_s) * 1e6))
+        epoch, now_us, read_s = self._redis_clock
+        return epoch, str(now_us + int((self._clock() - read_s) * 1e6))
 
     def now_ms(self) -> int:
-        """What the clock of the shared state shows by now, or a moment ago; 0 while nobody has told."""
-        told = self._now_at_least()
-        return int(told[1]) // 1000 if told else 0
+        """Redis's clock, or slightly less; 0 before the first heartbeat."""
+        clock = self._now_at_least()
+        return int(clock[1]) // 1000 if clock else 0
 
     async def notifications(self) -> list[tuple[str, str]]:
-        """What waits in this replica's inbox, each as (what, request id). It stays there."""
+        """The notifications in this replica's inbox, each as (what, request id). They stay there."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         return [(what, request_id) for request_id, what in zip(flat[::2], flat[1::2], strict=True)]
 
     async def leave(self) -> None:
-        """Take this replica off the list of live ones; the sweep looks after what it may have left."""
+        """Take this replica off the list of live ones; the sweep takes care of requests that it left."""
         await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
 
     async def publish(
@@ -238,7 +240,7 @@ class Store:
         pairs: list[str] = []
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
-            settings = {**settings, "caps": caps}  # which the scripts ask for at each choice
+            settings = {**settings, "caps": caps}  # read at each choice
         for endpoint in endpoints:
             about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
             if endpoint.max_inflight is not None:
@@ -285,10 +287,10 @@ class Store:
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
-        told = await self._client.command("HGETALL", self.keys.endpoints)
+        published = await self._client.command("HGETALL", self.keys.endpoints)
         marks = set((await self._client.command("HGETALL", self.keys.marks))[::2])
         found = []
-        for address, text in sorted(zip(told[::2], told[1::2], strict=True)):
+        for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
             about = json.loads(text)
             drained, down = (joined(what, address) in marks for what in ("drained", "down"))
             labels, draining = about["labels"] or {}, about["draining"]
@@ -297,13 +299,13 @@ class Store:
         return tuple(found)
 
     async def state(self, silence_s: float) -> dict[str, Any]:
-        """What the scripts hold at this moment, under the names of the contract's `state`."""
+        """The pool's state, by the names of the admin API's `state`."""
         reply = await self._client.call("state", int(silence_s * 1000))
-        born, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
+        epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
         vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
         return {
-            "born_us": int(born),
+            "born_us": int(epoch),
             "now_us": int(now_us),
             "stock": float(stock),
             "bounds": {"lower": float(lower), "upper": float(upper)},
@@ -322,7 +324,7 @@ class Store:
             "paused": paused == 1,
             "tuned_version": tuned_version,
             "replicas": replicas[::2],
-            "about": {name: _told(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
+            "about": {name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
             "in_flight": {
                 address: int(float(score) % UNPICKABLE)
                 for address, score in zip(load[::2], load[1::2], strict=True)
@@ -345,8 +347,8 @@ def _milliseconds(seconds: float) -> int:
     return max(0, int(seconds * 1000))
 
 
-def _told(text: str) -> dict[str, Any]:
-    """What a replica says of itself; nothing where it is of another version's shape."""
+def _info(text: str) -> dict[str, Any]:
+    """The info that a replica publishes; empty if it has another version's shape."""
     try:
         about = json.loads(text)
     except json.JSONDecodeError:

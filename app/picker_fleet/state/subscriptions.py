@@ -1,4 +1,9 @@
-"""A Redis channel, followed for as long as it takes. What is said while nobody listens is missed."""
+"""Channels and plain commands, each on a connection of its own, beside the transport (state/batching.py).
+
+`listen` follows the wake-up channel (serve.py), `follow` any channel (endpoints/metrics_channel.py);
+CommandClient runs commands that must not delay decisions (endpoints/, scheduling/route_stream.py). A message
+that is published while nobody is subscribed is missed.
+"""
 
 import asyncio
 import logging
@@ -18,7 +23,7 @@ from picker_fleet.state.connection import (
     raise_if_cancelled,
 )
 
-CHECK_S = 1.0  # how often a silent channel is asked whether it lives; it has as long to answer
+CHECK_S = 1.0  # between two PINGs of a channel; each has as long to be answered
 _CONNECT_S = 2.0
 _PAUSE_S = 0.2
 
@@ -38,11 +43,9 @@ async def follow(
 ) -> None:
     """Pass each message of `channel` to `on_message` until cancelled, reconnecting as needed.
 
-    A connection of its own, since a subscriber gets nothing else. One that is silent is asked for a sign of
-    life every `check_s`: nothing else notices a peer that has vanished. `on_subscribed` is awaited each time
-    messages begin to come, so that it can ask for what was missed; StateUnavailable from it reconnects.
-    `what` the messages are is for the log.
-    """
+    The connection is pinged every `check_s`: nothing else notices a peer that has vanished. `on_subscribed`
+    is awaited each time messages begin to come, so that it can read what was missed; StateUnavailable from
+    it reconnects. `what` names the messages in the log."""
     while True:
         try:
             await _Subscription(channel, on_message).follow(url, on_subscribed, check_s)
@@ -59,43 +62,43 @@ class _Subscription:
         loop = asyncio.get_running_loop()
         self._channel = channel
         self._on_message = on_message
-        self._heard = True  # anything since the last look
-        self._linked: asyncio.Future[None] = loop.create_future()
+        self._received = True  # anything since the last PING
+        self._subscribed: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[str] = loop.create_future()
 
     async def follow(self, url: str, on_subscribed: OnSubscribed | None, check_s: float) -> None:
-        """Raises one of wire.DOWN when the connection has ended, or been silent for twice `check_s`."""
+        """Raises one of DOWN when the connection has ended, or was silent for twice `check_s`."""
         async with asyncio.timeout(_CONNECT_S):
-            wire = await RedisConnection.connect(
+            connection = await RedisConnection.connect(
                 connections(url, self._channel), self._take, self._end, text=False
             )
         try:
             subscribe: tuple[Any, ...] = ("SUBSCRIBE", self._channel)
-            wire.write(hiredis.pack_command(subscribe))
+            connection.write(hiredis.pack_command(subscribe))
             await asyncio.wait(
-                (self._linked, self._ended), timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED
+                (self._subscribed, self._ended), timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED
             )
-            if on_subscribed is not None and self._linked.done():
+            if on_subscribed is not None and self._subscribed.done():
                 await on_subscribed()
                 raise_if_cancelled()
             while not self._ended.done():
-                if not self._heard:
+                if not self._received:
                     raise TimeoutError("the connection is silent")
-                self._heard = False
-                wire.write(hiredis.pack_command(("PING",)))
+                self._received = False
+                connection.write(hiredis.pack_command(("PING",)))
                 await asyncio.wait((self._ended,), timeout=check_s)
         finally:
-            await wire.close()
+            await connection.close()
         raise ConnectionError(self._ended.result())
 
     def _take(self, reply: Any) -> None:
-        self._heard = True
+        self._received = True
         if isinstance(reply, hiredis.ReplyError):
             self._end(str(reply))
         elif reply[0] == b"message":
             self._on_message(reply[2])
-        elif reply[0] == b"subscribe" and not self._linked.done():
-            self._linked.set_result(None)
+        elif reply[0] == b"subscribe" and not self._subscribed.done():
+            self._subscribed.set_result(None)
 
     def _end(self, why: str) -> None:
         if not self._ended.done():
@@ -105,7 +108,8 @@ class _Subscription:
 async def listen(
     url: str, name: str, on_notification: Callable[[str, str], object], *, check_s: float = CHECK_S
 ) -> None:
-    """Pass each line `WHAT ID` of the channel `name` to `on_notification` until cancelled."""
+    """Pass each line `WHAT ID` of the wake-up channel `name` to `on_notification` until cancelled. Wake-ups
+    are hints: a lost one costs at most a heartbeat."""
 
     def take(message: bytes) -> None:
         for line in message.decode(errors="replace").split("\n"):
@@ -119,28 +123,28 @@ Command = tuple[Any, ...]
 
 
 class CommandClient:
-    """Asks the server that holds `key`. Its connection is made when first needed, and anew after a fault.
-    One event loop; who asks while another's commands are under way waits for their replies."""
+    """Runs commands on the server that holds `key`. It connects when first needed, and again after a fault.
+    One event loop; concurrent calls take turns."""
 
     def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
         self._pool = connections(url, key)
         self._deadline_s = deadline_s
-        self._wire: RedisConnection | None = None
+        self._connection: RedisConnection | None = None
         self._lost = False
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._replies: list[Any] = []
         self._answer: asyncio.Future[None] | None = None
-        self._left = 0
+        self._missing = 0
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to `commands`, texts as bytes; all are sent at once, and an error to one fails all.
+        """The replies to `commands`, texts as bytes. All are sent at once; an error to one fails all.
 
         Raises:
-            StateUnavailable: no answer within the deadline, no server, or what it refused and why.
+            StateUnavailable: no answer within the deadline, no server, or an error reply.
         """
         try:
-            async with asyncio.timeout(self._deadline_s), self._turn:
-                replies = await self._ask(commands)
+            async with asyncio.timeout(self._deadline_s), self._lock:
+                replies = await self._send(commands)
             raise_if_cancelled()
         except DOWN as fault:
             raise_if_cancelled()
@@ -149,23 +153,23 @@ class CommandClient:
 
     async def close(self) -> None:
         """End the connection, if there is one."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            await wire.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
-    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
         if self._lost:
             await self.close()
-        if self._wire is None:
-            self._wire = await RedisConnection.connect(self._pool, self._take, self._lose, text=False)
+        if self._connection is None:
+            self._connection = await RedisConnection.connect(self._pool, self._take, self._lose, text=False)
             self._lost = False
-        self._replies, self._left = [], len(commands)
+        self._replies, self._missing = [], len(commands)
         self._answer = asyncio.get_running_loop().create_future()
         try:
-            self._wire.write(b"".join([hiredis.pack_command(command) for command in commands]))
+            self._connection.write(b"".join([hiredis.pack_command(command) for command in commands]))
             await self._answer
         except BaseException:
-            # What is still to come on this connection belongs to nobody.
+            # Replies that are still to come would be taken for those of the next commands.
             await self.close()
             raise
         finally:
@@ -179,8 +183,8 @@ class CommandClient:
 
     def _take(self, reply: Any) -> None:
         self._replies.append(reply)
-        self._left -= 1
-        if self._left == 0 and self._answer is not None and not self._answer.done():
+        self._missing -= 1
+        if self._missing == 0 and self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
     def _lose(self, why: str) -> None:
