@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from local_requests import ask
 from scripted_store import ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
@@ -138,6 +139,13 @@ class Bench:
             self.tell_peers()
             self.gate.heartbeat_answered(pulse)
 
+    async def place(self, request_id: str = "r", **changes: Any) -> Placement:
+        return await self.gate.admit(ask(request_id, **changes), stream_owned=False)
+
+    def start(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
+        """`place` as a task, for a request that waits."""
+        return asyncio.create_task(self.place(request_id, **changes))
+
     def stand_still(self) -> None:
         """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
         self.now_s += 10.0
@@ -190,6 +198,17 @@ async def watched(bench: Bench) -> AsyncIterator[None]:
     finally:
         running.cancel()
         await asyncio.wait((running,))
+
+
+@asynccontextmanager
+async def resyncing(bench: Bench) -> AsyncIterator[None]:
+    """Redis answers again and has been told of everything; the other replica has not resynced."""
+    bench.tell_peers(b=True)
+    async with watched(bench):
+        bench.store.away = False
+        bench.answer_heartbeats()
+        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+        yield
 
 
 async def eventually(condition: Any) -> None:

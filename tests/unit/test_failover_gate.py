@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from failover_bench import E1, E2, PULSE, Bench, eventually, watched
+from failover_bench import E1, E2, PULSE, Bench, eventually, resyncing, watched
 from local_requests import ask
 from metrics_page import page_of, samples
 from scripted_store import until
@@ -22,7 +22,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     # 6 of 10 are free, for two replicas.
     bench = Bench()
     bench.store.away = True
-    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
+    placed = [await bench.place(str(n)) for n in range(3)]
     # The three go where the load is least, with fallbacks and accounting tokens.
     assert bench.gate.state is FailoverState.LOCAL
     assert bench.free == 0.0
@@ -32,7 +32,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     # The first may have reached Redis, so it is cancelled there.
     assert bench.store.cancelled == [("0", "cancelled")]
     # Any end admits the next request.
-    waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=False))
+    waiting = bench.start("next")
     await until(lambda: bench.queued == 1)
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
@@ -44,7 +44,7 @@ async def test_without_redis_a_disabled_queue_places_everything() -> None:
     bench = Bench(config={"request_queue_controller": {"enabled": False}})
     bench.store.away = True
     # All are placed, evenly as far as this replica knows.
-    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(20)]
+    placed = [await bench.place(str(n)) for n in range(20)]
     status = bench.gate.status()
     assert bench.gate.state is FailoverState.LOCAL
     assert status is not None
@@ -59,14 +59,11 @@ async def test_without_redis_a_disabled_queue_places_everything() -> None:
 async def test_access_log_of_a_refused_request_is_not_counted_as_a_completion() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("placed"), stream_owned=False)
+    placement = await bench.place("placed")
     bench.end("refused")
     for _ in range(2):
         bench.end("placed", placement)
-    counted = {
-        key: value for key, value in samples(bench.metrics).items() if key[0] == "epp_completions_total"
-    }
-    assert sum(counted.values()) == 1
+    assert sum(counted(bench, "epp_completions_total", "outcome").values()) == 1
     async with watched(bench):
         bench.answer_heartbeats()
         await eventually(lambda: not bench.gate.degraded)
@@ -77,29 +74,29 @@ async def test_a_replica_that_has_never_joined_refuses() -> None:
     bench = Bench(pulse=None)
     bench.store.away = True
     with pytest.raises(StateUnavailable):
-        await bench.gate.admit(ask(), stream_owned=False)
+        await bench.place()
     assert bench.gate.status() is None
 
 
 async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
     bench = Bench()
     for n in range(2):
-        await bench.gate.admit(ask(f"shared {n}"), stream_owned=False)
+        await bench.place(f"shared {n}")
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), stream_owned=False)
+    await bench.place("alone")
     assert bench.free == 0.0
 
 
 async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     bench = Bench(replace(PULSE, stock=10.0))
-    placement = await bench.gate.admit(ask("r"), stream_owned=False)
+    placement = await bench.place("r")
     # One end has not been sent; the other may have arrived.
     bench.store.answering = False
     bench.end("r", placement)
     bench.end("sent", placement)
     bench.store.unsent = ["r"]
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), stream_owned=False)
+    await bench.place("alone")
     assert bench.free == 0.0
     assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
 
@@ -107,7 +104,7 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
 async def test_a_paused_fleet_places_nothing_without_redis() -> None:
     bench = Bench(replace(PULSE, paused=True))
     bench.store.away = True
-    task = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
+    task = bench.start()
     await until(lambda: bench.queued == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -119,10 +116,10 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
     async with watched(bench):
         # One waits in the shared queue; the admission of the other is not answered.
         bench.store.admitting = [Decision("queued", "30000")]
-        queued = asyncio.create_task(bench.gate.admit(ask("queued"), stream_owned=False))
+        queued = bench.start("queued")
         await until(lambda: bench.shared.waiting == 1)
         bench.store.silent = True
-        asked = asyncio.create_task(bench.gate.admit(ask("asked"), stream_owned=False))
+        asked = bench.start("asked")
         await until(lambda: bench.shared.waiting == 2)
         bench.gate.redis_lost("silence", "no answer in time")
         # Both are placed here, and cancelled in Redis.
@@ -137,7 +134,7 @@ async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
     async with watched(bench):
         bench.store.silent = True
         with pytest.raises(ExpiredTtl):
-            await bench.gate.admit(ask("r", ttl_s=0.1), stream_owned=False)
+            await bench.place("r", ttl_s=0.1)
         assert bench.gate.state is FailoverState.SHARED
     assert bench.store.cancelled == [("r", "cancelled")]
 
@@ -171,13 +168,11 @@ async def test_answered_heartbeats_count_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("client_first", [False, True])
-async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(
-    client_first: bool,
-) -> None:
+async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first: bool) -> None:
     bench = Bench()
     async with watched(bench):
         bench.store.admitting = [Decision("queued", "30000")]
-        task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
+        task = bench.start("r")
         await until(lambda: bench.shared.waiting == 1)
         cancels = [bench.shared.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
@@ -206,7 +201,7 @@ def waits(bench: Bench) -> dict[str, float]:
 async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
     bench.store.admitting = [Decision("queued", "30000")]
-    task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
+    task = bench.start("r")
     await until(lambda: bench.shared.waiting == 1)
     bench.shared.on_notification(notification, "r")
     with pytest.raises(RequestError):
@@ -215,17 +210,15 @@ async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notifica
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
-async def test_a_wait_in_both_queues_counts_once_by_its_outcome(
-    outcome: Outcome,
-) -> None:
+async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome) -> None:
     # The stock is full, and the request waits in the shared queue.
     bench = Bench(replace(PULSE, stock=10.0))
     bench.store.admitting = [Decision("queued", "30000")]
-    task = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
+    task = bench.start("r")
     await until(lambda: bench.shared.waiting == 1)
     # Redis is lost, and the request waits in the local queue.
     bench.store.away = True
-    other = asyncio.create_task(bench.gate.admit(ask("other"), stream_owned=False))
+    other = bench.start("other")
     await until(lambda: bench.queued == 2)
     # Its wait is not over, so nothing is counted.
     assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
@@ -248,22 +241,18 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(
 
 
 @pytest.mark.parametrize("how", ["expired", "preempted", "left"])
-async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(
-    how: str,
-) -> None:
+async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) -> None:
     # There is no budget, and room for one request in the queue.
     config = {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}
     bench = Bench(replace(PULSE, stock=10.0), config)
     bench.store.away = True
     waits_s = 1.0 if how == "expired" else 30.0
-    task = asyncio.create_task(
-        bench.gate.admit(ask("r", band=Band.SHEDDABLE, ttl_s=waits_s), stream_owned=False)
-    )
+    task = bench.start("r", band=Band.SHEDDABLE, ttl_s=waits_s)
     await until(lambda: bench.queued == 1)
     if how == "left":
         task.cancel()
     elif how == "preempted":
-        other = asyncio.create_task(bench.gate.admit(ask("o", band=Band.CRITICAL), stream_owned=False))
+        other = bench.start("o", band=Band.CRITICAL)
     with pytest.raises((RequestError, asyncio.CancelledError)):
         await task
     assert waits(bench) == {"false": 1}
@@ -276,7 +265,7 @@ async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
     # The process was paused, as between SIGSTOP and SIGCONT, and its call was given up.
     bench.stand_still()
     bench.store.away = True
-    asking = asyncio.create_task(bench.gate.admit(ask("r"), stream_owned=False))
+    asking = bench.start("r")
     await eventually(lambda: len(bench.store.ages_s) >= 3)
     # The replica was away, not Redis; so it does not fail over.
     assert bench.gate.state is FailoverState.SHARED
@@ -289,9 +278,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
     bench = Bench()
     # Two streams arrive during the pause.
     bench.stand_still()
-    given_up, wanted = (
-        asyncio.create_task(bench.gate.admit(ask(name), stream_owned=False)) for name in ("gone", "here")
-    )
+    given_up, wanted = (bench.start(name) for name in ("gone", "here"))
     # Envoy has given one of them up.
     await asyncio.sleep(0)
     given_up.cancel()
@@ -305,24 +292,24 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
 async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost() -> None:
     bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
-    await bench.gate.admit(ask("r"), stream_owned=False)
+    await bench.place("r")
     bench.tell_peers(b=True)
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
         bench.stand_still()
         bench.store.away = True
-        assert (await bench.gate.admit(ask("s"), stream_owned=False)).endpoints
+        assert (await bench.place("s")).endpoints
         assert bench.gate.state is FailoverState.LOCAL
 
 
 async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
     bench = Bench()
     bench.store.away = True
-    placed = [await bench.gate.admit(ask(str(n)), stream_owned=False) for n in range(3)]
+    placed = [await bench.place(str(n)) for n in range(3)]
     bench.end("over", placed[0])
-    placed.append(await bench.gate.admit(ask("3"), stream_owned=False))
-    waiting = asyncio.create_task(bench.gate.admit(ask("waits"), stream_owned=False))
+    placed.append(await bench.place("3"))
+    waiting = bench.start("waits")
     await until(lambda: bench.queued == 1)
     bench.gate.renew(Alive("old", E1, placed[0].accounting_token))
     bench.tell_peers(b=True)
@@ -354,16 +341,12 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
 async def test_each_bypass_counts_once_in_every_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
     # One is admitted by Redis, one without it.
-    await bench.gate.admit(ask("shared"), stream_owned=False)
+    await bench.place("shared")
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), stream_owned=False)
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.store.away = False
-        bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+    await bench.place("alone")
+    async with resyncing(bench):
         # One is admitted while resyncing, by the budget and Redis.
-        await bench.gate.admit(ask("both"), stream_owned=False)
+        await bench.place("both")
         assert bench.gate.state is FailoverState.RESYNCING
     assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
     assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in page_of(bench.metrics)
@@ -372,14 +355,12 @@ async def test_each_bypass_counts_once_in_every_state() -> None:
 async def test_losing_redis_while_resyncing_goes_local_again() -> None:
     bench = Bench()
     bench.store.away = True
-    await bench.gate.admit(ask("a"), stream_owned=False)
+    await bench.place("a")
     free = bench.free
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+    async with resyncing(bench):
         # The next decision fails; the request keeps the budget it has acquired.
-        assert (await bench.gate.admit(ask("b"), stream_owned=False)).endpoints
+        bench.store.away = True
+        assert (await bench.place("b")).endpoints
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == free - 1
 
@@ -387,16 +368,12 @@ async def test_losing_redis_while_resyncing_goes_local_again() -> None:
 async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None:
     # While resyncing, the replica receives more ends than its share of the bound.
     bench = Bench(replace(PULSE, stock=10.0), wait_s=PATIENT_S)
-    placed = await bench.gate.admit(ask("from before"), stream_owned=False)
+    placed = await bench.place("from before")
     bench.store.away = True
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await bench.gate.admit(ask("alone"), stream_owned=False)
-    bench.store.away = False
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+            await bench.place("alone")
+    async with resyncing(bench):
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
@@ -405,20 +382,18 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
         bench.store.away = True
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await bench.gate.admit(ask("once more"), stream_owned=False)
+                await bench.place("once more")
         # The replica keeps its share of what was free.
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == 0
 
 
 @pytest.mark.parametrize("pulsed", [False, True])
-async def test_budget_released_before_the_resync_is_done_is_given_up(
-    pulsed: bool,
-) -> None:
+async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: bool) -> None:
     # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
     full = replace(PULSE, stock=10.0)
     bench = Bench(full, wait_s=PATIENT_S)
-    placed = await bench.gate.admit(ask("before"), stream_owned=False)
+    placed = await bench.place("before")
     bench.gate.redis_lost("silence", "it went")
     bench.tell_peers(b=True, answered=())
     async with watched(bench):
@@ -435,23 +410,15 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(
-    shared: bool,
-) -> None:
+async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared: bool) -> None:
     # While resyncing, the whole budget is acquired by requests that wait in the shared queue.
     bench = Bench(wait_s=PATIENT_S)
     bench.store.away = True
-    await bench.gate.admit(ask("alone"), stream_owned=False)
-    bench.store.away = False
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+    await bench.place("alone")
+    async with resyncing(bench):
         bench.store.admitting = [Decision("queued", "30000")]
         free = int(bench.free)
-        waiting = [
-            asyncio.create_task(bench.gate.admit(ask(f"w{n}"), stream_owned=False)) for n in range(free)
-        ]
+        waiting = [bench.start(f"w{n}") for n in range(free)]
         await until(lambda: bench.shared.waiting == free > 0)
         if shared:
             bench.tell_peers()
@@ -477,9 +444,9 @@ async def test_a_replica_that_has_not_joined_stays_shared() -> None:
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
     # One is admitted by Redis, one without it.
-    shared = await bench.gate.admit(ask("shared"), stream_owned=False)
+    shared = await bench.place("shared")
     bench.store.away = True
-    alone = await bench.gate.admit(ask("alone"), stream_owned=False)
+    alone = await bench.place("alone")
     assert not accounting_token.is_alone(shared.accounting_token)
     assert accounting_token.is_alone(alone.accounting_token)
     async with watched(bench):
@@ -496,7 +463,7 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
 async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("r"), stream_owned=False)
+    placement = await bench.place("r")
     free = bench.free
     bench.gate.withdraw("r", placement)
     bench.end("r", placement)
@@ -517,7 +484,7 @@ async def test_the_end_of_an_owned_stream_releases_its_cost() -> None:
 async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
     bench = Bench()
     bench.store.away = True
-    placement = await bench.gate.admit(ask("r"), stream_owned=False)
+    placement = await bench.place("r")
     failed = placement.endpoints[0]
     bench.gate.settle(
         Completion(
@@ -525,4 +492,4 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
         )
     )
     for n in range(3):
-        assert failed not in (await bench.gate.admit(ask(str(n)), stream_owned=False)).endpoints
+        assert failed not in (await bench.place(str(n))).endpoints

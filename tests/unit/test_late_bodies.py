@@ -1,7 +1,7 @@
 """`confirm`: does a request whose body has not ended still have its lease, with and without Redis?"""
 
 import pytest
-from failover_bench import Bench, eventually, watched
+from failover_bench import Bench, resyncing
 from local_requests import ask
 
 from picker_fleet.errors import StateUnavailable
@@ -59,11 +59,7 @@ async def test_during_resync_redis_counts_only_leases_of_the_local_budget() -> N
     bench = Bench(wait_s=60.0)  # however slow the machine is
     bench.store.away = True
     placement = await bench.gate.admit(ask("mine"), stream_owned=False)
-    bench.store.away = False
-    bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+    async with resyncing(bench):
         bench.store.renewing = "unknown"
         bench.store.notes.clear()
         assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
