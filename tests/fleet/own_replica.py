@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,17 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def served(
-    config: dict[str, Any], folder: Path, prepare: Callable[[], None] | None = None
+    config: dict[str, Any],
+    folder: Path,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "picker_fleet.cli"),
+    **options: Any,
 ) -> AsyncIterator[Replica]:
-    """`picker serve` under `config`, killed at the end; `prepare` is called in its process before it runs."""
+    """`COMMAND serve` under `config`, killed at the end; `options` are those of subprocess.Popen."""
     file = folder / "replica.yaml"
     file.write_text(json.dumps(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "picker_fleet.cli", "serve", "--config", str(file)),
-        stdout=asyncio.subprocess.PIPE,
-        preexec_fn=prepare,
+        *command, "serve", "--config", str(file), stdout=asyncio.subprocess.PIPE, **options
     )
     try:
         assert process.stdout is not None

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import resource
-from collections import defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import yaml
 from extproc_client import body, headers, parts, trailers
+from metrics_page import samples_of
 from own_replica import Replica, served
 from own_valkey import OwnValkey
 from page_server import serving
@@ -56,7 +57,7 @@ async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Repli
                 "discovery": {"static": [{"address": page.address}]},
                 "request_queue_controller": {"watermark_per_backend": requests_at_once},
             }
-            async with served(config, folder, limit) as replica:
+            async with served(config, folder, preexec_fn=limit) as replica:
                 await replica.ready()
                 yield replica
     finally:
@@ -69,18 +70,21 @@ def mib(replica: Replica, what: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(what))) // 1024
 
 
-async def page(replica: Replica) -> dict[str, float]:
-    """Its metrics: value by series with labels."""
-    lines = (await replica.admin.get("/metrics")).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+async def page(replica: Replica) -> dict[tuple[str, ...], float]:
+    return samples_of((await replica.admin.get("/metrics")).text)
 
 
-async def answers(replica: Replica) -> dict[str, int]:
+async def buffered(replica: Replica) -> float:
+    return (await page(replica))[("epp_buffered_bytes",)]
+
+
+async def answers(replica: Replica) -> Counter[str]:
     """Answers so far by code."""
-    found: dict[str, int] = defaultdict(int)
-    for series, count in (await page(replica)).items():
-        if series.startswith("epp_requests_total{"):
-            found[series.split('code="')[1].split('"')[0]] += int(count)
+    found: Counter[str] = Counter()
+    for (name, *labels), count in (await page(replica)).items():
+        if name == "epp_requests_total":
+            (code,) = (label.removeprefix("code=") for label in labels if label.startswith("code="))
+            found[code] += int(count)
     return found
 
 
@@ -95,7 +99,7 @@ async def at_rest(replica: Replica) -> None:
     """Wait until it buffers no body."""
 
     async def is_empty() -> bool:
-        return (await page(replica))["epp_buffered_bytes"] == 0
+        return await buffered(replica) == 0
 
     await until(is_empty)
 
@@ -172,14 +176,14 @@ async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_al
         async def each_waits_or_is_refused() -> bool:
             nonlocal queued, refused
             now = await page(replica)
-            queued = int(sum(value for name, value in now.items() if name.startswith("epp_queue_length{")))
+            queued = int(sum(value for key, value in now.items() if key[0] == "epp_queue_length"))
             refused = (await answers(replica))["buffer_full"]
             return queued + refused == len(waiting)
 
         await until(each_waits_or_is_refused)
         # The heap may keep as much again as the bodies take.
         assert 4 <= queued <= BOUND // len(text)
-        assert (await page(replica))["epp_buffered_bytes"] == queued * len(text)
+        assert await buffered(replica) == queued * len(text)
         assert mib(replica, "VmRSS") < idle_mib + 2 * BOUND / MIB
         assert mib(replica, "VmHWM") < PEAK_MIB
         for task in waiting:

@@ -1,19 +1,18 @@
 """The wheel, installed into a virtual environment of its own: what a replica has in production."""
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from own_valkey import OwnValkey
-
-from picker_tools.local_fleet.network import LOOPBACK, free_port, get, until
+from extproc_client import parts
+from own_replica import served
+from own_valkey import own_valkey
+from page_server import serving
 
 ROOT = Path(__file__).parents[2]
 READY_S = 30.0
@@ -37,27 +36,20 @@ class Installed:
     def python(self) -> Path:
         return self._bin / "python"
 
-    def begin(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [self._bin / "picker", *arguments],
-            cwd=self._folder,
-            env={"PATH": os.defpath},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    def run(self, *command: str | Path) -> tuple[int, str]:
+        """Exit status and output of a command of the environment, outside the checkout."""
+        done = subprocess.run(
+            command, **self.options, capture_output=True, text=True, timeout=READY_S, check=False
         )
+        return done.returncode, done.stdout + done.stderr
 
-    def run(self, *arguments: str | Path) -> tuple[int, str]:
-        """Exit status and output."""
-        process = self.begin(*arguments)
-        output, _ = process.communicate(timeout=READY_S)
-        return process.returncode, output
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"cwd": self._folder, "env": {"PATH": os.defpath}}
 
-    def importable(self, module: str) -> bool:
-        command = [self.python, "-c", f"import {module}"]
-        return not subprocess.run(
-            command, cwd=self._folder, stderr=subprocess.DEVNULL, check=False
-        ).returncode
+    @property
+    def picker(self) -> str:
+        return str(self._bin / "picker")
 
 
 @pytest.fixture(scope="module")
@@ -65,43 +57,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("installed"))
 
 
-@contextlib.contextmanager
-def serving(installed: Installed, config: Path) -> Iterator[subprocess.Popen[str]]:
-    replica = installed.begin("serve", "--config", config)
-    try:
-        yield replica
-    finally:
-        replica.kill()
-        replica.communicate()
-
-
-async def test_a_replica_runs_from_the_wheel_without_any_extra(installed: Installed, tmp_path: Path) -> None:
-    # Given a Valkey, and a replica started from the wheel
-    valkey = OwnValkey(tmp_path)
-    await valkey.start()
-    admin = f"{LOOPBACK}:{free_port()}"
-    config = tmp_path / "picker.yaml"
-    settings = {
-        "redis": {"url": valkey.url},
-        "extproc": {"listen": f"{LOOPBACK}:{free_port()}", "drain_grace": "100ms"},
-        "admin": {"listen": admin},
-        "discovery": {"static": [{"address": f"{LOOPBACK}:{free_port()}"}]},
-    }
-    config.write_text(json.dumps(settings), encoding="utf-8")
-
-    async def ready() -> bool | None:
-        reply = await get(f"http://{admin}/readyz")
-        return (reply is not None and reply.status == 200) or None
-
-    try:
-        with serving(installed, config) as replica:
-            # When it is asked, then it becomes ready, and ends without a fault when it is told to
-            assert await until(ready, within_s=READY_S), replica.poll()
-            replica.send_signal(signal.SIGTERM)
-            output, _ = await asyncio.to_thread(replica.communicate, timeout=READY_S)
-            assert replica.returncode == 0, output
-    finally:
-        valkey.kill()
+async def test_a_replica_from_the_wheel_decides_and_drains_without_any_extra(
+    installed: Installed, tmp_path: Path
+) -> None:
+    async with own_valkey(tmp_path) as valkey, serving() as page:
+        config = {
+            "redis": {"url": valkey.url},
+            "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
+            "admin": {"listen": "127.0.0.1:0"},
+            "discovery": {"static": [{"address": page.address}]},
+        }
+        async with served(config, tmp_path, command=[installed.picker], **installed.options) as replica:
+            await replica.ready()
+            assert parts([await replica.decide()]) == ["request_headers"]
+            replica.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(READY_S):
+                assert await replica.process.wait() == 0
 
 
 @pytest.mark.parametrize(
@@ -118,7 +89,7 @@ async def test_a_replica_runs_from_the_wheel_without_any_extra(installed: Instal
 def test_a_command_without_its_extra_names_it_in_one_line(
     installed: Installed, command: tuple[str, ...], extra: str
 ) -> None:
-    status, output = installed.run(*command)
+    status, output = installed.run(installed.picker, *command)
     assert status == 2, output
     assert output.count("\n") == 1
     assert "is not installed" in output
@@ -127,12 +98,11 @@ def test_a_command_without_its_extra_names_it_in_one_line(
 
 @pytest.mark.parametrize("command", ["serve", "check", "sim"])
 def test_a_command_that_needs_no_extra_shows_its_help(installed: Installed, command: str) -> None:
-    status, output = installed.run(command, "--help")
+    status, output = installed.run(installed.picker, command, "--help")
     assert status == 0, output
 
 
 def test_nothing_is_installed_under_the_name_app(installed: Installed) -> None:
-    assert installed.importable("picker_fleet.serve")
-    assert installed.importable("picker_tools")
-    assert not installed.importable("app")
-    assert not installed.importable("rich")
+    for module, found in (("picker_fleet.serve", 0), ("picker_tools", 0), ("app", 1), ("rich", 1)):
+        status, output = installed.run(installed.python, "-c", f"import {module}")
+        assert status == found, output
