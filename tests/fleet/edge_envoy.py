@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fleet_load import at_rest, decisions
 
 from picker_fleet import config
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
@@ -54,6 +55,12 @@ def http_manager(tree: Tree) -> Tree:
     """The HTTP connection manager of a bootstrap's listener, to be edited."""
     manager: Tree = tree["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
     return manager
+
+
+async def admitted(fleet: Any) -> list[tuple[str, int]]:
+    """Flow and band of each request that `fleet` has admitted, once all have ended."""
+    await at_rest(fleet)
+    return [(entry.flow, entry.band) for entry in await decisions(fleet) if entry.flow]
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from edge_envoy import Edge, started
-from fleet_load import at_rest, decisions
+from edge_envoy import Edge, admitted, started
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
@@ -72,12 +71,6 @@ async def asked(url: str, headers: list[tuple[str, str]], **options: Any) -> htt
         return await client.post("/v1/completions", json=ASK, headers=headers)
 
 
-async def flows(fleet: Any) -> list[tuple[str, int]]:
-    """Flow and band of each request admitted so far."""
-    await at_rest(fleet)
-    return [(entry.flow, entry.band) for entry in await decisions(fleet) if entry.flow]
-
-
 @pytest.mark.parametrize("mode", ["lean", "headers"])
 async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(
     here: Any, tmp_path: Path, mode: str
@@ -92,15 +85,15 @@ async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(
         for flow, key in keys.items():
             answer = await asked(edge.url, [*SPOOFED, ("authorization", f"Bearer {key}")])
             assert answer.status_code == 200
-            assert (await flows(here))[-1] == (flow, 1)
-        before = len(await flows(here))
+            assert (await admitted(here))[-1] == (flow, 1)
+        before = len(await admitted(here))
         digest = next(iter(hashed))
         too_long = f"Bearer {'y' * 513}"
         for refused in ("x", "Bearer", "Bearer another", f"Bearer {digest}", "Basic a2V5", too_long):
             answer = await asked(edge.url, [*SPOOFED, ("authorization", refused)])
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (await asked(edge.url, SPOOFED)).status_code == 401
-        assert len(await flows(here)) == before
+        assert len(await admitted(here)) == before
 
 
 # httpx does not wrap a TLS alert that arrives while the client writes.
@@ -128,8 +121,8 @@ async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> No
     with example(here, tmp_path, "jwt_claim.py", *options) as edge:
         for flow in ("team-b", "https://login.example.org/users/7"):
             assert (await asked(edge.url, [*SPOOFED, token(sub=flow)])).status_code == 200
-            assert (await flows(here))[-1] == (flow, 1)
-        before = len(await flows(here))
+            assert (await admitted(here))[-1] == (flow, 1)
+        before = len(await admitted(here))
         for refused, status in (
             (("x-other", "1"), 401),
             (token(b"another secret of thirty-two byt"), 401),
@@ -141,7 +134,7 @@ async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> No
             (token(sub=""), 403),
         ):
             assert (await asked(edge.url, [*SPOOFED, refused])).status_code == status, refused
-        assert len(await flows(here)) == before
+        assert len(await admitted(here)) == before
 
 
 class Certificates:
@@ -190,8 +183,8 @@ async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -
             flow = f"spiffe://example.org/team-{number}"
             certificate = authority.signed(f"client{number}", f"URI:{flow}")
             assert (await asked(url, SPOOFED, verify=of(certificate))).status_code == 200
-            assert (await flows(here))[-1] == (flow, 1)
-        before = len(await flows(here))
+            assert (await admitted(here))[-1] == (flow, 1)
+        before = len(await admitted(here))
         for refused in (
             stranger.signed("forged", "URI:spiffe://example.org/team-1"),
             authority.signed("elsewhere", "URI:spiffe://example.com/team-1"),
@@ -202,7 +195,7 @@ async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -
                 await asked(url, SPOOFED, verify=of(refused))
         with pytest.raises(CLOSED):
             await asked(edge.url, SPOOFED)
-        assert len(await flows(here)) == before
+        assert len(await admitted(here)) == before
 
 
 def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path) -> None:

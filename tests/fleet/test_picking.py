@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_load import PATIENT, at_rest, complete, metric, stream
+from decision_ledger import Entry
+from fleet_load import PATIENT, at_rest, complete, decisions, metric, stream
 
 CONFIG = {
     "scheduling": {
@@ -88,7 +89,7 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
     async with scored.client(**PATIENT) as client:
         answer = await complete(client, f"Explain this. {LONG}", 2)
     *_, entry = await entries(scored, "bypassed")
-    replies = [await scored.admin(f"/api/v1/requests/{entry['request']}", replica) for replica in range(3)]
+    replies = [await scored.admin(f"/api/v1/requests/{entry.request}", replica) for replica in range(3)]
     known = [reply.json()["explanation"] for reply in replies if reply.status_code == 200]
     (explained,) = [explanation for explanation in known if explanation is not None]
     assert explained["chosen"][0] == answer.endpoint
@@ -109,11 +110,11 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
         answer = await complete(client, "new", 2)
         _, second = await entries(here, "bypassed")
-        choice = (await here.admin(f"/api/v1/requests/{second['request']}")).json()["explanation"]
+        choice = (await here.admin(f"/api/v1/requests/{second.request}")).json()["explanation"]
         assert choice["rule"].startswith("no scorers: the fewest in flight")
         assert [(one["address"], one["live"]) for one in choice["candidates"]] == [
             (answer.endpoint, 0),
-            (running[0]["endpoint"], 1),
+            (running[0].endpoint, 1),
         ]
         addresses = [each["address"] for each in here.state["endpoints"]]
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin:
@@ -125,7 +126,7 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
             # The replica learns of a drain slightly later than the scripts.
             assert (await complete_or_not(client)) == 503
             refused = (await entries(here, "refused"))[-1]
-            request = (await here.admin(f"/api/v1/requests/{refused['request']}")).json()
+            request = (await here.admin(f"/api/v1/requests/{refused.request}")).json()
             assert request["why"] == "this replica refused it: there was no endpoint for it"
             assert request["explanation"]["chosen"] == []
             return bool(request["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
@@ -134,10 +135,9 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
     await at_rest(here)
 
 
-async def entries(fleet: Any, event: str) -> list[dict[str, str]]:
+async def entries(fleet: Any, event: str) -> list[Entry]:
     """The decision log's entries of one kind, oldest first."""
-    async with fleet.redis() as redis:
-        return [entry for _, entry in await redis.xrange("epp:{default}:log") if entry["event"] == event]
+    return [entry for entry in await decisions(fleet) if entry.event == event]
 
 
 async def complete_or_not(client: httpx.AsyncClient) -> int:
