@@ -209,7 +209,7 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
         assert not exchange.done, "Envoy's messages after the end would not be read"
         answers = await exchange.receive(message)
         if answers:
-            said.extend(answers)
+            said.extend(map(ProcessingResponse.FromString, answers))
             exchange.before_last_write()
     return said
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import PLACEMENT, headers, set_headers
 
 from picker_fleet.errors import (
@@ -16,12 +16,13 @@ from picker_fleet.errors import (
 )
 from picker_fleet.extproc import codec
 
+message = ProcessingResponse.FromString
 HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 
 
 def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     # Given a placement, when it is answered
-    answer = codec.placed(PLACEMENT, "id-1", None, namespace="envoy.lb", pressure="0.25")
+    answer = message(codec.placed(PLACEMENT, "id-1", None, namespace="envoy.lb", pressure="0.25").message())
 
     # Then the header and the dynamic metadata are equal, and the route is chosen anew
     common = answer.request_headers.response
@@ -34,14 +35,14 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
 
 
 def test_a_changed_body_has_its_new_length() -> None:
-    answer = codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
+    answer = message(codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25").message())
     assert set_headers(answer.request_headers.response.header_mutation)["content-length"] == "1234"
 
 
 def test_answers_to_the_same_endpoints_do_not_mix() -> None:
     # Given an answer with a length and an account, when another goes to the same endpoints
     codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
-    answer = codec.placed(PLACEMENT, "", None, namespace="gateway.lb", pressure="0.50")
+    answer = message(codec.placed(PLACEMENT, "", None, namespace="gateway.lb", pressure="0.50").message())
 
     # Then nothing of the first is in it
     assert set_headers(answer.request_headers.response.header_mutation) == {codec.DESTINATION: HEADER}
@@ -54,7 +55,8 @@ def test_a_body_is_echoed_in_chunks(size: int) -> None:
     # Given a body of some size, when it is echoed
     body = bytes(index % 251 for index in range(size))
     chunks = [
-        answer.request_body.response.body_mutation.streamed_response for answer in codec.request_body(body)
+        answer.request_body.response.body_mutation.streamed_response
+        for answer in map(message, codec.request_body(body))
     ]
 
     # Then every byte is there, no chunk is too large, and only the last one ends the stream
@@ -96,7 +98,7 @@ def test_a_refusal_says_why(
     error: RequestError, overload_status: int, status: int, pressure: str, extra: dict[str, str]
 ) -> None:
     refusal = codec.refusal(error, overload_status, lambda: 0.5)
-    immediate = codec.refused(refusal, error.code).immediate_response
+    immediate = message(codec.refused(refusal, error.code)).immediate_response
     assert immediate.status.code == status
     assert set_headers(immediate.headers) == {
         "content-type": "application/json",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from picker_fleet import cli
 from picker_fleet.admin import protection
@@ -53,7 +54,8 @@ def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]
 def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> None:
     row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
     assert row is not None, f"docs/errors.md does not tell of {fault.code}"
-    answer = codec.refused(fault("why"), fault.status, "0.00").immediate_response
+    refusal = codec.refusal(fault("why"), 503, lambda: 0.0)
+    answer = ProcessingResponse.FromString(codec.refused(refusal, fault.code)).immediate_response
     headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
     error = orjson.loads(answer.body)["error"]
     _, status, kind, reason, *_ = row

@@ -1,6 +1,7 @@
 """Reads and builds the ext_proc messages (docs/specification.md, 002). Called by an exchange.
 
-Constant answers are built once and shared: a transport serialises a message when it is written.
+Answers are bytes. Those of the request path are written field by field from cached pieces (`_field`): that
+takes a fifth of the time of building and serialising a message. Tests read them back with protobuf.
 
 The first message's `protocol_config` says how much of a request and its answer Envoy sends:
 
@@ -10,6 +11,7 @@ FULL_DUPLEX_STREAMED   NONE                   lean
 NONE                   NONE                   headers
 """
 
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -36,7 +38,6 @@ REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
 WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what an Envoy buffers by default
 _RETRY_AFTER_S = 1
-_CONTINUE_AND_REPLACE = 1  # CommonResponse.ResponseStatus
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
 _NONE = ProcessingMode.NONE
@@ -48,16 +49,7 @@ _PRESSURES = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_S
 FULL: Final = _PRESSURES[-1]
 
 
-def _constant(part: str) -> ProcessingResponse:
-    answer = ProcessingResponse()
-    getattr(answer, part).SetInParent()
-    return answer
-
-
-RESPONSE_HEADERS = _constant("response_headers")
-RESPONSE_TRAILERS = _constant("response_trailers")
-RESPONSE_HEADERS_UNSIZED = _constant("response_headers")  # for a body whose length will change
-RESPONSE_HEADERS_UNSIZED.response_headers.response.header_mutation.remove_headers.append("content-length")
+RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
 
 
 def mode_of(message: ProcessingRequest) -> str:
@@ -117,6 +109,74 @@ def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
     return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
 
 
+def _varint(number: int) -> bytes:
+    parts = bytearray()
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    parts.append(number)
+    return bytes(parts)
+
+
+_SIZES: Final = tuple(_varint(number) for number in range(512))  # nearly all lengths of fields
+
+
+def _size(data: bytes) -> bytes:
+    length = len(data)
+    return _SIZES[length] if length < len(_SIZES) else _varint(length)
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    """A field of protobuf's wire type LEN: a string, bytes or an embedded message. `tag` has its number."""
+    return tag + _size(data) + data
+
+
+def _entry(key: str, value: bytes) -> bytes:
+    """One field of a Struct: the map entry of `key` with the Value `value`."""
+    return _field(b"\x0a", _field(b"\x0a", key.encode()) + _field(b"\x12", value))
+
+
+def _text(key: str) -> Callable[[str], bytes]:
+    """What makes a Struct's field `key` with a string value."""
+    name = _field(b"\x0a", key.encode())
+
+    def entry(value: str) -> bytes:
+        return _field(b"\x0a", name + _field(b"\x12", _field(b"\x1a", value.encode())))
+
+    return entry
+
+
+_ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "ticket", "session", "target"))
+_PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in _PRESSURES}
+_PICKER_KEY = _field(b"\x0a", PICKER.encode())
+_CLEAR_ROUTE_CACHE = b"\x28\x01"  # of a CommonResponse
+_DOUBLE = struct.Struct("<d").pack
+
+
+class Placed(NamedTuple):
+    """The answer of a placed request: `set_headers` of its HeaderMutation, and its metadata."""
+
+    set_headers: bytes
+    metadata: bytes
+
+    def message(self) -> bytes:
+        """The answer by itself."""
+        common = _field(b"\x12", self.set_headers) + _CLEAR_ROUTE_CACHE
+        return _field(b"\x0a", _field(b"\x0a", common)) + self.metadata
+
+    def with_body(self, body: bytes) -> bytes:
+        """The answer with the request's whole body (CONTINUE_AND_REPLACE): Envoy needs nothing else.
+
+        Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
+        """
+        before = b"\x0a" + _size(body)  # BodyMutation.body
+        mutation = b"\x1a" + _varint(len(before) + len(body)) + before
+        status = b"\x08\x01"
+        head = status + _field(b"\x12", self.set_headers) + _CLEAR_ROUTE_CACHE + mutation
+        common = b"\x0a" + _varint(len(head) + len(body)) + head
+        return b"".join((b"\x0a", _varint(len(common) + len(body)), common, body, self.metadata))
+
+
 def placed(
     placement: Placement,
     request_id: str,
@@ -126,39 +186,38 @@ def placed(
     *,
     namespace: str,
     pressure: str,
-) -> ProcessingResponse:
+) -> Placed:
     """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
 
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
     is how many endpoints to name at least, where the request may go to no other; `target_model` is what
     it is sent as; `pressure` is the client's.
     """
-    answer = ProcessingResponse()
-    answer.CopyFrom(_towards(placement.header(tries), namespace))
+    set_headers, destination = _towards(placement.header(tries), namespace)
     if content_length is not None:
-        _overwrite(answer.request_headers.response.header_mutation, "content-length", str(content_length))
-    account = answer.dynamic_metadata.fields[PICKER].struct_value.fields
-    account["pressure"].string_value = pressure
+        set_headers += _set_header("content-length", str(content_length))
+    account = _PRESSURE_ENTRIES[pressure]
     if request_id:
-        account["id"].string_value = request_id
-        account["ticket"].string_value = placement.accounting_token
+        account += _ID(request_id) + _TOKEN(placement.accounting_token)
         if placement.session:
-            account["session"].string_value = placement.session
+            account += _SESSION(placement.session)
         if placement.waited_s is not None:
-            account["waited"].number_value = placement.waited_s
-            account["target"].string_value = target_model
-    return answer
+            account += _entry("waited", b"\x11" + _DOUBLE(placement.waited_s)) + _TARGET(target_model)
+    picker = _field(b"\x0a", _PICKER_KEY + _field(b"\x12", _field(b"\x2a", account)))
+    return Placed(set_headers, _field(b"\x42", destination + picker))
 
 
 @lru_cache(maxsize=1024)
-def _towards(destination: str, namespace: str) -> ProcessingResponse:
-    """What all answers with one list of endpoints share; to be copied, never changed."""
-    answer = ProcessingResponse()
-    common = answer.request_headers.response
-    common.clear_route_cache = True
-    _overwrite(common.header_mutation, DESTINATION, destination)
-    answer.dynamic_metadata.fields[namespace].struct_value.fields[DESTINATION].string_value = destination
-    return answer
+def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
+    """The header and the metadata namespace that name one list of endpoints."""
+    fields = _text(DESTINATION)(destination)
+    return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
+
+
+def _set_header(key: str, value: str) -> bytes:
+    """The entry of a HeaderMutation by which header `key` becomes `value`, whatever it was."""
+    header = _field(b"\x0a", key.encode()) + _field(b"\x1a", value.encode())
+    return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
 
 
 def _overwrite(mutation: Any, key: str, value: str) -> None:
@@ -168,45 +227,42 @@ def _overwrite(mutation: Any, key: str, value: str) -> None:
     option.header.raw_value = value.encode()
 
 
-def with_body(answer: ProcessingResponse, body: bytes) -> ProcessingResponse:
-    """`answer`, which `placed` has made, with the request's whole body: Envoy needs nothing else.
-
-    Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
-    """
-    common = answer.request_headers.response
-    common.status = _CONTINUE_AND_REPLACE
-    common.body_mutation.body = body
-    return answer
-
-
-def request_body(body: bytes) -> Iterator[ProcessingResponse]:
+def request_body(body: bytes) -> Iterator[bytes]:
     """`body` in chunks, each made when it is asked for; the last one ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     for start in range(0, last + 1, CHUNK_BYTES):
-        answer = ProcessingResponse()
-        echo = answer.request_body.response.body_mutation.streamed_response
-        echo.body = body[start : start + CHUNK_BYTES] if last else body
-        echo.end_of_stream = start == last
-        yield answer
+        chunk = body[start : start + CHUNK_BYTES] if last else body
+        yield _streamed(b"\x1a", chunk, start == last)
 
 
-def response_headers(added: Mapping[str, str], *, sized: bool) -> ProcessingResponse:
-    """A model server's headers, passed on with those `added` for the client; an empty one is left out."""
-    answer = ProcessingResponse()
-    answer.CopyFrom(RESPONSE_HEADERS if sized else RESPONSE_HEADERS_UNSIZED)
-    for name, value in added.items():
-        if value:
-            _overwrite(answer.response_headers.response.header_mutation, name, value)
-    return answer
-
-
-def response_body(body: bytes, *, ended: bool) -> ProcessingResponse:
+def response_body(body: bytes, *, ended: bool) -> bytes:
     """One chunk of the model server's answer, passed on."""
-    answer = ProcessingResponse()
-    echo = answer.response_body.response.body_mutation.streamed_response
-    echo.body = body
-    echo.end_of_stream = ended
-    return answer
+    return _streamed(b"\x22", body, ended)
+
+
+def _streamed(part: bytes, chunk: bytes, ended: bool) -> bytes:
+    """A chunk of a body as a StreamedBodyResponse; `part` is the tag of the message's body field."""
+    return _before_chunk(part, len(chunk), ended) + chunk + (b"\x10\x01" if ended else b"")
+
+
+@lru_cache(maxsize=4096)
+def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
+    """All that precedes a chunk of `length` bytes: the tags and lengths of the messages around it."""
+    head = b"\x0a" + _varint(length)
+    for tag in (b"\x1a", b"\x1a", b"\x0a", part):
+        head = tag + _varint(len(head) + length + (2 if ended else 0)) + head
+    return head
+
+
+def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
+    """A model server's headers, passed on with those `added` for the client; an empty one is left out.
+
+    Without `sized`, the body's length will change, so its header goes.
+    """
+    mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
+    if not sized:
+        mutation += _field(b"\x12", b"content-length")
+    return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
 
 
 class Refusal(NamedTuple):
@@ -237,7 +293,7 @@ def refusal(error: RequestError, overload_status: int, fill: Callable[[], float]
     return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def refused(refusal: Refusal, code: str) -> ProcessingResponse:
+def refused(refusal: Refusal, code: str) -> bytes:
     """The ext_proc message that carries `refusal`; `code` is its error's."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
@@ -246,7 +302,8 @@ def refused(refusal: Refusal, code: str) -> ProcessingResponse:
     immediate.body = refusal.body
     for key, value in refusal.headers.items():
         _overwrite(immediate.headers, key, value)
-    return answer
+    data: bytes = answer.SerializeToString()
+    return data
 
 
 def _plain(value: Any) -> Any:

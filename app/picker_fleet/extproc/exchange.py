@@ -21,7 +21,6 @@ from typing import NamedTuple
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     ProcessingRequest,
-    ProcessingResponse,
 )
 
 from picker_fleet.allowlist import NOT_LISTED
@@ -76,7 +75,7 @@ class _PlacedBody(NamedTuple):
     A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
     """
 
-    answer: ProcessingResponse
+    answer: codec.Placed
     body: bytes
     request: InferenceRequest
     placement: Placement
@@ -148,7 +147,7 @@ class Exchange:
         """When the request began to arrive; once all its bytes have, when it was placed."""
         return self._started_s if self._placed_body is None else self._placed_body.placed_s
 
-    async def receive(self, message: ProcessingRequest) -> Iterable[ProcessingResponse]:
+    async def receive(self, message: ProcessingRequest) -> Iterable[bytes]:
         """Take Envoy's next message; the answers to write now, in order, each made when it is asked for.
 
         Raises:
@@ -215,11 +214,11 @@ class Exchange:
             context.lines.refused(self._request, ClientGone.code, ClientGone.status, self._mode, seconds)
         self._release()
 
-    def fail_upload(self) -> ProcessingResponse:
+    def fail_upload(self) -> bytes:
         """The rest of the request does not come: release everything; the answer to Envoy."""
         return self.abandon(BodyStalled("the rest of the body did not come"))
 
-    def abandon(self, error: RequestError) -> ProcessingResponse:
+    def abandon(self, error: RequestError) -> bytes:
         """Release everything; the answer to Envoy."""
         self._release()
         return self._refuse(error)
@@ -297,7 +296,7 @@ class Exchange:
             self._body.add(chunk)
         return bool(part.end_of_stream)
 
-    def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+    def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
         if self._step is _OPEN:
             self._mode = codec.mode_of(message)
         if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
@@ -314,14 +313,14 @@ class Exchange:
 
     # Placement.
 
-    async def _place_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+    async def _place_headers(self, message: ProcessingRequest) -> Sequence[bytes]:
         """Place a read, or a request whose body Envoy has parsed."""
         if message.request_headers.end_of_stream:
             placement = await self._context.gate.route(self._subset)
             self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
             if self._mode == "standard":
                 self._response = self._own_response("", None)
-            return [self._placed(self._answer_to(placement))]
+            return (self._placed(self._answer_to(placement).message()),)
         fields = codec.read_metadata(message, codec.REQUEST)
         if fields is None:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
@@ -332,7 +331,7 @@ class Exchange:
                 f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
             )
         placement = await self._admit(request, self._started_s)
-        return [self._placed(self._answer_to(placement, request))]
+        return (self._placed(self._answer_to(placement, request).message()),)
 
     async def _place_body(self) -> None:
         """Place the request of a whole body; the result is in `_placed_body`."""
@@ -352,7 +351,7 @@ class Exchange:
         answer = self._answer_to(placement, request, length)
         self._placed_body = _PlacedBody(answer, body, request, placement, length, arrived_s, self._placed_s)
 
-    async def _answer_body(self, *, trailers: bool = False) -> Iterable[ProcessingResponse]:
+    async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
         """The answers to a complete body; `trailers` says that trailers followed it.
 
         With trailers the body goes back with the headers, in every mode, and Envoy forwards the trailers. In
@@ -369,10 +368,10 @@ class Exchange:
             if age_s > CONFIRM_AFTER_S:
                 answer = await self._confirm(placed, age_s)
         if trailers or self._in_one_message(len(placed.body)):
-            return [self._placed(codec.with_body(answer, placed.body))]
-        return chain((self._placed(answer),), codec.request_body(placed.body))
+            return (self._placed(answer.with_body(placed.body)),)
+        return chain((self._placed(answer.message()),), codec.request_body(placed.body))
 
-    async def _confirm(self, placed: _PlacedBody, age_s: float) -> ProcessingResponse:
+    async def _confirm(self, placed: _PlacedBody, age_s: float) -> codec.Placed:
         """The answer of a request placed `age_s` ago.
 
         Nothing renews its lease before Envoy has the answer, so the lease may have expired. Then the request
@@ -409,7 +408,7 @@ class Exchange:
 
     def _answer_to(
         self, placement: Placement, request: InferenceRequest | None = None, length: int | None = None
-    ) -> ProcessingResponse:
+    ) -> codec.Placed:
         """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
         settings = self._context.settings
         tries = 0
@@ -431,12 +430,12 @@ class Exchange:
         (docs/decisions.md, 15). Only in `lean`, where the Envoy is configured by this project."""
         return self._mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
-    def _placed(self, answer: ProcessingResponse) -> ProcessingResponse:
+    def _placed(self, answer: bytes) -> bytes:
         self._step = _PLACED
         self._code = "ok"
         return answer
 
-    def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+    def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
         if self._response is None or part is None or not part.startswith("response_"):
             return ()  # the rest of a request that is answered already
         answers = self._response.pass_on(part, message)
@@ -463,7 +462,7 @@ class Exchange:
             target_model=self._target_model,
         )
 
-    def _refuse(self, error: RequestError) -> ProcessingResponse:
+    def _refuse(self, error: RequestError) -> bytes:
         self._step = _DONE
         self._drop_body()
         self._code = error.code

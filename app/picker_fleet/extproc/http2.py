@@ -31,6 +31,7 @@ _BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
 _LIST_BYTES: Final = 64 * 1024  # the same, decoded
 _CACHED_BLOCKS: Final = 256
 _ENDED_IDS: Final = 4096  # remembered streams that this side ended first
+_FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
 _END_S: Final = 5.0  # for a closed connection's last bytes
 _UNSENT_REPLIES: Final = 10_000  # to pings and settings of a peer that does not read
@@ -413,6 +414,8 @@ class Connection(asyncio.Protocol):
         self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
         self._block_of = (0, 0)  # their stream and flags
         self._unsent_replies = 0
+        self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
         self._draining = False
         self._cancelled: set[asyncio.Task[None]] = set()  # whose handlers have not ended yet
 
@@ -430,6 +433,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        self._unsent = []
         self._connections.discard(self)
         for stream_id in list(self._streams):
             self._cancel(stream_id)
@@ -494,7 +498,19 @@ class Connection(asyncio.Protocol):
             await asyncio.wait(self._cancelled, timeout=_END_S)
 
     def write(self, data: bytes) -> None:
-        if not self._closed:
+        """Send `data`, together with all else of this step of the event loop: a system call costs most."""
+        if self._closed:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._unsent:
+            data, self._unsent, self._unsent_bytes = b"".join(self._unsent), [], 0
             self._transport.write(data)
 
     def ping(self) -> None:
@@ -516,6 +532,7 @@ class Connection(asyncio.Protocol):
             return
         payload = self._last_id.to_bytes(4, "big") + code.to_bytes(4, "big") + why.encode()
         self.write(frame(GOAWAY, 0, 0, payload))
+        self._flush()
         self._closed = True
         for stream_id in list(self._streams):
             self._cancel(stream_id)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from picker_fleet.extproc import codec
 from picker_fleet.request import Completion, Outcome
@@ -166,7 +165,7 @@ class Response:
         self._first_byte_s: float | None = None
         self._usage = UsageTail()
 
-    def pass_on(self, part: str, message: Any) -> list[ProcessingResponse]:
+    def pass_on(self, part: str, message: Any) -> list[bytes]:
         """What goes back for one message of the response; `part` says which it is."""
         if part == "response_body":
             return self._chunk(message.response_body)
@@ -181,7 +180,7 @@ class Response:
         """The stream ended before the answer did: its client is gone, or Envoy gave it up."""
         self._end(Outcome.CLIENT_GONE)
 
-    def _headers(self, message: Any) -> list[ProcessingResponse]:
+    def _headers(self, message: Any) -> list[bytes]:
         headers = message.response_headers
         self._first_byte_s = self._clock() - self._started_s
         found = codec.read_headers(headers, _WANTED)
@@ -195,7 +194,7 @@ class Response:
             self._end(Outcome.COMPLETED)
         return [codec.response_headers(self._client_headers, sized=self._rename is None)]
 
-    def _chunk(self, part: Any) -> list[ProcessingResponse]:
+    def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
         self._usage.add(body)
         if self._rename is not None:

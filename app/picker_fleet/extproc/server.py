@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.errors import BufferFull
@@ -70,13 +70,13 @@ class ExchangeService:
                 except BufferFull as fault:
                     refusal = exchange.abandon(fault)
                     exchange.before_last_write()
-                    return _bytes(refusal)
+                    return refusal
                 except asyncio.CancelledError:
                     if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
                         raise  # Envoy ended the stream
                     refusal = exchange.fail_upload()
                     exchange.before_last_write()
-                    return _bytes(refusal)
+                    return refusal
                 self._uploads.received(exchange)
                 if data is None or exchange.done:
                     break
@@ -90,13 +90,13 @@ class ExchangeService:
                 last = None
                 for answer in answers:
                     if last is not None:
-                        await stream.write(_bytes(last))
+                        await stream.write(last)
                     last = answer
                 if last is not None:
                     exchange.before_last_write()
                     if exchange.done:
-                        return _bytes(last)
-                    await stream.write(_bytes(last))
+                        return last
+                    await stream.write(last)
             return None
         finally:
             self._context.open_requests.ended()
@@ -167,8 +167,3 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._service.quiet()
-
-
-def _bytes(answer: ProcessingResponse) -> bytes:
-    data: bytes = answer.SerializeToString()
-    return data
