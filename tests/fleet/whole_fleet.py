@@ -21,8 +21,8 @@ import psutil
 import pytest
 import redis.asyncio
 import yaml
-from begun_up import BegunUp
 from crowd import Crowd
+from forked_up import ForkedUp
 
 from picker_fleet.state import connection
 from picker_fleet.state.keys import Keys
@@ -45,7 +45,7 @@ class Fleet:
     fails the test. `unaudited` says why that is impossible (Redis ends sooner, the state is damaged on
     purpose). `spawned` fleets start a new interpreter, as a user does; so do those with an `environment`,
     which an interpreter may read when it starts. All others are forked from a process that has imported
-    everything (begun_up.py), which is faster.
+    everything (forked_up.py), which is faster.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Fleet:
         self._lines: list[str] = []
         self._line_read = threading.Condition()
         inherited = {**os.environ, **grace, **log, "TMPDIR": str(folder), **(environment or {})}
-        self.process = (_spawned if spawned or environment else BegunUp)(arguments, inherited)
+        self.process = (_spawned if spawned or environment else ForkedUp)(arguments, inherited)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
