@@ -75,7 +75,7 @@ attackers and honest clients share one machine of {here.cores} cores, whose load
 
 p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {_left(report)}.
 
-| attack | tries | what outcomes of them |
+| attack | attempts | how they ended |
 |---|---|---|
 {outcomes}
 
