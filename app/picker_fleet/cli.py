@@ -15,7 +15,8 @@ from picker_fleet import version
 from picker_fleet.errors import ConfigError, MissingExtra, PickerError
 
 if TYPE_CHECKING:
-    from picker_fleet.config import Discovery, Settings
+    from picker_fleet.config import Settings
+    from picker_fleet.sections import Discovery
 
 _COMMANDS = {
     "up": ("picker_tools.local_fleet.up_command", "a whole fleet on this machine until Ctrl-C"),

@@ -15,33 +15,11 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from picker_fleet import sections
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Band
-from picker_fleet.sections import Admin as Admin
-from picker_fleet.sections import DecisionLog as DecisionLog
-from picker_fleet.sections import Discovery as Discovery
-from picker_fleet.sections import Dns as Dns
-from picker_fleet.sections import ExtProc as ExtProc
-from picker_fleet.sections import FairRequestQueue as FairRequestQueue
-from picker_fleet.sections import Http as Http
-from picker_fleet.sections import Leases as Leases
-from picker_fleet.sections import Logging as Logging
-from picker_fleet.sections import Model as Model
-from picker_fleet.sections import Objective as Objective
-from picker_fleet.sections import Redis as Redis
-from picker_fleet.sections import RequestQueueController as RequestQueueController
-from picker_fleet.sections import Scheduling as Scheduling
-from picker_fleet.sections import Scraping as Scraping
-from picker_fleet.sections import Section as Section
-from picker_fleet.sections import StaticEndpoint as StaticEndpoint
-from picker_fleet.sections import TargetModel as TargetModel
-from picker_fleet.sections import Tracing as Tracing
-from picker_fleet.sections import Workloads as Workloads
-from picker_fleet.units import Duration as Duration
-from picker_fleet.units import duration_s as duration_s
-from picker_fleet.units import endpoint_address as endpoint_address
-from picker_fleet.units import host_port as host_port
-from picker_fleet.units import split_host_port as split_host_port
+from picker_fleet.sections import Model, Objective, Section
+from picker_fleet.units import split_host_port
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -54,22 +32,22 @@ class Settings(Section):
     """A replica's whole configuration."""
 
     pool: str = Field("default", pattern=r"\A[A-Za-z0-9._-]{1,64}\z")
-    redis: Redis = Redis()
-    extproc: ExtProc = ExtProc()
-    http: Http = Http()
-    admin: Admin = Admin()
-    discovery: Discovery = Discovery()
+    redis: sections.Redis = sections.Redis()
+    extproc: sections.ExtProc = sections.ExtProc()
+    http: sections.Http = sections.Http()
+    admin: sections.Admin = sections.Admin()
+    discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
     objectives: tuple[Objective, ...] = ()
-    fair_request_queue: FairRequestQueue = FairRequestQueue()
-    request_queue_controller: RequestQueueController = RequestQueueController()
-    workloads: Workloads = Workloads()
-    scheduling: Scheduling = Scheduling()
-    scraping: Scraping = Scraping()
-    leases: Leases = Leases()
-    decision_log: DecisionLog = DecisionLog()
-    logging: Logging = Logging()
-    tracing: Tracing = Tracing()
+    fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
+    request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
+    workloads: sections.Workloads = sections.Workloads()
+    scheduling: sections.Scheduling = sections.Scheduling()
+    scraping: sections.Scraping = sections.Scraping()
+    leases: sections.Leases = sections.Leases()
+    decision_log: sections.DecisionLog = sections.DecisionLog()
+    logging: sections.Logging = sections.Logging()
+    tracing: sections.Tracing = sections.Tracing()
 
     @property
     def claim_share(self) -> float:

@@ -18,12 +18,13 @@ import orjson
 from picker_fleet import allowlist
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
 from picker_fleet.body import MODEL, Body, simple_members
-from picker_fleet.config import Model, Objective, Settings
+from picker_fleet.config import Settings
 from picker_fleet.errors import BadRequest
 from picker_fleet.request import Band, InferenceRequest, Workload, finite_number
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
+from picker_fleet.sections import Model, Objective
 from picker_fleet.units import duration_s, endpoint_address, has_control
 
 METHOD, PATH = ":method", ":path"

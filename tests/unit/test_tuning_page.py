@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from picker_fleet.config import Model, Settings
+from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import LIVE
+from picker_fleet.sections import Model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
 TUNED = ("fair_request_queue", "request_queue_controller", "workloads", "scheduling", "scraping", "leases")

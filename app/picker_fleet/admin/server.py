@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from picker_fleet.config import split_host_port
 from picker_fleet.errors import StartupError
+from picker_fleet.units import split_host_port
 
 _GRACE_S = 2
 _CHECK_INTERVAL_S = 1.0  # between two checks of the connections; the Date of answers may be this old
