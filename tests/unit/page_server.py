@@ -23,7 +23,7 @@ class PageServer:
         self.requests: list[str] = []
         self.connections = 0
         self.open = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._released = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -31,8 +31,8 @@ class PageServer:
         """Wait until `holds` after something happened here."""
         async with asyncio.timeout(20):
             while not holds():
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     async def hang(self, _: asyncio.StreamWriter) -> None:
         """An `act` that answers nothing until `release`."""
@@ -55,12 +55,12 @@ class PageServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self.open += 1
-        self._news.set()
+        self._changed.set()
         try:
             while True:
                 request = await reader.readuntil(b"\r\n\r\n")
                 self.requests.append(request.decode())
-                self._news.set()
+                self._changed.set()
                 if self.act is None:
                     writer.write(self.answer)
                 else:
@@ -71,7 +71,7 @@ class PageServer:
             pass
         finally:
             self.open -= 1
-            self._news.set()
+            self._changed.set()
             writer.close()
 
 

@@ -1,4 +1,4 @@
-"""The shared state as a replica's store shows it: it answers as told and keeps what it was asked."""
+"""A store with scripted replies, which records its calls."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class ScriptedStore:
         self.admitted: list[tuple[InferenceRequest, int]] = []
         self.settled: list[tuple[str, float | None, int | None]] = []
         self.cancelled: list[tuple[str, str]] = []
-        self.buried: list[str] = []
+        self.tombstones: list[str] = []
         self.answering = True  # ends are taken
         self.renewing = "renewed"
         self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
@@ -58,7 +58,7 @@ class ScriptedStore:
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        self.buried.append(request_id)
+        self.tombstones.append(request_id)
         return _answered("buried")
 
     def now_ms(self) -> int:

@@ -1,4 +1,4 @@
-"""`redis.url`: what each form means, and what a bad one is told."""
+"""`redis.url`: its forms, and the faults of bad ones."""
 
 import contextlib
 import string
@@ -61,7 +61,7 @@ NODES = st.lists(
         ),
     ],
 )  # fmt: skip
-def test_given_a_url_when_parsed_then_it_is_what_was_meant(url: str, meant: Address) -> None:
+def test_a_url_is_parsed_into_its_parts(url: str, meant: Address) -> None:
     found = Address.parse(url)
     if url.startswith("rediss"):
         assert found.tls == meant.tls
@@ -104,25 +104,25 @@ def test_given_a_url_when_parsed_then_it_is_what_was_meant(url: str, meant: Addr
         ("redis+cluster://a?sentinel_password=x", "unknown option 'sentinel_password'"),
     ],
 )
-def test_given_a_bad_url_when_parsed_then_the_fault_is_named(url: str, fault: str) -> None:
-    with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as told:
+def test_a_bad_url_is_refused_with_its_fault_and_without_its_password(url: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as caught:
         Address.parse(url.replace("://", "://user:hunter2@", 1) if "//" in url else url)
-    assert fault in str(told.value)
+    assert fault in str(caught.value)
 
 
 @given(NODES)
-def test_given_any_nodes_when_parsed_then_each_is_kept_in_order(nodes: list[tuple[str, int]]) -> None:
+def test_nodes_keep_their_order(nodes: list[tuple[str, int]]) -> None:
     hosts = ",".join(f"{host}:{port}" for host, port in nodes)
     assert Address.parse(f"redis+cluster://{hosts}").nodes == tuple(nodes)
     assert Address.parse(f"redis+sentinel://x@{hosts}/s").nodes == tuple(nodes)
 
 
 @given(st.text())
-def test_given_anything_when_parsed_then_nothing_but_a_value_error_comes(text: str) -> None:
+def test_any_text_is_parsed_or_raises_value_error(text: str) -> None:
     for url in (text, f"redis://{text}", f"redis+sentinel://{text}"):
         with contextlib.suppress(ValueError):
             Address.parse(url)
 
 
-def test_given_a_password_when_an_address_is_shown_then_it_is_left_out() -> None:
+def test_the_repr_of_an_address_has_no_password() -> None:
     assert "hunter2" not in repr(Address.parse("redis+sentinel://:hunter2@a/s?sentinel_password=hunter2"))

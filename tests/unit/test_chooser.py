@@ -56,8 +56,8 @@ class Knowledge:
 
     def choose(self, **fields: object) -> Mapping[str, float]:
         """Candidates and their scores, best first."""
-        told = self.chooser.choose(request(**fields)).candidates
-        pairs = (each.split("=") for each in told.split(",") if each)
+        candidates = self.chooser.choose(request(**fields)).candidates
+        pairs = (each.split("=") for each in candidates.split(",") if each)
         return {address: float(score) for address, score in pairs}
 
 
@@ -76,7 +76,6 @@ def test_without_scorers_the_script_has_the_whole_choice() -> None:
 
 
 def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
-    # Given endpoints with labels, with scorers and without
     labelled = (
         Endpoint(A, labels={"gpu": "h100", "zone": "a"}),
         Endpoint(B, labels={"gpu": "a10"}),
@@ -85,7 +84,6 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     cell = SnapshotCell()
     cell.publish(Snapshot("1", labelled))
     plain, scored = LeastLoadedChooser(cell), Knowledge(*labelled, queue_depth=1)
-    # When labels are asked for, then the others are left out, and a subset narrows what is left
     assert plain.choose(request(selector={"gpu": "h100"})).candidates == f"{A},{C}"
     assert plain.choose(request(selector={"gpu": "h100", "zone": "b"})).candidates == C
     assert plain.choose(request(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
@@ -145,11 +143,9 @@ def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
 
 
 def test_a_free_slot_counts_for_a_configured_adapter() -> None:
-    # Given an endpoint whose slots are taken, and one with a free one
     known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("poet",))
     known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
     known.scraped(B, max_adapters=2, active_adapters=frozenset({"other"}))
-    # When the adapter is asked for, then the full one is no candidate; a name nobody knows goes anywhere
     assert list(known.choose(target_model="poet")) == [B]
     assert set(known.choose(target_model="prose")) == {A, B}
 
@@ -211,28 +207,28 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
 
 
 class Meter:
-    """Counts what it is told of."""
+    """Records the calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def scraped(self, address: str, seconds: float) -> None:
-        self.told.append("scraped")
+        self.calls.append("scraped")
 
     def probed(self, address: str) -> None:
         pass
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        self.told.append(kind)
+        self.calls.append(kind)
 
     def scrape_published(self, readings: int, seconds: float) -> None:
-        self.told.append("published")
+        self.calls.append("published")
 
     def scrape_unpublished(self, readings: int) -> None:
-        self.told.append("unpublished")
+        self.calls.append("unpublished")
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
-        self.told.append("ages")
+        self.calls.append("ages")
 
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
@@ -256,12 +252,11 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probe
     assert store.marks == [(A, "down", True)]
     probes.scraped(A, 0.1)
     assert store.marks[-1] == (A, "down", False)
-    # And everything is counted
     probes.scrape_published(1, 0.1)
     probes.scrape_unpublished(1)
     probes.scrape_ages(1, {})
-    assert meter.told.count("scraped") == 6
-    assert meter.told[-3:] == ["published", "unpublished", "ages"]
+    assert meter.calls.count("scraped") == 6
+    assert meter.calls[-3:] == ["published", "unpublished", "ages"]
 
 
 async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> None:
@@ -271,20 +266,16 @@ async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> N
     cell.publish(Snapshot("1", tuple(map(Endpoint, (A, B, C)))))
     silent, well = EndpointMetrics(0, fault="no page within 1 s", failures=3), EndpointMetrics(0)
     bad = EndpointMetrics(0, fault="answered 404", failures=9)
-    # Given that two of three are silent: it is the load or the scraping, and nobody is taken out
     readings |= {A: Reading(silent, 0.0, False), B: Reading(silent, 0.0, False), C: Reading(well, 0.0, True)}
     probes.scrape_failed(A, "silent", 1.0)
     assert store.marks == []
-    # When one of them answers again, if only badly, then the other is down
     readings[B] = Reading(bad, 0.0, False)
     probes.scrape_failed(A, "silent", 1.0)
     assert store.marks == [(A, "down", True)]
-    # When it is, then whoever probes it next confirms that, with the first page that does not come
     cell.publish(Snapshot("2", (Endpoint(A, down=True), Endpoint(B), Endpoint(C))))
     probes.scrape_failed(A, "timeout", 1.0)
     probes.scrape_failed(B, "timeout", 1.0)
     assert store.marks == [(A, "down", True)] * 2
-    # And the only one that is left is not taken out for silence
     cell.publish(Snapshot("3", (Endpoint(A, down=True), Endpoint(B, down=True), Endpoint(C))))
     readings[C] = Reading(silent, 0.0, False)
     probes.scrape_failed(C, "silent", 1.0)
@@ -304,16 +295,13 @@ def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:
 def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
     bench = Knowledge(*(Endpoint(f"10.0.0.{number}:80") for number in range(1, 5)), session_affinity=4)
     sessions = bench.chooser._sessions
-    # Given the tokens that clients of each endpoint are told
     tokens = {
         f"10.0.0.{number}:80": bench.chooser.session_token(f"10.0.0.{number}:80") for number in range(1, 5)
     }
-    # Then each brings its client back there, and the address is not to be read in it
     assert {address: bench.asked_by(token) for address, token in tokens.items()} == {
         name: name for name in tokens
     }
     assert not any("10.0" in token for token in tokens.values())
-    # And it stays good when the fleet has another key, until its endpoint goes
     sessions._keys.take(" ".join(["0b" * 16, "0a" * 16, sessions._keys.offer()]))
     assert bench.asked_by(tokens["10.0.0.3:80"]) == "10.0.0.3:80"
     # But one of another fleet, a changed one and a made-up one are nobody's

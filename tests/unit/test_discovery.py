@@ -83,19 +83,19 @@ def log() -> Iterator[Lines]:
 # --- static
 
 
-async def test_given_a_static_list_when_watched_then_it_is_reported_once() -> None:
+async def test_a_static_list_is_reported_once() -> None:
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
     async with watching(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         assert reports.none_waiting
 
 
-async def test_given_no_discovery_when_watched_then_the_pool_is_empty() -> None:
+async def test_without_discovery_the_pool_is_empty() -> None:
     async with watching(source_of(parse({}).discovery)) as reports:
         assert await reports.next() == []
 
 
-def test_given_each_kind_of_source_when_asked_for_then_it_is_made(tmp_path: Path) -> None:
+def test_the_configuration_chooses_the_source(tmp_path: Path) -> None:
     by_file = parse({"discovery": {"file": str(tmp_path / "e.yaml")}})
     by_dns = parse({"discovery": {"dns": {"name": "models", "port": 8000}}})
     assert isinstance(source_of(by_file.discovery), FileSource)
@@ -115,7 +115,7 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-async def test_given_a_file_when_it_changes_in_place_or_is_replaced_then_the_list_follows(
+async def test_a_file_that_is_changed_or_replaced_is_read_again(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "endpoints.yaml"
@@ -130,7 +130,7 @@ async def test_given_a_file_when_it_changes_in_place_or_is_replaced_then_the_lis
         assert await reports.next() == []
 
 
-async def test_given_a_limit_in_a_file_or_list_when_read_then_the_endpoint_has_it() -> None:
+async def test_an_endpoint_has_the_limit_of_its_list_or_file() -> None:
     entry = {"address": "10.0.0.1:8000", "max_inflight": 5}
     static = parse({"discovery": {"static": [entry]}}).discovery.static
     assert static is not None
@@ -139,7 +139,7 @@ async def test_given_a_limit_in_a_file_or_list_when_read_then_the_endpoint_has_i
         listed("- {address: '10.0.0.1:8000', max_inflight: none}")
 
 
-async def test_given_a_mounted_config_map_when_its_symlink_is_swapped_then_the_list_follows(
+async def test_a_config_map_whose_symlink_is_swapped_is_read_again(
     tmp_path: Path,
 ) -> None:
     for version, address in (("v1", "10.0.0.1:8000"), ("v2", "10.0.0.2:8000")):
@@ -154,9 +154,7 @@ async def test_given_a_mounted_config_map_when_its_symlink_is_swapped_then_the_l
         assert await reports.next() == ["10.0.0.2:8000"]
 
 
-async def test_given_a_file_that_breaks_when_watched_then_the_last_good_list_stays_and_the_log_says_why(
-    tmp_path: Path, log: Lines
-) -> None:
+async def test_a_file_that_breaks_keeps_its_last_good_list_and_is_logged(tmp_path: Path, log: Lines) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text(entries("10.0.0.1:8000"))
     async with watching(FileSource(path, recheck_s=0.2)) as reports:
@@ -171,9 +169,7 @@ async def test_given_a_file_that_breaks_when_watched_then_the_last_good_list_sta
 
 
 @pytest.mark.parametrize("content", [None, "", "- 7", "{"])
-async def test_given_no_usable_file_at_the_start_when_watched_then_the_fault_names_it(
-    tmp_path: Path, content: str | None
-) -> None:
+async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "endpoints.yaml"
     if content is not None:
         path.write_text(content)
@@ -181,7 +177,7 @@ async def test_given_no_usable_file_at_the_start_when_watched_then_the_fault_nam
         await FileSource(path).watch(Reports())
 
 
-async def test_given_no_folder_at_the_start_when_watched_then_the_fault_names_the_file(
+async def test_a_missing_folder_at_the_start_is_named_by_its_file(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(StartupError, match=r"endpoints\.yaml: cannot be read"):
@@ -198,7 +194,7 @@ async def test_given_no_folder_at_the_start_when_watched_then_the_fault_names_th
         ("- {address: '10.0.0.1:8000', labels: {a: 1}}", "0.labels.a: "),
     ],
 )
-def test_given_a_wrong_list_when_read_then_the_fault_says_where(text: str, needle: str) -> None:
+def test_a_wrong_list_is_refused_where_it_is_wrong(text: str, needle: str) -> None:
     with pytest.raises(FileFault) as caught:
         listed(text)
     assert needle in str(caught.value)
@@ -248,7 +244,7 @@ def by_dns(zone: Zone, name: str = "models.test.") -> DnsSource:
     return DnsSource(name, 8000, interval_s=0.02, lookup_s=2, resolver=resolver)
 
 
-async def test_given_records_of_both_families_when_they_change_then_the_list_follows(zone: Zone) -> None:
+async def test_records_of_both_families_are_followed(zone: Zone) -> None:
     zone.records = {"A": ["10.0.0.2", "10.0.0.1"], "AAAA": ["fd00::1"]}
     async with watching(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
@@ -260,9 +256,7 @@ async def test_given_records_of_both_families_when_they_change_then_the_list_fol
         assert await reports.next() == []
 
 
-async def test_given_a_failing_name_server_when_watched_then_the_last_good_list_stays(
-    zone: Zone, log: Lines
-) -> None:
+async def test_a_name_server_that_fails_keeps_the_last_good_list(zone: Zone, log: Lines) -> None:
     zone.records = {"A": ["10.0.0.1"]}
     async with watching(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
@@ -273,13 +267,13 @@ async def test_given_a_failing_name_server_when_watched_then_the_last_good_list_
         assert await reports.next() == ["10.0.0.9:8000"]
 
 
-async def test_given_a_server_that_fails_one_family_when_watched_then_the_other_counts(zone: Zone) -> None:
+async def test_a_family_counts_although_the_other_fails(zone: Zone) -> None:
     zone.records = {"A": ["10.0.0.1"], "AAAA": None}
     async with watching(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
 
 
-async def test_given_addresses_of_one_family_when_their_lookup_fails_at_the_start_then_the_list_is_not_empty(
+async def test_an_empty_family_reports_nothing_while_the_other_fails_at_the_start(
     zone: Zone, log: Lines
 ) -> None:
     zone.records = {"A": None, "AAAA": []}
@@ -290,7 +284,7 @@ async def test_given_addresses_of_one_family_when_their_lookup_fails_at_the_star
         assert await reports.next() == ["10.0.0.1:8000"]
 
 
-async def test_given_one_family_that_never_answers_when_the_other_has_no_address_left_then_that_is_told(
+async def test_an_emptied_family_is_reported_although_the_other_fails(
     zone: Zone,
 ) -> None:
     zone.records = {"A": ["10.0.0.1"], "AAAA": None}
@@ -300,9 +294,7 @@ async def test_given_one_family_that_never_answers_when_the_other_has_no_address
         assert await reports.next() == []
 
 
-async def test_given_a_failing_server_at_the_start_when_it_recovers_then_the_first_list_comes(
-    zone: Zone, log: Lines
-) -> None:
+async def test_the_first_list_is_reported_once_a_failing_server_recovers(zone: Zone, log: Lines) -> None:
     zone.records = {"A": None, "AAAA": None}
     async with watching(by_dns(zone)) as reports:
         await log.saying("models.test. A failed")
@@ -312,13 +304,11 @@ async def test_given_a_failing_server_at_the_start_when_it_recovers_then_the_fir
 
 
 @pytest.mark.parametrize(("name", "address"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
-async def test_given_an_address_for_a_name_when_watched_then_it_is_the_endpoint(
-    name: str, address: str
-) -> None:
+async def test_an_address_in_place_of_a_name_is_the_endpoint(name: str, address: str) -> None:
     async with watching(DnsSource(name, 8000)) as reports:
         assert await reports.next() == [address]
 
 
-async def test_given_localhost_when_watched_then_the_system_answers() -> None:
+async def test_localhost_is_looked_up_by_the_system() -> None:
     async with watching(DnsSource("localhost", 8000)) as reports:
         assert "127.0.0.1:8000" in await reports.next()

@@ -320,7 +320,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         bench.answer_heartbeats()
         await eventually(lambda: not bench.gate.degraded)
         # Redis has a tombstone of each end, and all that runs.
-        assert bench.store.buried == ["over"]
+        assert bench.store.tombstones == ["over"]
         assert sorted(bench.store.renewed) == ["0", "1", "2", "3", "old"]
         # While the other replica has not resynced, a request needs both the budget and Redis.
         assert bench.gate.state is FailoverState.RESYNCING
@@ -453,11 +453,11 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
         bench.store.away = False
         bench.answer_heartbeats()
         await eventually(lambda: bench.gate.state is FailoverState.SHARED)
-        bench.store.buried.clear()
+        bench.store.tombstones.clear()
         # The end of the second leaves a tombstone, so that no replica restores it.
         bench.end("shared", shared)
         bench.end("alone", alone)
-        await eventually(lambda: bench.store.buried == ["alone"])
+        await eventually(lambda: bench.store.tombstones == ["alone"])
 
 
 async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:

@@ -22,7 +22,6 @@ STEADY, QUICK = "10.0.0.1:8000", "10.0.0.2:8000"
     ],
 )
 async def test_the_configured_weights_decide(latency: dict[str, float], first: str) -> None:
-    # Given a replica so configured, one endpoint that is steady and one that is quicker on average
     settings = parse(
         {
             "scheduling": {
@@ -37,14 +36,13 @@ async def test_the_configured_weights_decide(latency: dict[str, float], first: s
         parts.latencies.add(STEADY, 1.0)
     for seconds in (0.0, 1.2) * 5:
         parts.latencies.add(QUICK, seconds)
-    # When it chooses, then by those weights, and what it shows of the endpoints says the same
     choice = parts.chooser.choose(ask("r1"))
     assert choice.candidates.split("=")[0] == first
     scores = parts.chooser.scores()
     assert max(scores, key=lambda address: scores[address]["latency"]) == first
 
 
-def test_given_no_weights_then_they_are_those_of_the_specification() -> None:
+def test_default_weights_are_those_of_the_specification() -> None:
     assert parse({}).scheduling.latency.model_dump() == {"alpha": 1.0, "beta": 0.5, "gamma": 0.5}
 
 
@@ -61,9 +59,7 @@ def test_given_no_weights_then_they_are_those_of_the_specification() -> None:
         ),
     ],
 )
-def test_given_weights_that_cannot_be_then_the_fault_names_them(
-    latency: dict[str, object], says: str
-) -> None:
+def test_impossible_weights_are_named(latency: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"scheduling": {"latency": latency}})
     assert says in str(caught.value)

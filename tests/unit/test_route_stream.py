@@ -34,7 +34,7 @@ done = st.builds(CompletionRecord, addresses, st.floats(min_value=0, max_value=1
 
 
 class Replica:
-    """One replica's feed with its own memories."""
+    """One replica's stream with its own index."""
 
     def __init__(self, url: str, stream: str, name: str) -> None:
         self.index = PrefixIndex()
@@ -60,7 +60,7 @@ class Replica:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is waited for is told by no event
+        while not condition():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.005)
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
 
 
 async def test_three_followers_agree(url: str, stream: str) -> None:
-    """Given three replicas that each route and complete, when all is read, then all know the same."""
+    """Three replicas that each route and complete: when all is read, all know the same."""
     replicas = [Replica(url, stream, f"r{n}") for n in range(3)]
     async with replicas[0].running(), replicas[1].running(), replicas[2].running():
         await caught_up(*replicas)
@@ -141,7 +141,7 @@ async def test_a_replica_knows_its_own_route_at_once(url: str, stream: str) -> N
 
 
 async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
-    """Given a fleet with a past, when a replica starts, then it knows what it and the others routed."""
+    """A fleet with a past: when a replica starts, it knows what it and the others routed."""
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
     async with other.running():
         async with one.running():
@@ -163,7 +163,7 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
 
 
 async def test_only_a_bounded_while_back_is_read(url: str, stream: str, client: Redis) -> None:
-    """Given an entry of an hour ago and one of now, when a replica starts, then it reads the younger."""
+    """An entry of an hour ago and one of now: when a replica starts, it reads the younger."""
     now_s, _ = await client.time()
     for age_s, address in ((3600, A), (0, B)):
         entry = {"by": "r", "body": pack(RouteRecord(address, prompt("m")))}
@@ -179,7 +179,7 @@ async def test_only_a_bounded_while_back_is_read(url: str, stream: str, client: 
 async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     url: str, stream: str, client: Redis
 ) -> None:
-    """Given a replica that was away, when it follows again, then it has what is still in the stream,
+    """A replica that was away: when it follows again, it has what is still in the stream,
     nothing twice, and only that."""
     writer, slow = Replica(url, stream, "writer"), Replica(url, stream, "slow")
     async with writer.running():
@@ -199,7 +199,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
 
 
 async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: Redis) -> None:
-    """Given two replicas, when their connections are cut again and again, then each still learns all that
+    """Two replicas: when their connections are cut again and again, each still learns all that
     the other tells."""
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
     async with one.running(), other.running():
@@ -217,7 +217,7 @@ async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: 
 
 
 async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, client: Redis) -> None:
-    """Given a replica that had read up to a later id, when the stream's clock is behind it, then the new
+    """A replica that had read up to a later id: when the stream's clock is behind it, the new
     entries are read after the next connection."""
     now_s, _ = await client.time()
     replica = Replica(url, stream, "r")
@@ -248,7 +248,7 @@ async def test_an_entry_that_cannot_be_read_is_passed_over(url: str, stream: str
 async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
     tmp_path_factory: pytest.TempPathFactory, stream: str
 ) -> None:
-    """Given no Redis, when requests complete, then their replica has them; when Redis comes, then the others
+    """No Redis: when requests complete, their replica has them; when Redis comes, then the others
     have the next ones."""
     port = free_port()
     one, other = Replica(url_of(port), stream, "one"), Replica(url_of(port), stream, "other")
@@ -269,7 +269,7 @@ async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
 async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
     url: str, stream: str, client: Redis
 ) -> None:
-    """Given a burst of long prompts, then they go out packed, each entry within its size; and a stream that
+    """A burst of long prompts, then they go out packed, each entry within its size; and a stream that
     is full is trimmed by the next write."""
     async with client.pipeline(transaction=False) as pipeline:
         for _ in range(2 * MAX_ENTRIES):
@@ -292,7 +292,7 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
 
 
 async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
-    """Given no Redis, when far more routes are told than may wait, then the replica knows its own all the
+    """Given no Redis: when far more routes are told than may wait, the replica knows its own all the
     same, and the completions in their order."""
     replica = Replica(url_of(free_port()), stream, "r")
     for n in range(5000):

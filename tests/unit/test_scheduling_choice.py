@@ -120,7 +120,7 @@ def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], exp
 
 @pytest.mark.parametrize(("lora", "expected"), [(1.0, A), (6.0, B)])
 def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: str) -> None:
-    """Given a free slot with an empty cache and the adapter with a full one, when either weighs more, then
+    """A free slot with an empty cache and the adapter with a full one: when either weighs more, then
     it wins."""
     slot, adapter = at(A, 0, 0.1, active="foo"), at(B, 0, 0.7, active="sum")
 
@@ -163,7 +163,7 @@ def test_hard_filters_leave_nobody_and_say_why(
 
 
 def test_a_soft_filter_that_leaves_nobody_is_waived() -> None:
-    """Given no endpoint with room for the adapter, when one is picked, then all are candidates."""
+    """No endpoint with room for the adapter, when one is picked, all are candidates."""
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="x y"), at(B, active="x z"))
 
     assert {one.address for one in ranking.best} == {A, B}
@@ -172,7 +172,7 @@ def test_a_soft_filter_that_leaves_nobody_is_waived() -> None:
 
 
 def test_a_soft_filter_never_brings_back_what_a_hard_one_took() -> None:
-    """Given a draining endpoint with the adapter and a full one without, then the full one is picked."""
+    """A draining endpoint with the adapter and a full one without: the full one is picked."""
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
 
     assert [one.address for one in ranking.best] == [B]
@@ -180,7 +180,7 @@ def test_a_soft_filter_never_brings_back_what_a_hard_one_took() -> None:
 
 
 def test_all_stale_are_equal_and_pickable() -> None:
-    """Given only stale figures, when many requests are ranked, then each endpoint comes first at times."""
+    """Only stale figures: when many requests are ranked, each endpoint comes first at times."""
     endpoints = [at(A, 1, 0.1, stale=True), at(B, 50, 0.9, stale=True), at(C, 0, 0.0, stale=True)]
     pick = PickRequest(random=random.Random(1).random)
 
@@ -191,7 +191,7 @@ def test_all_stale_are_equal_and_pickable() -> None:
 
 
 def test_ties_are_broken_by_chance_alone() -> None:
-    """Given equal endpoints, when the chances are known, then the highest chance comes first."""
+    """Equal endpoints: when the chances are known, the highest chance comes first."""
     chances = iter([0.2, 0.9, 0.5])
 
     ranking = rank(DEFAULT, PickRequest(random=lambda: next(chances)), at(A), at(B), at(C))
@@ -200,7 +200,7 @@ def test_ties_are_broken_by_chance_alone() -> None:
 
 
 def test_only_the_most_wanted_are_listed_best_first() -> None:
-    """Given 200 endpoints of different queues, when three are asked for, then the three shortest come."""
+    """200 endpoints of different queues: when three are asked for, the three shortest come."""
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
 
     ranking = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
@@ -209,7 +209,7 @@ def test_only_the_most_wanted_are_listed_best_first() -> None:
 
 
 def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
-    """Given all scorers with odd weights and odd figures, then totals and bases are in [0, 1]."""
+    """All scorers with odd weights and odd figures: totals and bases are in [0, 1]."""
     chance = random.Random(7)
     weights = {name: chance.uniform(0.1, 50) for name in SCORERS}
     figures = [None, 0.0, 1.0, 7.5, 1e12, -3.0, float("nan"), float("inf")]
@@ -239,7 +239,7 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
 
 
 def test_the_part_of_the_load_in_flight_can_be_taken_out() -> None:
-    """Given a script that adds live load, when a candidate's base is used, then that part is not in it."""
+    """Given a script that adds live load: when a candidate's base is used, that part is not in it."""
     scheduler = Scheduler({"in-flight": 1.0, "kv-cache": 3.0})
 
     best = scheduler.rank(PLAIN, [at(A, kv=0.5, in_flight=0), at(B, kv=0.5, in_flight=4)]).best
@@ -265,10 +265,8 @@ def test_an_impossible_weight_is_refused(weight: float) -> None:
 
 
 def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
-    # Given a scheduler that has ranked
     scheduler = Scheduler(DEFAULT)
     assert scheduler.rank(PLAIN, [at(A, 0), at(B, 9)]).best[0].address == A
-    # When queues have changed, or others are left over, then it ranks by what is so now
     assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
     only = PickRequest(subset=frozenset((A,)))
     assert [each.address for each in scheduler.rank(only, [at(A, 9), at(B, 0)]).best] == [A]

@@ -22,7 +22,7 @@ def ranking() -> Ranking:
 
 
 def test_every_candidate_is_explained_even_those_not_listed() -> None:
-    """Given a pick of the best two of three, when it is explained, then all scores and reasons are there."""
+    """A pick of the best two of three: when it is explained, all scores and reasons are there."""
     cache = ExplanationCache()
 
     cache.add("r1", ranking(), ("b", "a"), "1,")
@@ -64,12 +64,11 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
         "rule": found.rule,
     }
     assert found.rule.startswith("highest `final`")
-    # And a log line says it shortly
     assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
 
 
 def test_the_ring_keeps_the_last_ones() -> None:
-    """Given room for three, when five come and one comes again, then the last three are known."""
+    """Room for three: when five come and one comes again, the last three are known."""
     cache = ExplanationCache(max_choices=3)
 
     for request_id in ("1", "2", "3", "4", "2", "5"):
@@ -80,7 +79,7 @@ def test_the_ring_keeps_the_last_ones() -> None:
 
 
 def test_large_rankings_leave_room_for_fewer() -> None:
-    """Given room for 30 figures, when rankings of 15 come, then two are kept; and one too large alone."""
+    """Room for 30 figures: when rankings of 15 come, two are kept; and one too large alone."""
     cache = ExplanationCache(max_values=30)
 
     for request_id in ("1", "2", "3"):
@@ -94,7 +93,7 @@ def test_large_rankings_leave_room_for_fewer() -> None:
 
 
 def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
-    """Given three equal candidates, when lots put them b, c, a, then the explanation has that order."""
+    """Three equal candidates: when lots put them b, c, a, the explanation has that order."""
     chances = iter([0.1, 0.9, 0.5])
     equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
     cache = ExplanationCache()
@@ -108,7 +107,7 @@ def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
 
 
 def test_the_live_load_decides_among_equal_scores() -> None:
-    """Given equals by all that a replica knows, when the script saw other loads, then those decide."""
+    """Equals by all that a replica knows: when the script saw other loads, those decide."""
     equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
     order = iter([0.9, 0.5, 0.1])
     cache = ExplanationCache()
@@ -133,7 +132,7 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
 
 
 def test_without_scorers_the_explanation_says_so() -> None:
-    """Given the fewest in flight as the only rule, when it is explained, then with the loads that were seen,
+    """The fewest in flight as the only rule: when it is explained, with the loads that were seen,
     with what was last known of the others, and with who was out."""
     cache = ExplanationCache()
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
@@ -154,7 +153,7 @@ def test_without_scorers_the_explanation_says_so() -> None:
 
 
 def test_named_candidates_have_the_loads_of_the_named() -> None:
-    """Given a subset with one name twice and one that takes nothing new, when it is explained, then each load
+    """A subset with one name twice and one that takes nothing new: when it is explained, each load
     is that of its name."""
     cache = ExplanationCache()
     seen = pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b")
@@ -167,7 +166,7 @@ def test_named_candidates_have_the_loads_of_the_named() -> None:
 
 
 def test_a_refusal_says_who_was_out_and_why() -> None:
-    """Given nobody who may take a request, when it is refused, then each endpoint has its reason."""
+    """Nobody who may take a request: when it is refused, each endpoint has its reason."""
     cache = ExplanationCache()
     seen = pool(
         Endpoint("a", drained=True),

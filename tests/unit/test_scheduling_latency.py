@@ -1,4 +1,5 @@
-"""The last 100 completions of an endpoint: mean and standard deviation as they would be counted anew."""
+"""The last 100 completions of an endpoint: mean and standard deviation as they would be computed from
+scratch."""
 
 import statistics
 
@@ -27,8 +28,8 @@ def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -
 
 
 def test_a_small_spread_on_long_times_is_not_lost() -> None:
-    """Given times near an hour that differ by a millisecond, when the window has moved on a
-    hundred thousand times, then the spread is still theirs."""
+    """Times near an hour that differ by a millisecond: when the window has moved on a
+    hundred thousand times, the spread is still theirs."""
     times_window = LatencyWindow()
 
     for n in range(100_050):
@@ -49,7 +50,7 @@ def test_what_is_no_time_is_left_out() -> None:
 
 
 def test_the_book_forgets_who_has_been_silent_longest() -> None:
-    """Given room for two, when a third comes, then the one without news longest is gone."""
+    """Room for two: when a third comes, the one silent longest is gone."""
     tracker = LatencyTracker(max_endpoints=2)
 
     for address in ("a", "b", "a", "c"):

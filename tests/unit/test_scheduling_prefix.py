@@ -38,7 +38,7 @@ def chat(*said: object, **more: object) -> dict[str, object]:
     return {"model": "m", "messages": list(said), **more}
 
 
-def told(document: dict[str, object]) -> bytes:
+def prompt_of(document: dict[str, object]) -> bytes:
     """The prompt of `document` as a body."""
     return prompt_bytes(Body(orjson.dumps(document)))
 
@@ -49,7 +49,7 @@ def user(text: str) -> dict[str, str]:
 
 @given(messages, messages)
 def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: list[object]) -> None:
-    shorter, longer = told(chat(*said)), told(chat(*said, *more))
+    shorter, longer = prompt_of(chat(*said)), prompt_of(chat(*said, *more))
 
     assert longer.startswith(shorter)
     hashes = block_hashes("m", shorter, block_bytes=16)
@@ -69,12 +69,12 @@ def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: lis
     ],
 )
 def test_different_prompts_differ(one: dict[str, object], other: dict[str, object]) -> None:
-    assert told(one) != told(other)
+    assert prompt_of(one) != prompt_of(other)
 
 
 @pytest.mark.parametrize("document", [{}, {"prompt": ""}, {"messages": []}, {"prompt": None}])
 def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> None:
-    assert block_hashes("m", told(document)) == ()
+    assert block_hashes("m", prompt_of(document)) == ()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> N
     ],
 )
 def test_a_strange_prompt_is_bytes_like_any_other(document: dict[str, object]) -> None:
-    assert told(document)
+    assert prompt_of(document)
 
 
 def test_only_whole_blocks_count() -> None:
@@ -123,7 +123,7 @@ def test_model_and_salt_part_the_chains() -> None:
     ],
 )
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
-    prompt = told(document)
+    prompt = prompt_of(document)
 
     assert len(prompt) == MAX_PROMPT_BYTES
     assert len(block_hashes("m", prompt)) == MAX_PROMPT_BYTES // BLOCK_BYTES
@@ -134,15 +134,15 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
 
 
 def test_a_match_is_the_common_beginning() -> None:
-    """Given chats that share a system message, when the next turn comes, then each endpoint has what it
+    """Chats that share a system message: when the next turn comes, each endpoint has what it
     served of it."""
     index = PrefixIndex()
-    first = block_hashes("m", told(chat(SYSTEM, user("one " * 200))))
-    other = block_hashes("m", told(chat(SYSTEM, user("two " * 200))))
+    first = block_hashes("m", prompt_of(chat(SYSTEM, user("one " * 200))))
+    other = block_hashes("m", prompt_of(chat(SYSTEM, user("two " * 200))))
     index.add("a", first)
     index.add("b", other)
 
-    turn = block_hashes("m", told(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
+    turn = block_hashes("m", prompt_of(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
 
     found = index.match(turn)
     assert found["a"] == len(first)
@@ -159,7 +159,7 @@ def test_a_match_is_the_common_beginning() -> None:
 def test_memory_is_the_latest_and_never_a_chain_without_its_head(
     served: list[tuple[str, list[int]]],
 ) -> None:
-    """Given any routes into a small index, then no bound is passed and a match by halves is the match
+    """Any routes into a small index, then no bound is passed and a match by halves is the match
     counted one by one."""
     index = PrefixIndex(per_endpoint=12, in_total=24)
     chains = []
@@ -173,8 +173,8 @@ def test_memory_is_the_latest_and_never_a_chain_without_its_head(
     for links in chains:
         found = index.match(links)
         for address in index.addresses:
-            held = [address in index.match(links[at : at + 1]) for at in range(len(links))]
-            assert held == [at < found.get(address, 0) for at in range(len(links))]
+            kept = [address in index.match(links[at : at + 1]) for at in range(len(links))]
+            assert kept == [at < found.get(address, 0) for at in range(len(links))]
 
 
 def test_the_least_recently_served_goes_first() -> None:
@@ -189,7 +189,7 @@ def test_the_least_recently_served_goes_first() -> None:
 
 
 def test_endpoints_share_the_whole() -> None:
-    """Given room for 100 in all, when a fourth endpoint comes, then nobody keeps more than 25."""
+    """Given room for 100 in all: when a fourth endpoint comes, nobody keeps more than 25."""
     index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in ("a", "b", "c", "d"):
         index.add(address, chain(address, 60))
@@ -209,7 +209,7 @@ def test_endpoints_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
 def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
-    """Given a full index, when twice as much has been routed, then a block takes at most what is stated."""
+    """A full index: when twice as much has been routed, a block takes at most what is stated."""
     numbers = count()
     gc.collect()
     tracemalloc.start()
@@ -217,9 +217,9 @@ def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
         index = PrefixIndex(per_endpoint=blocks)
         for _ in range(2 * blocks // 100):
             index.add("a", [next(numbers).to_bytes(8) for _ in range(100)])
-        held, _ = tracemalloc.get_traced_memory()
+        used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
     assert len(index) == blocks
-    assert held / blocks <= BYTES_PER_BLOCK
+    assert used / blocks <= BYTES_PER_BLOCK

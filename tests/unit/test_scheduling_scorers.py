@@ -91,7 +91,7 @@ def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
 
 
 def test_latency_weighs_mean_load_and_spread() -> None:
-    """Given spec 004's cost with every weight, then the least cost scores 1, the most 0, others between."""
+    """Spec 004's cost with every weight: the least cost scores 1, the most 0, others between."""
     pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
     endpoints = [
         EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
@@ -103,7 +103,6 @@ def test_latency_weighs_mean_load_and_spread() -> None:
 
 
 def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
-    # Given an idle endpoint without statistics, then it comes first
     endpoints = [
         EndpointState("a", latency=LatencyStats(9, 1.0, 0.0)),
         EndpointState("b"),
@@ -112,7 +111,6 @@ def test_latency_explores_what_has_no_statistics_first_but_not_with_everything()
 
     assert SCORERS["latency"](PickRequest(), endpoints) == [0.5, 1.0, 0.0]
     assert SCORERS["latency"](PickRequest(), row("latency", None, None)) == [1.0, 1.0]
-    # When it has its share of requests and none has ended yet, then others are as good
     endpoints[1] = EndpointState("b", in_flight=4)
     assert SCORERS["latency"](PickRequest(), endpoints) == [1.0, 0.0, 0.0]
 

@@ -28,9 +28,7 @@ async def fetch(connection: Connection) -> bytes:
 
 
 async def test_pages_come_over_one_connection(server: PageServer, connection: Connection) -> None:
-    # Given a server that keeps connections / When three pages are fetched
     pages = [await fetch(connection) for _ in range(3)]
-    # Then they came over one connection, by a plain request
     assert pages == [PAGE] * 3
     assert server.connections == 1
     assert server.requests[0].startswith(f"GET /metrics HTTP/1.1\r\nHost: {server.address}\r\n")
@@ -45,14 +43,12 @@ async def test_a_chunked_page_is_put_together(server: PageServer, connection: Co
 
 
 async def test_a_page_may_end_with_its_connection(server: PageServer, connection: Connection) -> None:
-    # Given a server that gives no length and closes instead
     async def act(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nabc")
         await writer.drain()
         writer.close()
 
     server.act = act
-    # When pages are fetched / Then each is whole, over a connection of its own
     assert [await fetch(connection) for _ in range(2)] == [b"abc"] * 2
     assert server.connections == 2
 
@@ -73,7 +69,6 @@ async def test_an_interim_answer_is_passed_over(server: PageServer, connection: 
 async def test_a_connection_closed_while_idle_costs_nothing(
     server: PageServer, connection: Connection
 ) -> None:
-    # Given a connection that the server ends exactly when it is asked a second time
     async def act(writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             writer.transport.abort()
@@ -81,7 +76,6 @@ async def test_a_connection_closed_while_idle_costs_nothing(
             writer.write(answered(PAGE))
 
     server.act = act
-    # When two pages are fetched / Then both come, the second over a new connection
     assert [await fetch(connection) for _ in range(2)] == [PAGE] * 2
     assert server.connections == 2
     assert len(server.requests) == 3
@@ -100,11 +94,9 @@ async def test_a_connection_closed_while_idle_costs_nothing(
 async def test_a_wrong_answer_is_a_fault_and_ends_its_connection(
     server: PageServer, connection: Connection, answer: bytes, kind: str, said: str
 ) -> None:
-    # Given a server that answers wrongly / When its page is fetched
     server.answer = answer
     with pytest.raises(FetchError, match=said) as raised:
         await fetch(connection)
-    # Then the fault has its kind, and the next page comes over a new connection
     assert raised.value.kind == kind
     server.answer = answered(PAGE)
     assert await fetch(connection) == PAGE
@@ -136,15 +128,12 @@ async def test_nobody_there_is_a_fault(server: PageServer, connection: Connectio
 async def test_a_fetch_that_is_given_up_ends_its_connection(
     server: PageServer, connection: Connection
 ) -> None:
-    # Given a server that does not answer
     server.act = server.hang
     task = asyncio.create_task(connection.fetch())
     await server.until(lambda: len(server.requests) == 1)
-    # When the fetch is cancelled
     task.cancel()
     await asyncio.wait((task,), timeout=10)
     assert task.cancelled()
-    # Then its connection is gone, and a late answer is not taken for the next one's
     server.release()
     await server.until(lambda: server.open == 0)
     assert await fetch(connection) == PAGE

@@ -1,4 +1,4 @@
-"""Who scrapes what: everyone agrees, shares are even, and a change moves no more than it must."""
+"""The assignment of endpoints: replicas agree on it, it is even, and a change moves the least possible."""
 
 from collections import Counter
 
@@ -20,27 +20,21 @@ def test_the_order_of_the_replicas_does_not_matter(replicas: list[str], random: 
 
 
 def test_every_endpoint_has_exactly_one_owner() -> None:
-    # Given eight replicas / When each is asked for its own
     shares = [assigned_endpoints(ADDRESSES, replica, REPLICAS) for replica in REPLICAS]
-    # Then together they have every endpoint once
     assert sorted(address for share in shares for address in share) == sorted(ADDRESSES)
 
 
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_shares_are_even(replicas: int) -> None:
-    # Given 2000 endpoints / When they are shared out
     counts = Counter(assigned_replica(address, REPLICAS[:replicas]) for address in ADDRESSES)
-    # Then nobody has a fifth more than its share, and nobody a fifth less
     fair = len(ADDRESSES) / replicas
     assert max(counts.values()) <= 1.2 * fair
     assert min(counts.values()) >= 0.8 * fair
 
 
 def test_a_replica_that_leaves_gives_up_only_its_own() -> None:
-    # Given owners among eight / When one leaves
     before = {address: assigned_replica(address, REPLICAS) for address in ADDRESSES}
     after = {address: assigned_replica(address, REPLICAS[1:]) for address in ADDRESSES}
-    # Then only its own move, and to all of the others
     moved = {address for address in ADDRESSES if before[address] != after[address]}
     assert moved == {address for address in ADDRESSES if before[address] == REPLICAS[0]}
     assert {after[address] for address in moved} == set(REPLICAS[1:])
@@ -62,7 +56,7 @@ def test_owners_are_the_same_in_every_process() -> None:
     ]
 
 
-def test_who_is_no_replica_owns_nothing_and_nobody_is_an_error() -> None:
+def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
     assert assigned_endpoints(ADDRESSES, "stranger", REPLICAS) == frozenset()
     with pytest.raises(ValueError, match="there are no replicas"):
         assigned_replica("a:1", [])
@@ -72,19 +66,17 @@ def present(silence_s: float = 1.0) -> ReplicaLiveness:
     return ReplicaLiveness("b", silence_s)
 
 
-def test_everyone_who_is_live_is_there_until_silent() -> None:
-    # Given two replicas besides this one, of which one speaks on
+def test_a_live_replica_counts_until_it_is_silent() -> None:
     presence = present()
     assert presence.alive(["c", "b", "a"], 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
         presence.seen("a", moment_s)
-    # When the other has been silent for longer than the bound / Then it is left out until it speaks
     assert presence.alive(["a", "b", "c"], 1.5) == ("a", "b")
     presence.seen("c", 1.6)
     assert presence.alive(["a", "b", "c"], 1.6) == ("a", "b", "c")
 
 
-def test_who_joins_has_its_time_to_speak() -> None:
+def test_a_replica_that_joins_has_time_to_publish() -> None:
     presence = present()
     presence.seen("b", 10.0)
     assert presence.alive(["b", "c"], 10.0) == ("b", "c")
@@ -94,12 +86,10 @@ def test_who_joins_has_its_time_to_speak() -> None:
     assert presence.alive(["b", "c"], 11.1) == ("b",)
 
 
-def test_nobody_is_judged_while_nothing_is_heard() -> None:
-    # Given a Redis that says nothing any more
+def test_every_replica_is_live_while_none_publishes() -> None:
     presence = present()
     presence.alive(["a", "b"], 0.0)
     presence.seen("b", 0.5)
-    # When much time passes / Then both are there, and have their time when it speaks again
     assert presence.alive(["a", "b"], 60.0) == ("a", "b")
     presence.on_subscribed(60.0)
     presence.seen("b", 60.1)

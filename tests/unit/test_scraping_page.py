@@ -65,7 +65,6 @@ def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
 def test_the_page_of_an_engine_says_what_it_means(
     file: str, engine: Engine, expected: EndpointMetrics
 ) -> None:
-    # Given the page of an engine / When it is read / Then the figures are those of the page
     assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
 
 
@@ -102,7 +101,6 @@ def test_the_pages_are_legal_for_a_full_parser(file: str) -> None:
     ],
 )
 def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
-    # Given a page / When it is read / Then it has this many waiting; None is unknown
     assert read(text).waiting == waiting
 
 
@@ -127,15 +125,12 @@ def test_a_line_that_names_a_series_without_end_is_read_once() -> None:
 
 
 def test_the_latest_adapters_count_and_names_are_unescaped() -> None:
-    # Given three label sets of different times, the latest neither first nor last
     text = (
         'run 1\nlora{max_lora="2",running_lora_adapters="old",waiting_lora_adapters=""} 1\n'
         'lora{running_lora_adapters="a, b\\"c\\\\d",max_lora="2",waiting_lora_adapters="e"} 3.5e9\n'
         'lora{max_lora="2",running_lora_adapters="older",waiting_lora_adapters=""} NaN\n'
     )
-    # When the page is read
     metrics = read(text)
-    # Then the adapters are those of the latest
     assert metrics.active_adapters == {"a", 'b"c\\d'}
     assert metrics.waiting_adapters == {"e"}
     assert metrics.max_adapters == 2
@@ -207,9 +202,7 @@ def lines(draw: st.DrawFn) -> str:
 
 @given(st.lists(lines(), max_size=12))
 def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str]) -> None:
-    # Given a generated page
     text = "".join(f"{line}\n" for line in page_lines)
-    # When a full parser reads it, and this one
     expected = [
         (sample.name, sample.labels, repr(float(sample.value)))
         for family in text_string_to_metric_families(text)
@@ -221,7 +214,6 @@ def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str
         for name in ("queue", "run", "kv")
         for sample in metrics_page.samples(text.encode(), name.encode())
     ]
-    # Then both have the same samples
 
     def ordered(samples: list[tuple[str, dict[str, str], str]]) -> list[tuple[str, dict[str, str], str]]:
         return sorted(samples, key=repr)
@@ -231,11 +223,9 @@ def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str
 
 @given(st.lists(lines(), min_size=1, max_size=6), st.integers(0, 10_000))
 def test_a_page_cut_anywhere_says_no_more_than_its_whole_lines(page_lines: list[str], cut: int) -> None:
-    # Given a page that ends anywhere, in the middle of a character even
     text = "".join(f"{line}\n" for line in page_lines).encode()
     part = text[: cut % (len(text) + 1)]
     whole = part[: part.rfind(b"\n") + 1]
-    # When it is read / Then it says what its whole lines say
     for name in (b"queue", b"run"):
         said = [repr(sample) for sample in metrics_page.samples(part, name)]
         assert said == [repr(sample) for sample in metrics_page.samples(whole, name)]
@@ -247,9 +237,7 @@ def test_known_engines_are_chosen_by_name() -> None:
 
 
 def test_another_engine_is_a_matter_of_configuration() -> None:
-    # Given names that no known engine has
     names = {"waiting": "my_queue", "kv_utilisation": "my:kv", "path": "/stats"}
-    # When they are configured / Then a page is read by them, elsewhere
     engine = engine_of("mine", names)
     assert engine.path == "/stats"
     assert read("my_queue 4\nmy:kv 0.25\n", engine) == EndpointMetrics(5, waiting=4.0, kv_utilisation=0.25)

@@ -37,7 +37,6 @@ def readings(draw: st.DrawFn) -> EndpointMetrics:
 
 @given(readings(), st.integers(0, 2**41))
 def test_a_reading_survives_the_wire(reading: EndpointMetrics, shift_ms: int) -> None:
-    # Given any reading / When it goes over by another clock and back / Then it is the same
     assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 
@@ -72,21 +71,18 @@ def test_a_newer_versions_keys_are_passed_over() -> None:
     assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
 
-def test_a_message_tells_how_old_its_readings_were() -> None:
-    # Given a reading that was 40 ms old when it was sent, by a clock far from the reader's
+def test_readings_of_a_message_keep_their_age() -> None:
     sent = encode_message("one", 1_700_000_000_040, {"a:1": encode_reading(reading_at(1_700_000_000_000), 0)})
-    # When it is received at 5000 ms of the reader's clock
-    heard = decode_message(sent, 5000)
-    # Then it is of 4960 ms there
-    assert heard.sender == "one"
-    assert heard.readings == {"a:1": reading_at(4960)}
-    assert heard.faults == ()
+    message = decode_message(sent, 5000)
+    assert message.sender == "one"
+    assert message.readings == {"a:1": reading_at(4960)}
+    assert message.faults == ()
 
 
 def test_one_bad_reading_leaves_the_others() -> None:
-    heard = decode_message('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
-    assert heard.readings.keys() == {"a:1"}
-    assert heard.faults == ("b:1: at of a reading is a whole number, not 'x'",)
+    message = decode_message('{"from":"one","sent":5,"readings":{"a:1":{"at":5},"b:1":{"at":"x"}}}', 5)
+    assert message.readings.keys() == {"a:1"}
+    assert message.faults == ("b:1: at of a reading is a whole number, not 'x'",)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"from":1,"sent":1,"readings":{}}', '{"from":"a"}'])
@@ -120,21 +116,17 @@ def cache(clock: Clock) -> MetricsCache:
 
 
 def test_a_fresh_reading_is_known_and_has_its_age(cache: MetricsCache, clock: Clock) -> None:
-    # Given a reading of 100 s / When it is looked at 0.75 s later
     cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
     clock.now_s = 100.75
     reading = cache.snapshot()["a:1"]
-    # Then it is known as it came
     assert (reading.age_s, reading.known) == (0.75, True)
     assert reading.metrics == reading_at(100_000, active_adapters=frozenset({"x"}))
 
 
 def test_a_stale_reading_counts_as_unknown(cache: MetricsCache, clock: Clock) -> None:
-    # Given a reading / When it is looked at after more than the bound
     cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
     clock.now_s = 101.25
     reading = cache.snapshot()["a:1"]
-    # Then nothing of it can be picked by
     assert (reading.age_s, reading.known) == (1.25, False)
     assert reading.metrics == EndpointMetrics(100_000)
 
@@ -148,20 +140,16 @@ def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(cache: MetricsCach
 
 
 def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache) -> None:
-    # Given a reading, and an older one that comes later, as what is stored does
     cache.update({"a:1": reading_at(99_500, waiting=9.0)})
     cache.update({"a:1": reading_at(99_400, waiting=1.0)})
-    # When it is looked at / Then the newer one is there; one as new takes its place
     assert cache.snapshot()["a:1"].metrics.waiting == 9.0
     cache.update({"a:1": reading_at(99_500, waiting=3.0)})
     assert cache.snapshot()["a:1"].metrics.waiting == 3.0
 
 
 def test_a_reading_of_the_future_does_not_hide_those_to_come(cache: MetricsCache, clock: Clock) -> None:
-    # Given a reading an hour ahead: Redis's clock was set back since it was stored
     cache.update({"a:1": reading_at(3_700_000, waiting=9.0)})
     assert cache.snapshot()["a:1"].age_s == 0.0
-    # When the next one comes / Then it counts
     clock.now_s = 100.5
     cache.update({"a:1": reading_at(100_400, waiting=1.0)})
     assert cache.snapshot()["a:1"].metrics.waiting == 1.0
@@ -174,16 +162,13 @@ def test_endpoints_that_left_are_forgotten(cache: MetricsCache) -> None:
     assert cache.snapshot().keys() == cache.addresses == {"b:1"}
 
 
-def test_a_snapshot_is_shared_for_a_moment_and_taken_anew_after_news(
+def test_a_snapshot_is_shared_for_a_moment_and_remade_after_an_update(
     cache: MetricsCache, clock: Clock
 ) -> None:
-    # Given a snapshot
     cache.update({"a:1": reading_at(100_000)})
     first = cache.snapshot()
-    # When it is asked for within 10 ms / Then it is the same one
     clock.now_s = 100.005
     assert cache.snapshot() is first
-    # When there is news, or 10 ms are over / Then it is not
     cache.update({"a:1": reading_at(100_004, waiting=7.0)})
     second = cache.snapshot()
     assert second["a:1"].metrics.waiting == 7.0

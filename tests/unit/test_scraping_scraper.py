@@ -31,10 +31,10 @@ class Outcome:
         self.failed: Counter[tuple[str, str]] = Counter()
         self.refused = self.refusals = 0  # readings, and batches
         self.refusing = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
-        self._news.set()
+        self._changed.set()
         if self.refusing:
             raise StateUnavailable("not now")
         self.batches.append(batch)
@@ -62,8 +62,8 @@ class Outcome:
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not holds():
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
 
 @asynccontextmanager
@@ -110,11 +110,9 @@ def outcome() -> Outcome:
 async def test_every_owned_endpoint_is_read_again_and_again(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given three endpoints / When they are scraped
     addresses = [server.address for server in servers]
     async with scraping(outcome, *addresses):
         await outcome.until(lambda: all(outcome.worked[address] >= 4 for address in addresses))
-    # Then what their pages say was handed over, over one connection each
     for server in servers:
         metrics = outcome.newest[server.address]
         assert (metrics.waiting, metrics.running, metrics.fault) == (3.0, 2.0, None)
@@ -125,33 +123,27 @@ async def test_every_owned_endpoint_is_read_again_and_again(
 async def test_what_is_only_for_show_is_handed_over_seldom_and_then_the_newest(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given that readings are handed over far less often than they are taken / When many are taken
     address = servers[0].address
     async with scraping(outcome, address, publish_s=60):
         await outcome.until(lambda: bool(outcome.batches))
         await servers[0].until(lambda: len(servers[0].requests) >= 10)
-        # Then only the first has been handed over
         assert len(outcome.batches) == 1
 
 
-async def test_who_has_nothing_to_hand_over_says_so(outcome: Outcome) -> None:
-    # Given no endpoint to scrape / When time passes / Then the others hear that this replica is there, also
-    # when one word was lost
+async def test_a_scraper_without_readings_publishes_empty_batches(outcome: Outcome) -> None:
     async with scraping(outcome, speak_s=INTERVAL_S):
         await outcome.until(lambda: len(outcome.batches) >= 2)
         outcome.refusing = True
         await outcome.until(lambda: outcome.refusals >= 2)
         outcome.refusing = False
-        told = len(outcome.batches)
-        await outcome.until(lambda: len(outcome.batches) > told)
+        count = len(outcome.batches)
+        await outcome.until(lambda: len(outcome.batches) > count)
     assert not any(outcome.batches)
 
 
 async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome: Outcome) -> None:
-    # Given one endpoint that does not answer
     slow, *others = servers
     slow.act = slow.hang
-    # When all are scraped / Then the others are read many times while it is waited for
     async with scraping(outcome, *(server.address for server in servers)):
         await slow.until(lambda: len(slow.requests) == 1)
         seen = Counter(outcome.worked)
@@ -165,12 +157,10 @@ async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome:
 async def test_an_endpoint_that_answers_too_late_is_a_fault(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given an endpoint that never answers / When it is scraped with a deadline
     server = servers[0]
     server.act = server.hang
     async with scraping(outcome, server.address, deadline_s=0.05):
         await outcome.until(lambda: server.address in outcome.newest)
-    # Then that is said, and the connection is not used again
     assert outcome.newest[server.address].fault == "no page within 0.05 s"
     assert outcome.failed[server.address, "timeout"] >= 1
 
@@ -178,14 +168,12 @@ async def test_an_endpoint_that_answers_too_late_is_a_fault(
 async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_connected_to(
     outcome: Outcome,
 ) -> None:
-    # Given a host that says nothing to who wants a connection: here one whose queue of them is full
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as others:
         for _ in range(8):
             other = others.enter_context(socket.socket())
             other.setblocking(False)
             other.connect_ex(full.getsockname())
         address = f"127.0.0.1:{full.getsockname()[1]}"
-        # When it is scraped, then once may have been this replica's fault, and twice is not
         async with scraping(outcome, address, deadline_s=0.05):
             await outcome.until(lambda: outcome.failed[address, "connection"] >= 1)
         assert outcome.failed[address, "timeout"] == 1
@@ -194,14 +182,11 @@ async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_conne
 async def test_a_process_that_stands_still_is_silent_after_three_questions(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given an endpoint that takes connections and never answers
     server = servers[0]
     server.act = server.hang
-    # When it is asked, then two may be a busy server's, and the third is not
     async with scraping(outcome, server.address, deadline_s=0.05):
         await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
         assert outcome.failed[server.address, "timeout"] >= 2
-        # When it answers again, then silence is counted anew
         server.release()
         await outcome.until(lambda: outcome.worked[server.address] >= 1)
     assert outcome.newest[server.address].failures == 0
@@ -210,7 +195,6 @@ async def test_a_process_that_stands_still_is_silent_after_three_questions(
 async def test_a_server_that_is_late_now_and_then_is_not_silent(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given one endpoint that answers every third question only, and one whose page never ends
     slow, endless, _ = servers
 
     async def seldom(writer: asyncio.StreamWriter) -> None:
@@ -224,21 +208,18 @@ async def test_a_server_that_is_late_now_and_then_is_not_silent(
         await endless.hang(writer)
 
     slow.act, endless.act = seldom, begun
-    # When they are asked often, then each question that is not answered is only that
     async with scraping(outcome, slow.address, endless.address, deadline_s=0.05):
         await outcome.until(lambda: outcome.failed[slow.address, "timeout"] >= 4)
         await outcome.until(lambda: outcome.failed[endless.address, "timeout"] >= 4)
     assert not [kind for _, kind in outcome.failed if kind == "silent"]
 
 
-async def test_who_stood_still_itself_blames_nobody(
+async def test_a_paused_replica_counts_no_endpoint_as_silent(
     servers: list[PageServer], outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a replica that notices each deadline too late, and an endpoint that does not answer
     monkeypatch.setattr(scraper_module, "_LATE_S", -0.05)
     server = servers[0]
     server.act = server.hang
-    # When it asks often enough, then silence is not what it finds
     async with scraping(outcome, server.address, deadline_s=0.05):
         await outcome.until(lambda: outcome.failed[server.address, "timeout"] >= 4)
     assert not outcome.failed[server.address, "silent"]
@@ -256,18 +237,15 @@ async def test_who_stood_still_itself_blames_nobody(
 async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(
     servers: list[PageServer], outcome: Outcome, answer: bytes, kind: str, said: str
 ) -> None:
-    # Given an endpoint with a bad page
     server = servers[0]
     server.answer = answer
     async with scraping(outcome, server.address):
-        # When it is scraped / Then the fault is handed over, counted, and nothing else is known
         await outcome.until(lambda: outcome.failed[server.address, kind] >= 2)
         await outcome.until(lambda: outcome.newest[server.address].failures >= 2)
         metrics = outcome.newest[server.address]
         assert metrics.fault is not None
         assert said in metrics.fault
         assert metrics.waiting is None
-        # When the page is good again / Then the fault is over
         server.answer = answered(PAGE)
         await outcome.until(lambda: outcome.newest[server.address].fault is None)
         assert outcome.newest[server.address].failures == 0
@@ -275,14 +253,12 @@ async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(
 
 
 async def test_an_endpoint_that_comes_up_is_read(servers: list[PageServer], outcome: Outcome) -> None:
-    # Given an endpoint that nobody listens at
     late = PageServer()
     await late.start()
     port = int(late.address.rpartition(":")[2])
     late.stop()
     async with scraping(outcome, late.address):
         await outcome.until(lambda: outcome.failed[late.address, "connection"] >= 1)
-        # When it starts / Then it is read
         await late.start(port)
         await outcome.until(lambda: outcome.worked[late.address] >= 1)
     await late.until(lambda: late.open == 0)
@@ -290,21 +266,17 @@ async def test_an_endpoint_that_comes_up_is_read(servers: list[PageServer], outc
 
 
 async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome: Outcome) -> None:
-    # Given an endpoint that is being waited for
     first, second, _ = servers
     first.act = first.hang
     async with scraping(outcome, first.address) as scraper:
         await first.until(lambda: len(first.requests) == 1)
-        # When another one is owned instead
         scraper.set_targets([second.address])
         assert scraper.targets == {second.address}
-        # Then that one is read, and the wait for the first is over
         await outcome.until(lambda: outcome.worked[second.address] >= 2)
         first.release()
         await first.until(lambda: first.open == 0)
         assert len(first.requests) == 1
         assert outcome.newest.keys() == {second.address}
-        # When it is owned again / Then it is read again
         scraper.set_targets([first.address, second.address])
         await outcome.until(lambda: outcome.worked[first.address] >= 1)
 
@@ -312,7 +284,6 @@ async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome:
 async def test_what_redis_does_not_take_is_handed_over_later(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
-    # Given a failing endpoint, which speaks seldom, and a fleet that cannot be told
     failing, good, dropped = servers
     failing.answer = answered(b"", status="500 Oops")
     outcome.refusing = True
@@ -321,11 +292,9 @@ async def test_what_redis_does_not_take_is_handed_over_later(
         await outcome.until(lambda: outcome.failed[failing.address, "status"] >= 1)
         await outcome.until(lambda: all(outcome.worked[one] for one in everyone - {failing.address}))
         await outcome.until(lambda: outcome.refused >= 6)
-        # When one endpoint leaves and the fleet can be told again
         scraper.set_targets(everyone - {dropped.address})
         outcome.refusing = False
         await outcome.until(lambda: bool(outcome.batches))
-        # Then the first batch has the newest of what is still owned
         assert outcome.batches[0].keys() == {failing.address, good.address}
         assert outcome.batches[0][failing.address].fault == "answered 500"
 
@@ -346,7 +315,6 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(
         scraper.suspect([server.address])
         await outcome.until(lambda: outcome.newest[server.address].before is not None)
         assert outcome.newest[server.address].before == (first.scraped_ms, 5.0)
-        # When it stands still, then probes find that.
         server.act = server.hang
         await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
         server.release()

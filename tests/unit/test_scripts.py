@@ -15,14 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_library_has_each_piece_once_and_before_what_needs_it() -> None:
-    # Given the library
     source = load_library().source
-    # When its functions are listed, then each is defined once, and registered after that
     for name in NAMES:
         defined = f"\nlocal function {name}(args)"
         assert source.count(defined) == 1
         assert source.index(defined) < source.index(f"'{load_library().function(name)}'")
-    # And what all of them need comes first
     assert source.count("  function use_keys(") == 1
     assert source.index("  function use_keys(") < source.index("local function begin")
 
@@ -41,11 +38,19 @@ def test_an_unknown_function_is_named() -> None:
 
 
 def test_the_wheel_carries_the_scripts(tmp_path: Path) -> None:
-    # When the distribution is built
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
     subprocess.run([*command, str(ROOT)], check=True, timeout=100)
-    # Then every script and piece is in it
     (wheel,) = tmp_path.glob("*.whl")
     shipped = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "lua").rglob("*.lua"):
         assert f"picker_fleet/_lua/{path.relative_to(ROOT / 'lua').as_posix()}" in shipped
+
+
+def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:
+    numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False)
+    packed = schema.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
+    texts = "id\0001\0flow\0\0modèle\0*\0".encode()
+    assert packed.startswith(texts)
+    assert len(packed) == len(texts) + 8 * len(numbers)
+    with pytest.raises(ValueError, match="byte 0"):
+        schema.pack_arrival(("i\0d", "1", "flow", "", "m", "*"), numbers)

@@ -76,11 +76,11 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
         bench.say()
         bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
         bench.ends.add("late")
-        assert bench.store.buried == []
+        assert bench.store.tombstones == []
         # Another replica fails over and resyncs: Redis gets the ends that are not too old.
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
-        assert bench.store.buried == ["late"]
+        assert bench.store.tombstones == ["late"]
         assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
 
 
@@ -89,14 +89,14 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None
         bench.say(b={"degraded": True})
         await until(lambda: bench.pokes)
         bench.ends.add("x")
-        assert bench.store.buried == ["x"]
+        assert bench.store.tombstones == ["x"]
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes > 1)
-        assert bench.store.buried == ["x"]
+        assert bench.store.tombstones == ["x"]
         # The shared state comes back empty.
         bench.store.epoch = "another life"
         bench.say(b={"degraded": True, "returns": 1})
-        await until(lambda: bench.store.buried == ["x", "x"])
+        await until(lambda: bench.store.tombstones == ["x", "x"])
 
 
 async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_same() -> None:
@@ -128,11 +128,11 @@ async def test_one_that_is_away_itself_answers_nobody_until_it_is_back() -> None
         bench.say(b={"degraded": True, "returns": 1})
         for _ in range(10):
             await asyncio.sleep(0)
-        assert (bench.store.buried, bench.ends.heartbeat_fields()["told"]) == ([], [])
+        assert (bench.store.tombstones, bench.ends.heartbeat_fields()["told"]) == ([], [])
         bench.shared = True
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
-        assert bench.store.buried == ["x"]
+        assert bench.store.tombstones == ["x"]
 
 
 async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -> None:
@@ -140,7 +140,7 @@ async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -
         bench.ends.add("x")
         bench.store.away = True
         bench.say(b={"degraded": True, "returns": 1})
-        await until(lambda: bench.store.buried)
+        await until(lambda: bench.store.tombstones)
         assert bench.ends.heartbeat_fields()["told"] == []
         bench.store.away = False
         bench.say(b={"degraded": True, "returns": 1})
@@ -153,7 +153,7 @@ async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
         bench.ends.discard("x")
         bench.say(b={"degraded": True, "returns": 1})
         await until(lambda: bench.pokes)
-        assert bench.store.buried == []
+        assert bench.store.tombstones == []
 
 
 async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None:
