@@ -1,6 +1,7 @@
 """The replica's gRPC server with a real client: exchanges, health, and the way down."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -293,6 +294,45 @@ async def test_a_stream_that_ends_before_its_body_leaves_nothing() -> None:
         assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
         assert await call.code() is grpc.StatusCode.OK
         assert fleet.gate.admitted == []
+
+
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_on(mode: str) -> None:
+    async with replica() as fleet:
+        call = fleet.exchange()
+        await call.write(headers(mode))
+
+        async def pour() -> None:
+            piece = body(bytes(1024 * 1024), ended=False)
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for _ in range(32):
+                    await call.write(piece)
+
+        pouring = asyncio.create_task(pour())
+        await until(lambda: fleet.metrics.answers == [(mode, "", "payload_too_large")])
+        await pouring
+        assert fleet.context.bodies.held_bytes == 0
+        # The connection serves others, whose windows the refused body does not take.
+        assert parts(await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)) == [
+            "request_headers"
+        ]
+
+
+async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
+    async with replica() as fleet:
+        call = fleet.channel.unary_unary(f"/{SERVICE}/Other")(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so() -> None:
+    async with replica() as fleet:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fleet.health("unknown")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watch = fleet.watch("unknown")
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 async def test_health_follows_readiness_and_liveness_does_not() -> None:
