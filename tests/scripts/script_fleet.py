@@ -210,13 +210,14 @@ class Fleet:
         return seconds * 1000 + micros / 1000
 
     async def after(self, wait_ms: float) -> None:
-        """Wait until the server's clock is `wait_ms` further."""
-        end = await self.now_ms() + wait_ms
+        """Wait until the pool's clock is `wait_ms` further. It stands still while no script runs for a second
+        (lua/lib/pool.lua), so the server's own clock would say too much on a busy machine."""
+        end_us = (await self.state())["now_us"] + wait_ms * 1000
 
-        async def passed() -> bool:
-            return await self.now_ms() > end
+        async def has_passed() -> bool:
+            return bool((await self.state())["now_us"] > end_us)
 
-        await until(passed)
+        await until(has_passed)
 
     async def dump(self) -> dict[str, Any]:
         """Every key of the pool and its value, without what only tells the time or counts log entries."""

@@ -13,7 +13,7 @@ from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import parse
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
 from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
@@ -48,6 +48,7 @@ def uploading(replica: Replica, clock: Clock) -> Exchange:
             intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
             gate=replica.gate,
             drain_gate=DrainGate(replica.gate),
+            open_requests=OpenRequests(),
             metrics=metrics,
             lines=DecisionLines(lambda: 0.0),
             clock=clock,
