@@ -1,8 +1,8 @@
 """`python -m bench.calls BASE`: what a call of the scripts costs Valkey, here and in the checkout BASE.
 
-Both libraries are on one server, each with a pool of its own in which nothing waits, and are called in turns,
-so that a change of the machine's speed meets both. Writes bench/results/calls.md. `bench.versions` asks the
-same of whole fleets, where a version that sends fewer requests a call pays for more calls.
+Both libraries are on one server, each with an idle pool of its own, and are called in turns, so that a change
+of the machine's speed affects both. Writes bench/results/calls.md. `bench.versions` compares whole fleets,
+where a version with fewer requests a call makes more calls.
 """
 
 import argparse
@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.lifecycle.life import SETTINGS
-from bench.lifecycle.server import Server, server
-from bench.overhead.surroundings import look
-from bench.versions import interval, package_of
+from bench.lifecycle.workload import SETTINGS
+from bench.rig.machine import describe_machine
+from bench.rig.page import interval, table
+from bench.rig.server import Server, server
+from bench.versions import package_of
 from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
 
@@ -68,10 +69,12 @@ class Version:
 def measure(base: Path) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """For each kind of call and size, base and present in each round."""
     package, path = package_of(base)
-    asked = [sys.executable, "-P", "-c", _SOURCE.format(package)]
+    command = [sys.executable, "-P", "-c", _SOURCE.format(package)]
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    told = subprocess.run(asked, cwd=base, env=environment, capture_output=True, text=True, check=True).stdout
-    version, _, source = told.partition("\n")
+    output = subprocess.run(
+        command, cwd=base, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    version, _, source = output.partition("\n")
     present = load_library()
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with server() as it:
@@ -86,7 +89,7 @@ def measure(base: Path) -> dict[tuple[str, int], list[tuple[float, float]]]:
 
 
 def page(found: dict[tuple[str, int], list[tuple[float, float]]], base: str) -> str:
-    made = look([])
+    made = describe_machine("bench.calls")
     lines = [
         "# What a call of the scripts costs Valkey, this version beside an earlier one",
         "",
@@ -95,14 +98,15 @@ def page(found: dict[tuple[str, int], list[tuple[float, float]]], base: str) -> 
         "libraries on one server, in turns; a pool in which nothing waits. A ratio is present by base within "
         "a round: geometric mean, and its 95 % interval.",
         "",
-        "| call | requests | base | present | ratio | interval |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for (name, size), pairs in found.items():
         mean, low, high = interval([new / old for old, new in pairs])
         old, new = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
-        lines.append(f"| {name} | {size} | {old:.1f} | {new:.1f} | {mean:.3f} | {low:.3f} to {high:.3f} |")
-    return "\n".join(lines) + "\n"
+        costs = [f"{old:.1f}", f"{new:.1f}", f"{mean:.3f}", f"{low:.3f} to {high:.3f}"]
+        rows.append([name, str(size), *costs])
+    head = ["call", "requests", "base", "present", "ratio", "interval"]
+    return "\n".join([*lines, table(head, rows)]) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,11 +1,10 @@
-"""The floor that benchmarks measure against: a picker that picks a constant and knows nothing else.
+"""The baseline of the benchmarks: a picker that answers a constant.
 
-It speaks the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
-body in chunks); with `--terse` that of the real one in `lean` (the body goes back with the headers' answer,
-once it is whole by its content-length, and the stream ends with it). It takes and discards access logs,
-serves one fixed list of endpoints for the cluster `pool`, and says it is healthy.
-`python -m bench.constant_picker --listen 127.0.0.1:0 --endpoint 127.0.0.1:8000` prints one line of JSON with
-the bound address once it listens.
+It uses the usual message pattern in every mode (waits for the whole body, answers the headers, echoes the
+body in chunks); with `--terse` that of the real picker in `lean` (one answer with headers and body once the
+body is whole by its content-length; then the stream ends). It discards access logs, serves one fixed list of
+endpoints for the cluster `pool`, and reports that it is healthy. `python -m bench.constant_picker --listen
+127.0.0.1:0 --endpoint 127.0.0.1:8000` prints one line of JSON with the bound address once it listens.
 """
 
 import argparse
@@ -50,11 +49,11 @@ class ConstantPicker:
 
     async def process(self, _: object, context: Any) -> None:
         body: list[bytes] = []
-        held = True
+        stream_owned = True
         while (message := await context.read()) is not grpc.aio.EOF:
             part = message.WhichOneof("request")
             if part == "request_headers":
-                held = message.protocol_config.response_body_mode != 0 or not message.HasField(
+                stream_owned = message.protocol_config.response_body_mode != 0 or not message.HasField(
                     "protocol_config"
                 )
                 bodiless = (
@@ -62,29 +61,29 @@ class ConstantPicker:
                 )
                 if message.request_headers.end_of_stream or bodiless:
                     await context.write(next(self._answers))
-                    if not held:
+                    if not stream_owned:
                         return
             elif part == "request_body":
                 body.append(message.request_body.body)
                 if message.request_body.end_of_stream:
                     await self._place(context, body, ended=True)
-                    if not held:
+                    if not stream_owned:
                         return
             elif part == "request_trailers":
                 await self._place(context, body, ended=False)
                 await context.write(_trailers(request=True))
-                if not held:
+                if not stream_owned:
                     return
             elif part == "response_headers":
                 answer = ProcessingResponse()
                 answer.response_headers.SetInParent()
                 await context.write(answer)
             elif part == "response_body":
-                came = message.response_body
+                chunk = message.response_body
                 answer = ProcessingResponse()
                 echo = answer.response_body.response.body_mutation.streamed_response
-                echo.body = came.body
-                echo.end_of_stream = came.end_of_stream
+                echo.body = chunk.body
+                echo.end_of_stream = chunk.end_of_stream
                 await context.write(answer)
             elif part == "response_trailers":
                 await context.write(_trailers(request=False))
@@ -102,7 +101,7 @@ class ConstantPicker:
 
 
 class TersePicker:
-    """As `ConstantPicker`, in as few messages as Envoy takes, and these with the stream's end; for `lean`."""
+    """As `ConstantPicker` with as few messages as Envoy accepts, for `lean`."""
 
     def __init__(self, endpoints: list[str]) -> None:
         self._answers = itertools.cycle([_headers_answer(endpoint) for endpoint in endpoints])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hostile_fleet import ClientTimes, HostileReport, attack_fleet, limit_mib
 
-from bench.overhead.surroundings import Surroundings, look
+from bench.rig.machine import Machine, describe_machine
 
 _RESULTS = Path(__file__).parent / "results"
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--per-s", type=float, default=15.0, help="honest requests (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    here = look(sys.argv[1:])
+    here = describe_machine("bench.hostile", sys.argv[1:])
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
     report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=options.per_s, **times))
     faults = [*report.faults(), *slower(report)]
@@ -45,9 +45,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-def page(
-    report: HostileReport, faults: Sequence[str], here: Surroundings, options: argparse.Namespace
-) -> str:
+def page(report: HostileReport, faults: Sequence[str], here: Machine, options: argparse.Namespace) -> str:
     """The results as Markdown."""
     ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
     verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."

@@ -18,7 +18,7 @@ from statistics import mean
 
 from pulse_runs import Run, faults_of_all, page, pulses
 
-from bench.overhead.surroundings import look
+from bench.rig.machine import describe_machine
 from bench.soak import Fleet, running_fleet
 from picker_tools.load.client_history import ClientRequest, closed_loop
 
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    here = look(sys.argv[1:])
+    here = describe_machine("bench.pulses", sys.argv[1:])
     kept = options.out / "pulses.json"
     found: dict[str, Run] = {}
     with contextlib.suppress(FileNotFoundError):

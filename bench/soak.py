@@ -23,7 +23,7 @@ import psutil
 import yaml
 from redis.asyncio import Redis
 
-from bench.overhead.surroundings import Surroundings, look
+from bench.rig.machine import Machine, describe_machine
 from picker_tools.load.client_history import ClientRequest, closed_loop, mixed_request
 
 _READY_S = 90.0
@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    here = look(sys.argv[1:])
+    here = describe_machine("bench.soak", sys.argv[1:])
     readings, figures = asyncio.run(_soak(options.minutes * 60, options.clients))
     faults = faults_of(readings, figures)
     text = page(_command(here), here.date, readings, figures, faults)
@@ -296,8 +296,8 @@ def _make_request(dice: random.Random, number: int) -> ClientRequest:
     return replace(request, leaves_s=leaves_s)
 
 
-def _command(here: Surroundings) -> str:
-    return here.command.replace("bench.overhead", "bench.soak")
+def _command(here: Machine) -> str:
+    return here.command
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """`python -m bench.versions BASE`: what a request costs this version and the one in the checkout BASE.
 
-Both fleets stand side by side, each started by its own `picker up` with its own Envoy configuration, begun
-anew each round; their busy passes take turns. Writes bench/results/versions.md. The question is whether a
-change of the product made the honest path dearer: the answer is the paired ratio of CPU time a request, and
-of script calls.
+Both fleets stand side by side, each started by its own `picker up` with its own Envoy configuration and
+started again each round; their busy passes take turns. Writes bench/results/versions.md: the paired ratio of
+CPU time a request and of script calls shows whether a change made a request more expensive.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -26,24 +24,22 @@ import psutil
 import yaml
 
 from bench.overhead.cases import MODEL, PROMPT_BYTES, Prompt
-from bench.overhead.client import Load, WrongAnswer
-from bench.overhead.driver import Driver
-from bench.overhead.processes import cpu_ns
-from bench.overhead.surroundings import look
+from bench.rig.load import Driver, Load, WrongAnswer
+from bench.rig.machine import cpu_ns, describe_machine
+from bench.rig.page import T_95, interval, table
 from picker_fleet.state import connection
 from picker_fleet.state.keys import Keys
 
 READY_S = 90.0
 STOP_S = 30.0
-_TAIL_S = 0.5  # the access log of a pass has come, and is accounted for
+_TAIL_S = 0.5  # by then the access log of a pass was processed
 _LIMIT_S = 120.0
 _WARM_UP_SHARE = 4
-_T_95 = {9: 2.306, 12: 2.201, 15: 2.145, 20: 2.093}  # Student's t for a 95 % interval, by rounds
 _CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 100_000},
     "fair_request_queue": {"total_capacity": 100_000, "flow_capacity": 100_000},
 }
-# What is sent in a pass: prompt, tokens of the answer, requests, connections.
+# Of a pass: prompt, tokens of the answer, requests, connections.
 _PASSES: tuple[tuple[Prompt, int, int, int], ...] = (
     ("small", 1, 1500, 16),
     ("small", 100, 1000, 16),
@@ -126,21 +122,21 @@ async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
             *("--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
             *("--config", str(config), "--state-file", str(state)),
         ]
-        with (Path(folder) / "said").open("wb") as said:
-            process = subprocess.Popen(  # noqa: ASYNC220 - starting it is all that blocks
+        with (Path(folder) / "output").open("wb") as output:
+            process = subprocess.Popen(  # noqa: ASYNC220 - only the start blocks
                 command,
                 cwd=source,
                 env={**os.environ, "PYTHONPATH": str(path), "TMPDIR": folder},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
             )
         try:
             async with asyncio.timeout(READY_S):
                 while not state.exists() and process.poll() is None:  # noqa: ASYNC110 - another process' file
                     await asyncio.sleep(0.1)
             if process.poll() is not None:
-                raise WrongAnswer(f"{source}: {(Path(folder) / 'said').read_text(encoding='utf-8')}")
+                raise WrongAnswer(f"{source}: {(Path(folder) / 'output').read_text(encoding='utf-8')}")
             yield Fleet(source, json.loads(state.read_text(encoding="utf-8")), process)
         finally:
             process.terminate()
@@ -165,17 +161,9 @@ async def measure(base: Path, rounds: int, replicas: int) -> list[list[tuple[Cos
     return found
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval."""
-    logs = [math.log(each) for each in ratios]
-    mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    reach = _T_95[len(logs)] * spread
-    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
-
-
 def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int) -> str:
     """The results as Markdown."""
-    made = look([])
+    made = describe_machine("bench.versions")
     rounds = len(found[0])
     lines = [
         "# What a request costs, this version beside an earlier one",
@@ -187,9 +175,8 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
         "scripts included, a request. A ratio is present by base within a round: geometric mean, and its 95 "
         "% interval.",
         "",
-        "| request | what | base | present | ratio | interval |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for (prompt, tokens, *_), pairs in zip(_PASSES, found, strict=True):
         name = f"{PROMPT_BYTES[prompt]} B prompt, {tokens} token{'s' if tokens > 1 else ''}"
         for what, label in (
@@ -200,16 +187,17 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
             new = [getattr(one, what) for _, one in pairs]
             mean, low, high = interval([b / a for a, b in zip(old, new, strict=True)])
             digits = 2 if what in ("calls", "commands") else 0
-            middles = " | ".join(f"{statistics.median(each):.{digits}f}" for each in (old, new))
-            lines.append(f"| {name} | {label} | {middles} | {mean:.3f} | {low:.3f} to {high:.3f} |")
-    return "\n".join(lines) + "\n"
+            medians = [f"{statistics.median(each):.{digits}f}" for each in (old, new)]
+            rows.append([name, label, *medians, f"{mean:.3f}", f"{low:.3f} to {high:.3f}"])
+    head = ["request", "what", "base", "present", "ratio", "interval"]
+    return "\n".join([*lines, table(head, rows)]) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.versions", description=__doc__)
     parser.add_argument("base", type=Path, help="a checkout of the version to compare with")
     parser.add_argument("--name", default="", help="what to call it (default: its commit)")
-    parser.add_argument("--rounds", type=int, choices=sorted(_T_95), default=9)
+    parser.add_argument("--rounds", type=int, choices=sorted(T_95), default=9)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)

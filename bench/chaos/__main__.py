@@ -18,10 +18,10 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from bench.chaos.replica import POOL, change, configuration
-from bench.fairness.job import Job
-from bench.lifecycle.server import server
-from bench.overhead.surroundings import look
+from bench.fairness.scenarios import Job
 from bench.rig.child import Child
+from bench.rig.machine import describe_machine
+from bench.rig.server import server
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.store import Store
@@ -102,8 +102,8 @@ class ChaosRun:
 
     async def _start_replica(self) -> Child:
         child = await Child.started(next(self._names), "bench.chaos.replica")
-        child.say(Job(child.name, configuration(self._url), (), (0.0, 0.0), child.name).written())
-        await child.hear("ready", _READY_S)
+        child.send(Job(child.name, configuration(self._url), (), (0.0, 0.0), child.name).written())
+        await child.expect("ready", _READY_S)
         return child
 
     def _admitted(self) -> int:
@@ -126,10 +126,10 @@ class ChaosRun:
     async def _wait_for_rest(self) -> None:
         """Let clients finish, and leases and graces run out, until nothing is left."""
         for child in self._children:
-            child.say("end")
+            child.send("end")
         async with asyncio.TaskGroup() as tasks:
             for child in self._children:
-                tasks.create_task(child.hear("done", _ENDS_S))
+                tasks.create_task(child.expect("done", _ENDS_S))
         try:
             async with asyncio.timeout(_ENDS_S):
                 while self._open or await self._redis.hlen(_RECORDS):
@@ -152,7 +152,7 @@ class ChaosRun:
             self.actions.kills += 1
             for request in [request for request, owner in self._open.items() if owner == killed.name]:
                 if self._dice.random() < _ADOPTED:
-                    self._dice.choice(self._children).say(f"adopt {request}")
+                    self._dice.choice(self._children).send(f"adopt {request}")
                     self.actions.sent_again += 1
             self._children.append(await self._start_replica())
 
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    here = look(sys.argv[1:])
+    here = describe_machine("bench.chaos", sys.argv[1:])
     with server() as redis:
         began = time.monotonic()
         actions = asyncio.run(_chaos(redis.port, options.seed, options.replicas, options.requests))

@@ -1,9 +1,9 @@
 """One replica of the chaos run with its clients, and how its pool is configured.
 
 `bench.chaos` starts it as `python -m bench.chaos.replica` and leads it over stdin. The first line is a
-`bench.fairness.job.Job`; then `adopt ID ID…` sends requests of a replica that was killed, and `end` lets what
-is in flight finish. It prints `ready`, and `done` when all have ended. Each request follows from its id, so
-that any replica can send it again.
+`bench.fairness.scenarios.Job`; then `adopt ID ID…` sends requests of a replica that was killed, and `end`
+lets what is in flight finish. It prints `ready`, and `done` when all have ended. Each request follows from
+its id, so that any replica can send it again.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from typing import Any
 
 import uvloop
 
-from bench.fairness.job import Job
-from bench.fairness.replica import Led, joined
+from bench.fairness.replica import Pipe, joined
+from bench.fairness.scenarios import Job
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
@@ -159,26 +159,26 @@ class Clients:
         return True
 
 
-async def work(job: Job, led: Led) -> None:
+async def work(job: Job, pipe: Pipe) -> None:
     async with joined(job) as gate:
-        led.say("ready")
+        pipe.send("ready")
         async with asyncio.TaskGroup() as tasks:
             clients = Clients(gate, job.replica, tasks)
             clients.start()
-            while (order := await led.hear()) and order != "end":
+            while (order := await pipe.receive()) and order != "end":
                 for request_id in order.split()[1:]:
                     clients.adopt(request_id)
             clients.end()
-        led.say("done")
-        await led.hear()  # keeps its heartbeats until all replicas have ended
+        pipe.send("done")
+        await pipe.receive()  # keeps its heartbeats until all replicas have ended
 
 
 async def main() -> None:
-    orders = asyncio.StreamReader(limit=1 << 24)
+    commands = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    led = Led(orders)
-    await work(Job.read(await led.hear()), led)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    pipe = Pipe(commands)
+    await work(Job.read(await pipe.receive()), pipe)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.fairness import plot, report, suite
-from bench.fairness.claims import Claim, claims
+from bench.fairness import report, suite
 from bench.fairness.fleet import RunFailed, running
-from bench.fairness.suite import Plan, Results
+from bench.fairness.suite import Claim, Plan, Results, claims
 from picker_fleet.errors import PickerError
 
 _RESULTS = Path(__file__).parents[1] / "results"
@@ -27,9 +26,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _INTERRUPTED
-    judged = claims(results)
-    _write(args.out / ("fairness-quick" if args.quick else "fairness"), plan, results, judged)
-    return 0 if all(claim.met for claim in judged) else 1
+    checked = claims(results)
+    _write(args.out / ("fairness-quick" if args.quick else "fairness"), plan, results, checked)
+    return 0 if all(claim.met for claim in checked) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,22 +44,22 @@ async def _measure(plan: Plan) -> Results:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with running(max(plan.replicas)) as fleet:
-        return await suite.measured(plan, fleet, _tell)
+        return await suite.measured(plan, fleet, _log)
 
 
-def _write(stem: Path, plan: Plan, results: Results, judged: Sequence[Claim]) -> None:
+def _write(stem: Path, plan: Plan, results: Results, checked: Sequence[Claim]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    pictures = plot.draw(plan, results, stem)
+    pictures = report.draw(plan, results, stem)
     command = "python -m bench.fairness" + (" --quick" if plan is suite.QUICK else "")
-    page = report.markdown(command, plan, results, judged, pictures)
+    page = report.markdown(command, plan, results, checked, pictures)
     stem.with_name(f"{stem.name}.md").write_text(page, encoding="utf-8")
-    for claim in judged:
+    for claim in checked:
         verdict = "met   " if claim.met else "MISSED"
         print(f"{verdict} {report.figure(claim.measured):>8} ({claim.sign} {claim.limit:g})  {claim.what}")
     print(f"written: {stem}.md, {', '.join(pictures)}")
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Replicas as processes of their own on one Valkey, led through one run after the other."""
+"""Replicas as processes on one Valkey, taken through one run after the other."""
 
 import asyncio
 import contextlib
@@ -7,13 +7,11 @@ from typing import cast
 
 from redis.asyncio import Redis
 
-from bench.fairness.control import configured, fleet_pools, separate_pools
-from bench.fairness.job import Job, pinned
-from bench.fairness.log import Entry
-from bench.fairness.scenarios import Scenario
-from bench.lifecycle.server import server
+from bench.fairness.scenarios import Job, Scenario, assign_replicas, configured, fleet_pools, separate_pools
 from bench.rig.child import Child, ChildFailed
+from bench.rig.server import server
 from picker_fleet.state.keys import Keys
+from picker_tools.audit.log import Entry
 from picker_tools.local_fleet.network import LOOPBACK
 
 _ANSWERS_S = 60.0
@@ -23,7 +21,7 @@ _CHUNK = 5000
 
 
 class RunFailed(Exception):
-    """A run that could not be made; the message says why."""
+    """A run that failed; the message says why."""
 
 
 class Fleet:
@@ -38,24 +36,24 @@ class Fleet:
         """The decision log of one run, of all its pools by time.
 
         Raises:
-            RunFailed: a replica reports a fault, or the time ran out.
+            RunFailed: a replica reports an error, or the time is over.
         """
         await self._redis.flushall()
         pools = (separate_pools if separate else fleet_pools)(replicas)
         used = self._replicas[:replicas]
         try:
             for replica, job in zip(used, self._jobs(scenario, seed, pools), strict=True):
-                replica.say(job.written())
-            await asyncio.gather(*(replica.hear("ready", _ANSWERS_S) for replica in used))
+                replica.send(job.written())
+            await asyncio.gather(*(replica.expect("ready", _ANSWERS_S) for replica in used))
             for replica in used:
-                replica.say("go")
+                replica.send("go")
             async with asyncio.TaskGroup() as tasks:
                 for replica in used:  # listening from the start: one that fails says so
-                    tasks.create_task(replica.hear("done", _RUN_S + _ANSWERS_S))
+                    tasks.create_task(replica.expect("done", _RUN_S + _ANSWERS_S))
                 async with asyncio.timeout(_RUN_S):
                     entries = await self._follow(sorted(set(pools)), scenario.grants)
                 for replica in used:
-                    replica.say("stop")
+                    replica.send("stop")
         except (ChildFailed, TimeoutError, ExceptionGroup) as fault:
             cause = fault.exceptions[0] if isinstance(fault, ExceptionGroup) else fault
             why = str(cause) or "the time ran out"
@@ -63,12 +61,12 @@ class Fleet:
         return entries
 
     def _jobs(self, scenario: Scenario, seed: int, pools: Sequence[str]) -> list[Job]:
-        doors = pinned(len(scenario.sources), len(pools))
+        assigned = assign_replicas(len(scenario.sources), len(pools))
         jobs = []
         for number, pool in enumerate(pools):
             parts = tuple(
                 source.part(through.index(number), len(through))
-                for source, through in zip(scenario.sources, doors, strict=True)
+                for source, through in zip(scenario.sources, assigned, strict=True)
                 if number in through
             )
             config = configured(scenario.config, self._url, pool, len(set(pools)))
@@ -76,7 +74,7 @@ class Fleet:
         return jobs
 
     async def _follow(self, pools: Sequence[str], grants: int) -> list[Entry]:
-        """What the pools decide, until `grants` requests have been dispatched from the queue."""
+        """The pools' decisions until `grants` requests were dispatched from the queue."""
         last = dict.fromkeys(pools, "-")
         found: list[Entry] = []
         granted = 0
@@ -87,10 +85,10 @@ class Fleet:
                 read = cast(list[tuple[str, dict[str, str]]], answer)  # the client decodes
                 if read:
                     last[pool] = f"({read[-1][0]}"
-                entries = [Entry.of(fields) for _, fields in read]
+                entries = [Entry.parse(fields) for _, fields in read]
                 granted += sum(entry.event == "granted" for entry in entries)
                 found += entries
-        # What one pool writes is in its own order, whatever the clock does.
+        # One pool's entries keep their order, whatever the clock does.
         return found if len(pools) == 1 else sorted(found, key=lambda entry: entry.time_us)
 
 

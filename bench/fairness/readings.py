@@ -1,13 +1,12 @@
-"""What is read off the log of each kind of run. Pure."""
+"""The figures of each kind of run, read from its decision log. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from bench.fairness import measure
-from bench.fairness.job import source_of
-from bench.fairness.log import Entry
-from bench.fairness.scenarios import TOKENS, WEIGHTS
+from bench.fairness.scenarios import TOKENS, WEIGHTS, source_of
+from picker_tools.audit import measures
+from picker_tools.audit.log import Entry
 
 _UNSPLIT = WEIGHTS.keys() - {"split"}
 
@@ -34,11 +33,11 @@ class Weights:
 
     @property
     def jain(self) -> float:
-        return measure.jain(self.shares.values())
+        return measures.jain(self.shares.values())
 
     @property
     def min_by_max(self) -> float:
-        return measure.min_by_max(self.shares.values())
+        return measures.min_by_max(self.shares.values())
 
     @property
     def split_gain(self) -> float:
@@ -94,7 +93,7 @@ class Starvation:
 @dataclass(frozen=True, slots=True)
 class Bands:
     run: Run
-    order: measure.Order
+    order: measures.Order
     wait_ms: Mapping[str, float]
 
 
@@ -110,20 +109,20 @@ class Tokens:
 
     @property
     def min_by_max(self) -> float:
-        return measure.min_by_max(self.served.get(name, 0.0) for name in TOKENS)
+        return measures.min_by_max(self.served.get(name, 0.0) for name in TOKENS)
 
     @property
     def estimated_min_by_max(self) -> float:
         """Of the estimates: what equal charges would have left equal, had nothing been corrected."""
-        return measure.min_by_max(self.estimated.get(name, 0.0) for name in TOKENS)
+        return measures.min_by_max(self.estimated.get(name, 0.0) for name in TOKENS)
 
 
 def weights(run: Run, entries: Sequence[Entry]) -> Weights:
-    window = measure.window(entries, WEIGHTS.keys())
-    gaps = measure.gaps(entries)
+    window = measures.window(entries, WEIGHTS.keys(), source_of)
+    gaps = measures.gaps(entries)
     return Weights(
         run,
-        measure.normalised(window.served, WEIGHTS),
+        measures.normalised(window.served, WEIGHTS),
         window.grants,
         len(gaps),
         sum(gap.violated for gap in gaps),
@@ -132,14 +131,17 @@ def weights(run: Run, entries: Sequence[Entry]) -> Weights:
 
 
 def split(run: Run, entries: Sequence[Entry]) -> Split:
-    served = measure.window(entries, _UNSPLIT).served
+    served = measures.window(entries, _UNSPLIT, source_of).served
     return Split(run, served["split"] / sum(served.values()), WEIGHTS["split"] / sum(WEIGHTS.values()))
 
 
 def trickle(run: Run, entries: Sequence[Entry]) -> Trickle:
-    found, bulk = measure.waits_ms(entries, "trickle"), measure.waits_ms(entries, "bulk")
-    gaps = measure.gaps(entries)
-    ends = [measure.events(entries, name) for name in ("trickle", "bulk")]
+    found, bulk = (
+        measures.waits_ms(entries, "trickle", source_of),
+        measures.waits_ms(entries, "bulk", source_of),
+    )
+    gaps = measures.gaps(entries)
+    ends = [measures.events(entries, name, source_of) for name in ("trickle", "bulk")]
     arrived = sum(each[event] for each in ends for event in ("queued", "bypassed", "refused"))
     return Trickle(
         run,
@@ -153,7 +155,7 @@ def trickle(run: Run, entries: Sequence[Entry]) -> Trickle:
 
 
 def starvation(run: Run, entries: Sequence[Entry], ttl_s: float, guard_share: float) -> Starvation:
-    low, high = measure.events(entries, "low"), measure.events(entries, "high")
+    low, high = measures.events(entries, "low", source_of), measures.events(entries, "high", source_of)
     ttl_ms = ttl_s * 1000
     return Starvation(
         run,
@@ -161,15 +163,15 @@ def starvation(run: Run, entries: Sequence[Entry], ttl_s: float, guard_share: fl
         (low["queued"] + low["bypassed"]) / (low["granted"] + high["granted"]),
         low["granted"] + low["bypassed"],
         low["expired"],
-        measure.highest_wait_ms(entries, "low") / ttl_ms,
-        measure.highest_wait_ms(entries, "high") / ttl_ms,
+        measures.highest_wait_ms(entries, "low", source_of) / ttl_ms,
+        measures.highest_wait_ms(entries, "high", source_of) / ttl_ms,
     )
 
 
 def bands(run: Run, entries: Sequence[Entry]) -> Bands:
     names = ("critical", "default", "sheddable")
-    waits = {name: measure.waits_ms(entries, name) for name in names}
-    return Bands(run, measure.order(entries), {name: mean(each) for name, each in waits.items()})
+    waits = {name: measures.waits_ms(entries, name, source_of) for name in names}
+    return Bands(run, measures.order(entries), {name: mean(each) for name, each in waits.items()})
 
 
 def tokens(run: Run, entries: Sequence[Entry]) -> Tokens:
@@ -177,6 +179,6 @@ def tokens(run: Run, entries: Sequence[Entry]) -> Tokens:
         return TOKENS[source_of(entry.request)]
 
     guesses = [entry.cost / real(entry) for entry in entries if entry.event == "granted"]
-    served = measure.window(entries, TOKENS.keys(), real).served
-    estimated = measure.window(entries, TOKENS.keys()).served
+    served = measures.window(entries, TOKENS.keys(), source_of, real).served
+    estimated = measures.window(entries, TOKENS.keys(), source_of).served
     return Tokens(run, dict(served), dict(estimated), min(guesses), max(guesses))

@@ -1,47 +1,120 @@
-"""One replica with its clients: `python -m bench.fairness.replica`, led over pipes.
+"""One replica with its clients: `python -m bench.fairness.replica`, controlled over pipes.
 
-Each line on stdin is a `Job`. It joins the job's pool, prints `ready`, waits for `go`, lets its clients ask
-until it reads `stop`, prints `done`. Or it prints what went wrong, and ends. Ends with stdin too.
+The fairness and chaos benchmarks start it and talk to it over pipes. Each line on stdin is a `Job`: it joins
+the job's pool, prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, prints
+`done`. After an error it prints it and ends. It ends with stdin, too.
 """
 
 import asyncio
 import contextlib
+import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import uvloop
 
-from bench.fairness.drive import Clients
-from bench.fairness.job import Job
+from bench.fairness.scenarios import Job, Source
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.errors import PickerError
+from picker_fleet.errors import PickerError, RequestError, StateUnavailable
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
 from picker_fleet.serve import assemble
 from picker_fleet.state.subscriptions import listen
 
+_AGAIN_S = 0.02  # a refused caller pauses, as a client would
+_MODEL = "llama"
+_PROMPT_TOKENS = 1  # the rest of a request's tokens is its answer
+
+
+class Clients:
+    """All clients of `source` at this replica. The same seed gives the same requests in the same order."""
+
+    def __init__(
+        self, gate: SharedGate, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
+    ) -> None:
+        self._gate = gate
+        self._source = source
+        self._replica = replica
+        self._service_ms = service_ms
+        self._random = random.Random(f"{seed}/{source.name}/{replica}")
+        self._made = 0
+
+    async def run(self) -> None:
+        """Send requests until cancelled. Raises StateUnavailable if the shared state does not answer."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._source.callers):
+                tasks.create_task(self._call_forever())
+            if self._source.rate_per_s > 0:
+                await self._arrive(tasks)
+
+    async def _arrive(self, tasks: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due += self._random.expovariate(self._source.rate_per_s)
+            await asyncio.sleep(due - loop.time())
+            tasks.create_task(self._one())
+
+    async def _call_forever(self) -> None:
+        while True:
+            if not await self._one():
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _one(self) -> bool:
+        """Whether the request was served."""
+        request = self._next()
+        service_s = self._random.uniform(*self._service_ms) / 1000
+        try:
+            await self._gate.admit(request, stream_owned=False)
+        except StateUnavailable:
+            raise
+        except RequestError:
+            return False
+        await asyncio.sleep(service_s)
+        answer = max(0, self._source.tokens - _PROMPT_TOKENS)
+        self._gate.settle(
+            Completion(request.id, Outcome.COMPLETED, 200, None, _PROMPT_TOKENS, answer, service_s, service_s)
+        )
+        return True
+
+    def _next(self) -> InferenceRequest:
+        source, number = self._source, self._made
+        self._made += 1
+        request_id = f"{source.name}.{self._replica}.{number}"
+        shared = f"{source.name}-{number % source.workloads}" if source.workloads else ""
+        workload = Workload(shared or f"auto-{request_id}", source.criticality, registered=bool(shared))
+        cost = 1.0
+        if source.tokens:
+            cost = round(source.tokens * source.guess_factor ** self._random.uniform(-1, 1))
+        return InferenceRequest(
+            request_id, _MODEL, _MODEL, False, source.flow(number), Band(source.band), source.weight,
+            workload, cost, source.ttl_s, None,
+        )  # fmt: skip
+
+
 _JOINS_S = 30.0
-_ORDERS_S = 600.0  # nobody leads a replica that hears nothing for so long
+_COMMAND_S = 600.0  # without a command for so long it ends
 
 
-class Led:
-    """Orders on stdin, answers on stdout."""
+class Pipe:
+    """Commands on stdin, answers on stdout."""
 
-    def __init__(self, orders: asyncio.StreamReader) -> None:
-        self._orders = orders
+    def __init__(self, commands: asyncio.StreamReader) -> None:
+        self._commands = commands
 
-    async def hear(self) -> str:
-        """The next order; '' when there will be none."""
-        async with asyncio.timeout(_ORDERS_S):
-            return (await self._orders.readline()).decode().strip()
+    async def receive(self) -> str:
+        """The next command; '' at the end."""
+        async with asyncio.timeout(_COMMAND_S):
+            return (await self._commands.readline()).decode().strip()
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         print(line, flush=True)
 
 
 @contextlib.asynccontextmanager
 async def joined(job: Job) -> AsyncIterator[SharedGate]:
-    """The shared gate of a replica that is part of the job's pool; what would stand before it is left out."""
+    """The shared gate of a replica of the job's pool, without a server in front of it."""
     settings = parse(job.config)
     parts = assemble(settings, job.replica)
     store, shared, membership = parts.store, parts.shared, parts.membership
@@ -51,7 +124,7 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
             store.run(),
             listen(settings.redis.url, store.keys.wake(job.replica), shared.on_notification),
         )
-        # The watch of Redis notes that the loop runs, too: else the gate believes that its process has slept.
+        # The failover gate also records that the loop runs; else the gate takes the process for paused.
         running = [tasks.create_task(work) for work in (*works, membership.run(), parts.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()
@@ -60,10 +133,10 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
             task.cancel()
 
 
-async def work(job: Job, led: Led) -> None:
+async def work(job: Job, pipe: Pipe) -> None:
     async with joined(job) as gate, asyncio.TaskGroup() as tasks:
-        led.say("ready")
-        if await led.hear() != "go":
+        pipe.send("ready")
+        if await pipe.receive() != "go":
             return
         asking = [
             tasks.create_task(
@@ -71,23 +144,23 @@ async def work(job: Job, led: Led) -> None:
             )
             for source in job.sources
         ]
-        await led.hear()
+        await pipe.receive()
         for task in asking:
             task.cancel()
 
 
 async def main() -> None:
-    orders = asyncio.StreamReader()
+    commands = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    led = Led(orders)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    pipe = Pipe(commands)
     fault = ""
-    while not fault and (line := await led.hear()):
+    while not fault and (line := await pipe.receive()):
         try:
-            await work(Job.read(line), led)
+            await work(Job.read(line), pipe)
         except* (PickerError, OSError) as faults:
             fault = repr(faults.exceptions[0])
-        led.say(f"fault: {fault}" if fault else "done")
+        pipe.send(f"fault: {fault}" if fault else "done")
 
 
 if __name__ == "__main__":

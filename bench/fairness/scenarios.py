@@ -1,14 +1,85 @@
-"""What is asked of the queue, and how it is configured for it."""
+"""The runs: what is sent, how the queue is configured, and each replica's part as a `Job`.
 
+The control is what N independent pickers do: each replica has a pool and a queue of its own and its part of
+the bounds, so that all together let through as much as the fleet does.
+"""
+
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.fairness.job import Source
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Clients of one kind. Either `callers`, each with one request at a time, or random arrivals at
+    `rate_per_s`.
+
+    The fairness id is `fairness_id` or the name; `ids` of them are used in turn, and so are `workloads`
+    workload ids (0: one a request). `tokens` is what a request really takes (0: requests are counted); its
+    estimate is that times a random factor between 1/`guess_factor` and `guess_factor`.
+    """
+
+    name: str
+    band: int = 1
+    weight: float = 1.0
+    callers: int = 0
+    rate_per_s: float = 0.0
+    fairness_id: str = ""
+    ids: int = 1
+    workloads: int = 0
+    criticality: int = 3
+    ttl_s: float = 60.0
+    tokens: int = 0
+    guess_factor: float = 1.0
+
+    def flow(self, number: int) -> str:
+        """The fairness id of the source's n-th request."""
+        own = self.fairness_id or self.name
+        return own if self.ids == 1 else f"{own}-{number % self.ids}"
+
+    def part(self, which: int, of: int) -> "Source":
+        """The part of the source at the `which`-th of `of` replicas."""
+        callers = self.callers // of + (which < self.callers % of)
+        return replace(self, callers=callers, rate_per_s=self.rate_per_s / of)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One replica's part in one run. An answer takes a random time within `service_ms`."""
+
+    replica: str
+    config: Mapping[str, Any]
+    sources: tuple[Source, ...]
+    service_ms: tuple[float, float]
+    seed: str
+
+    def written(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, line: str | bytes) -> "Job":
+        tree = json.loads(line)
+        sources = tuple(Source(**each) for each in tree.pop("sources"))
+        return cls(**{**tree, "sources": sources, "service_ms": tuple(tree["service_ms"])})
+
+
+def source_of(request_id: str) -> str:
+    """The source of a request, by its id (`Clients` makes them)."""
+    return request_id.partition(".")[0]
+
+
+def assign_replicas(sources: int, replicas: int) -> list[list[int]]:
+    """The replicas of each source: with enough of them, no two sources share one."""
+    assigned: list[list[int]] = [[] for _ in range(sources)]
+    for slot in range(max(sources, replicas)):
+        assigned[slot % sources].append(slot % replicas)
+    return assigned
+
 
 _ENDPOINTS = 4
 _LOG = 1_000_000
-_ROOM = 4000  # places in the queue where capacity is not what is measured
+_ROOM = 4000  # capacity of the queue where capacity is not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +94,7 @@ class Scenario:
 
 
 def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[str, Any]:
-    """Up to `in_flight` at a time, the rest as `queue` says; the decision log is on."""
+    """Up to `in_flight` at once, the queue as `queue` says; the decision log is on."""
     each = in_flight / _ENDPOINTS
     wait_cap = queue.pop("wait_cap_s", 60.0)
     return {
@@ -36,7 +107,7 @@ def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[s
         },
         "fair_request_queue": {"total_capacity": _ROOM, "flow_capacity": _ROOM, **queue},
         "workloads": {"wait_cap": wait_cap},
-        # A busy machine is not a dead replica.
+        # A slow machine is not a dead replica.
         "leases": {"replica_silence": 30.0, "inflight": 60.0},
         "decision_log": {"enabled": True, "max_entries": _LOG},
     }
@@ -90,7 +161,7 @@ def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
 
 
 def bands(grants: int, ttl_s: float) -> Scenario:
-    """Critical at 0.3 and Default at 0.6 of what can be served, in bursts; Sheddable takes all it gets."""
+    """Critical at 0.3 and Default at 0.6 of what can be served, in bursts; Sheddable always waits."""
     sources = (
         Source("critical", band=0, rate_per_s=120),
         Source("default", band=1, rate_per_s=220),
@@ -109,3 +180,32 @@ def tokens(grants: int) -> Scenario:
         for name, size in TOKENS.items()
     )
     return Scenario("tokens", sources, _config(20_000, unit="tokens"), (4, 12), grants)
+
+
+_POOL = "bench"
+
+
+def fleet_pools(replicas: int) -> list[str]:
+    """The pool of each replica."""
+    return [_POOL] * replicas
+
+
+def separate_pools(replicas: int) -> list[str]:
+    return [f"{_POOL}-{number}" for number in range(replicas)]
+
+
+def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict[str, Any]:
+    """The configuration of a replica of `pool`, one of `pools` that share the bounds of `tree`."""
+    controller = dict(tree["request_queue_controller"])
+    for bound in ("watermark_per_backend", "lower_bound_per_backend", "upper_bound_per_backend"):
+        controller[bound] /= pools
+    queue = dict(tree["fair_request_queue"])
+    queue["total_capacity"] //= pools
+    queue["flow_capacity"] //= pools
+    return {
+        **tree,
+        "pool": pool,
+        "redis": {"url": url, "silence": 5.0, "connect_timeout": 5.0},
+        "request_queue_controller": controller,
+        "fair_request_queue": queue,
+    }

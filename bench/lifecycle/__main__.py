@@ -1,5 +1,6 @@
-"""Measures and writes bench/results/lifecycle.md, or of another server than the embedded Valkey
-lifecycle-NAME.md; exit 1 if a limit is not met."""
+"""What a request costs Redis: writes bench/results/lifecycle.md, lifecycle-NAME.md for another server than
+the embedded Valkey. Exit 1 if a limit is not met. `make bench-lifecycle`.
+"""
 
 import argparse
 import sys
@@ -9,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.lifecycle.life import BATCH, Lives, Size
-from bench.lifecycle.replay import Floor, Life, floor, life, upkeep_us
-from bench.lifecycle.server import Server, server
-from bench.lifecycle.upkeep import MANY
-from bench.overhead.surroundings import look
+from bench.lifecycle.replay import Baseline, LifecycleCost, baseline, measure_lifecycle, upkeep_us
+from bench.lifecycle.workload import BATCH, MANY, Size, Workload
+from bench.rig.machine import describe_machine
+from bench.rig.page import table
+from bench.rig.server import Server, server
 from picker_fleet.state.calls import MAX_BATCH
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROUNDS = 3
-_ROUNDS_BESIDE_FLOOR = 30
-_FLOORS = 3.0  # a life may cost this many calls of the floor
+_ROUNDS_BESIDE_BASELINE = 30
+_BASELINES = 3.0  # a request may cost as much as so many calls of the baseline
 _GROWTH = 1.7
 _LONGEST_US = 5000
 _BYTES = 500
@@ -54,21 +55,25 @@ def _sizes(most: int) -> dict[str, Size]:
     }
 
 
-def _measure(it: Server, lives: int, most: int) -> Iterator[Row]:
-    floors: list[Floor] = []
+def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
+    baselines: list[Baseline] = []
     costs: dict[str, float] = {}
     longest = 0.0
-    yield from _beside_floor(it, lives // 2, floors)
+    yield from _beside_baseline(redis_server, requests // 2, baselines)
     for name, size in _sizes(most).items():
         found, beside = [], []
         base = Size(ordering=size.ordering)
         for seed in range(_ROUNDS):
-            found.append(life(it, size, lives, seed, kept_up=size.large and seed == 0))
-            # The machine is twice as fast at one time as at another: growth is to what it was just then.
-            beside.append(found[-1] if size == base else life(it, base, lives, seed))
+            found.append(
+                measure_lifecycle(redis_server, size, requests, seed, with_upkeep=size.large and seed == 0)
+            )
+            # The machine's speed varies by two, so growth is relative to a run beside it.
+            beside.append(
+                found[-1] if size == base else measure_lifecycle(redis_server, base, requests, seed)
+            )
             longest = max(longest, found[-1].longest_us)
         costs[name] = median(each.us for each in found)
-        print(f"{name}: {costs[name]:.1f} us a life, longest call {longest:.0f} us", flush=True)
+        print(f"{name}: {costs[name]:.1f} us a request, longest call {longest:.0f} us", flush=True)
         if size == base:
             yield from _memory(size.ordering, found)
         else:
@@ -76,109 +81,113 @@ def _measure(it: Server, lives: int, most: int) -> Iterator[Row]:
             yield Row(f"growth to {name}", growth, _GROWTH, "")
         for kind, us in found[0].upkeep_us.items():
             yield Row(f"{name}: longest of {kind}", us, _LONGEST_US, "us")
-    yield Row("the floor", median(each.us for each in floors), float("inf"), "us")
-    yield Row("the floor by the clock", median(each.clock_us for each in floors), float("inf"), "us")
+    yield Row("the baseline", median(each.us for each in baselines), float("inf"), "us")
+    yield Row("the baseline by the clock", median(each.clock_us for each in baselines), float("inf"), "us")
     for name, cost in costs.items():
-        yield Row(f"a life: {name}", cost, float("inf"), "us")
+        yield Row(f"a request: {name}", cost, float("inf"), "us")
     yield Row("the longest call of these", longest, _LONGEST_US, "us")
 
 
-def _beside_floor(it: Server, lives: int, floors: list[Floor]) -> Iterator[Row]:
-    """Many short runs of both in turns, in the server's CPU: the clock would count whoever else had the core
-    while a floor was found, and so flatter the life."""
-    steps = {"admit, wait, grant, settle": False, "a life, which is these and place": True}
+def _beside_baseline(redis_server: Server, requests: int, baselines: list[Baseline]) -> Iterator[Row]:
+    """Many short runs of both in turns, in the server's CPU: the clock would also count other processes."""
+    steps = {"admit, wait, grant, settle": False, "a request, which is these and place": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
-    for seed in range(_ROUNDS_BESIDE_FLOOR):
-        floors.append(floor(it, 2 * lives))
+    for seed in range(_ROUNDS_BESIDE_BASELINE):
+        baselines.append(baseline(redis_server, 2 * requests))
         for what, placed in steps.items():
-            found[what].append(life(it, _SMALL, lives, seed, placed=placed).us)
+            found[what].append(measure_lifecycle(redis_server, _SMALL, requests, seed, placed=placed).us)
     for what, us in found.items():
-        # The machine takes up to twice as long for the same from one second to the next. That only ever adds.
-        least = min(us) / min(each.us for each in floors)
-        yield Row(f"{what}, in calls of the floor: the least of {_ROUNDS_BESIDE_FLOOR}", least, _FLOORS, "")
-        yield Row("the same of medians", median(us) / median(each.us for each in floors), _FLOORS, "")
+        # The machine's speed varies by two from second to second; noise only adds, so the least is compared.
+        least = min(us) / min(each.us for each in baselines)
+        yield Row(
+            f"{what}, in calls of the baseline: the least of {_ROUNDS_BESIDE_BASELINE}", least, _BASELINES, ""
+        )
+        yield Row("the same of medians", median(us) / median(each.us for each in baselines), _BASELINES, "")
 
 
-def _memory(ordering: str, found: list[Life]) -> Iterator[Row]:
+def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
     queued = median(each.queued_bytes for each in found)
     yield Row(f"memory of a queued request, {ordering}", queued, _BYTES, "bytes")
     registry = median(each.registry_bytes for each in found)
     yield Row(f"of it, the registry of 10 workloads, {ordering}", registry, float("inf"), "bytes")
 
 
-def _upkeep(it: Server, queued: int) -> Iterator[Row]:
-    """Where there is much of everything."""
+def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
+    """With many flows, workloads and endpoints at once."""
     size = Size(queued, flows=10_000, workloads=10_000, endpoints=500, ordering="workload-aware")
-    for kind, us in upkeep_us(it, size, 0).items():
-        yield Row(f"{queued} queued, much of everything: longest of {kind}", us, _LONGEST_US, "us")
+    for kind, us in upkeep_us(redis_server, size, 0).items():
+        yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
 
 
-def _thousand_workloads(it: Server) -> Iterator[Row]:
-    state = Lives(it, Size(queued=10_000, workloads=1000, ordering="workload-aware"), 0)
-    it.forget_slow()
+def _thousand_workloads(redis_server: Server) -> Iterator[Row]:
+    state = Workload(redis_server, Size(queued=10_000, workloads=1000, ordering="workload-aware"), 0)
+    redis_server.forget_slow()
     mega = 1_000_000
     yield Row("memory of 1000 workloads in the registry", state.registry_bytes() / mega, _MEGABYTES, "MB")
-    all_of_it = (it.memory_bytes() - state.empty_bytes) / mega
+    all_of_it = (redis_server.memory_bytes() - state.empty_bytes) / mega
     yield Row("the same with ten requests waiting of each", all_of_it, _MEGABYTES, "MB")
 
 
-def _leaves_nothing(it: Server, lives: int) -> Row:
-    """Keys left when `lives` requests have lived."""
-    state = Lives(it, _SMALL, 0)
-    state.live(lives)
+def _keys_left(redis_server: Server, requests: int) -> Row:
+    """Keys left after `requests` requests have ended."""
+    state = Workload(redis_server, _SMALL, 0)
+    state.run(requests)
     state.drain()
     state.sweep()
     allowed = {"pool", "load", "endpoints", "workloads", "replicas", "about"}
-    left = {key.decode().split("}:")[1] for key in it.client.keys("*")} - allowed
-    return Row(f"keys left over after {lives} lives", len(left), 0, "")
+    left = {key.decode().split("}:")[1] for key in redis_server.client.keys("*")} - allowed
+    return Row(f"keys left after {requests} requests", len(left), 0, "")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
     parser.add_argument(
-        "--server", metavar="PATH", help="of redis-server or valkey-server, instead of the embedded"
+        "--server",
+        metavar="PATH",
+        help="redis-server or valkey-server to measure instead of the embedded one",
     )
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)  # before ten minutes are spent
-    lives, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
+    options.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after ten minutes
+    requests, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:
-        lives, most, total, crowd = 1600, 100_000, 20_000, 5000
-    here = look(sys.argv[1:])
-    began = time.monotonic()
-    with server(options.server) as it:
-        kind = it.kind
+        requests, most, total, crowd = 1600, 100_000, 20_000, 5000
+    here = describe_machine("bench.lifecycle", sys.argv[1:])
+    started = time.monotonic()
+    with server(options.server) as redis_server:
+        kind = redis_server.kind
         rows = [
-            *_measure(it, lives, most),
-            *_upkeep(it, crowd),
-            *_thousand_workloads(it),
-            _leaves_nothing(it, total),
+            *_measure(redis_server, requests, most),
+            *_upkeep(redis_server, crowd),
+            *_thousand_workloads(redis_server),
+            _keys_left(redis_server, total),
         ]
     lines = [
-        "# What a life costs Redis", "",
-        f"`{here.command.replace('overhead', 'lifecycle')}`, {here.date}, {kind}, {here.cores} cores, load"
-        f" {here.load:.2f} before. A life is admit, wait, grant, place, settle, {BATCH} a call, with the"
-        " queue kept at its length; recorded once and played back to the server as fast as it takes it."
-        f" Server CPU, medians of {_ROUNDS}. The floor is a call of a script of three writes (ZADD, HINCRBY,"
-        " ZPOPMIN), in server CPU as well, while `redis-benchmark` asks for it as fast as it can; a life is"
-        f" judged beside it by {_ROUNDS_BESIDE_FLOOR} short runs of each, in turns. By the clock (one by the"
-        " rate that `redis-benchmark` tells) a floor is longer wherever others use the machine."
-        " All is done twice, thrice where there is much; a call is as long as it was the shortest time: in"
+        "# What a request costs Redis", "",
+        f"`{here.command}`, {here.date}, {kind}, {here.cores} cores, load"
+        f" {here.load:.2f} before. A request is admitted, waits, is granted, placed and settled, {BATCH} a"
+        " call, while the queue keeps its length; recorded once and replayed as fast as the server takes it."
+        f" Server CPU, medians of {_ROUNDS}. The baseline is a call of a script of three writes (ZADD,"
+        " HINCRBY, ZPOPMIN), in server CPU as well, while `redis-benchmark` calls it as fast as it can;"
+        f" a request is compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. By the"
+        " clock (by the rate of `redis-benchmark`) a baseline takes longer on a machine with other processes."
+        " Everything is done twice, three times for large sizes; the shortest time of a call counts: in"
         " server CPU where it fills the"
-        " queue and in upkeep, in lives by the slow log, which also counts the time for which other"
-        " processes had the core."
+        " queue and in upkeep, else by the slow log, which also counts the time that other processes had"
+        " the core."
         f" Upkeep: sweeps that find {MANY} requests overdue, expired, with ended leases, or those of a"
         f" silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue; live changes of"
-        " policy. Where there is much of everything: 10 000 flows, 10 000 workloads, 500 endpoints,"
+        " policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints,"
         " `workload-aware`."
-        f" The run took {time.monotonic() - began:.0f} s.", "",
-        "| what | measured | limit | met |", "|---|---|---|---|",
+        f" The run took {time.monotonic() - started:.0f} s.", "",
     ]  # fmt: skip
+    cells = []
     for row in rows:
         limit = "" if row.limit == float("inf") else f"{row.limit:g} {row.unit}".strip()
         met = "" if not limit else "yes" if row.met else "**no**"
-        lines.append(f"| {row.what} | {row.measured:.4g} {row.unit} | {limit} | {met} |")
+        cells.append([row.what, f"{row.measured:.4g} {row.unit}", limit, met])
+    lines.append(table(["what", "measured", "limit", "met"], cells))
     name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
     (options.out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines[4:]))

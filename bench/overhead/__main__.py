@@ -1,4 +1,6 @@
-"""`python -m bench.overhead`: measure, then write a page, its figures as JSON, and a picture."""
+"""What a request costs beside a constant picker (`make bench`): writes a page, its figures as JSON, a
+picture.
+"""
 
 import argparse
 import asyncio
@@ -10,13 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.overhead import cases, measure, memory, plot, table, targets
+from bench.overhead import cases, figures, measure, report
 from bench.overhead.cases import Plan
-from bench.overhead.client import WrongAnswer
-from bench.overhead.driver import Driver
-from bench.overhead.measure import RigResult
-from bench.overhead.memory import Memory
-from bench.overhead.surroundings import Surroundings, look
+from bench.overhead.measure import Memory, SetupResult
+from bench.rig.load import Driver, WrongAnswer
+from bench.rig.machine import Machine, describe_machine
 from picker_fleet.errors import PickerError
 
 _QUICK_ROUNDS, _FULL_ROUNDS = 3, 5
@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 whatever the figures are; 1 if they could not be had."""
+    """Exit code 0 whatever the figures are, 1 if the measurement failed."""
     args = _parser().parse_args(arguments)
     rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _FULL_ROUNDS)
     plan = cases.quick(rounds) if args.quick else cases.full(rounds)
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     options += [f"--rounds {rounds}"] if args.rounds else []
     if args.memory:
         plan = Plan((), rounds, memory_requests=cases.MEMORY_REQUESTS)
-    surroundings = look(options)
+    machine = describe_machine("bench.overhead", options)
     try:
-        results, remembered = asyncio.run(_measure(plan))
+        results, memory = asyncio.run(_measure(plan))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return _INTERRUPTED
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / "-".join(["overhead", *(name for name in ("quick", "memory") if getattr(args, name))])
-    _write(stem, surroundings, plan, results, remembered)
+    _write(stem, machine, plan, results, memory)
     return 0
 
 
@@ -56,46 +56,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _measure(plan: Plan) -> tuple[list[RigResult], Memory | None]:
+async def _measure(plan: Plan) -> tuple[list[SetupResult], Memory | None]:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Driver.started() as driver:
-        results = await measure.run(plan, driver, _tell)
-        remembered = await memory.run(plan, driver, _tell) if plan.memory_requests else None
-    return results, remembered
+        results = await measure.run(plan, driver, _log)
+        memory = await measure.run_memory(plan, driver, _log) if plan.memory_requests else None
+    return results, memory
 
 
 def _write(
     stem: Path,
-    surroundings: Surroundings,
+    machine: Machine,
     plan: Plan,
-    results: list[RigResult],
-    remembered: Memory | None,
+    results: list[SetupResult],
+    memory: Memory | None,
 ) -> None:
-    judged = targets.judged(results, remembered)
-    page = table.markdown(surroundings, plan.rounds, results, remembered, judged)
+    targets = figures.targets(results, memory)
+    page = report.markdown(machine, plan.rounds, results, memory, targets)
     stem.with_suffix(".md").write_text(page, encoding="utf-8")
     tree = {
-        "surroundings": dataclasses.asdict(surroundings),
+        "surroundings": dataclasses.asdict(machine),
         "rounds": plan.rounds,
-        "targets": [{**dataclasses.asdict(target), "met": target.met} for target in judged],
+        "targets": [{**dataclasses.asdict(target), "met": target.met} for target in targets],
         "rigs": [_plain(result) for result in results],
-        "memory": dataclasses.asdict(remembered) if remembered is not None else None,
+        "memory": dataclasses.asdict(memory) if memory is not None else None,
     }
     stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    plot.draw(results, remembered, stem.with_suffix(".png"))
-    for target in judged:
+    report.draw(results, memory, stem.with_suffix(".png"))
+    for target in targets:
         measured = target.measured.median
         print(f"{'met   ' if target.met else 'MISSED'} {measured:5.2f} (≤ {target.limit:g})  {target.what}")
     print(f"written: {stem}.md, .json, .png")
 
 
-def _plain(result: RigResult) -> dict[str, Any]:
-    """Every reading of every round, so that other figures can be made of them."""
+def _plain(result: SetupResult) -> dict[str, Any]:
+    """Every reading of every round."""
     return {
-        "mode": result.rig.mode,
-        "replicas": result.rig.replicas,
+        "mode": result.setup.mode,
+        "replicas": result.setup.replicas,
         "bypassed": dict(result.bypassed),
         "idle": {variant: dataclasses.asdict(each) for variant, each in result.idle.items()},
         "paced": {
@@ -115,7 +115,7 @@ def _plain(result: RigResult) -> dict[str, Any]:
     }
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: which prompts and answers, in which mode, with how many replicas."""
+"""What is measured: prompts and answers, modes, numbers of replicas."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,25 +12,24 @@ MODEL = "llama"
 MEMORY_REQUESTS = 100_000
 PROMPT_BYTES: dict[Prompt, int] = {"small": 300, "large": 400_000}
 PROMPT_NAMES: dict[Prompt, str] = {"small": "300 B", "large": "400 KB"}
-# Closed loop. Busy: as fast as the machine goes, for CPU and requests/s. Calm: little waits for a core.
+# Closed loop. Busy: at full speed, for CPU and requests/s. Calm: few connections, for latency.
 _BUSY_CONNECTIONS: dict[Prompt, int] = {"small": 16, "large": 8}
 CALM_CONNECTIONS = 2
-# In `lean` a request counts as in flight until its access log has come, up to 50 ms after its answer: a
-# bound that makes most requests wait must still let enough through for their cost to be more than idling.
+# In `lean` a request is in flight until its access log arrives, up to 50 ms after its answer. The bound makes
+# most requests wait and still lets enough through to measure their cost.
 QUEUED_WATERMARK = 8  # an endpoint
 _QUEUED_CONNECTIONS = 64
-# Answers of different length are compared at one pace, which the longest can keep: how many items share a
-# call to Valkey, and how many requests share a heartbeat, depends on requests/s.
+# Answers of different length are compared at one rate, because batching depends on requests/s.
 PACE_PER_S = 80.0
 PACED_REQUESTS = 240
-_QUEUED_SHARE = 2  # of the requests that the others get, one in so many
+_QUEUED_SHARE = 2  # `queued` gets one in so many of the other variants' requests
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One kind of request; `busy` and `calm` are how many of it are sent in each pass of a round.
 
-    `queued` has no calm pass: how long a request waits for others says nothing of the picker's cost.
+    `queued` has no calm pass: its waits are for other requests, not for the picker.
     """
 
     prompt: Prompt
@@ -39,7 +38,7 @@ class Case:
     calm: int
 
     def connections(self, variant: Variant) -> int:
-        """Of the busy pass."""
+        """The connections of the busy pass."""
         return _QUEUED_CONNECTIONS if variant == "queued" else _BUSY_CONNECTIONS[self.prompt]
 
     def busy_requests(self, variant: Variant) -> int:
@@ -51,12 +50,12 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
-    """Processes that stand side by side while `cases` are measured in turn.
+class Setup:
+    """Processes that run side by side while `cases` are measured in turn.
 
-    In `lean` short answers have a second floor, `terse`, which takes as few messages as the picker does.
-    `queued` adds a second picker whose bound is so low that nearly every request of the first case waits;
-    `paced` compares the shortest with the longest answer to a small prompt at one pace.
+    In `lean` short answers have a second baseline, `terse`, with as few messages as the picker.
+    `queued` adds a second picker with so low a bound that nearly every request of the first case waits;
+    `paced` compares the shortest with the longest answer to a small prompt at one rate.
     """
 
     mode: Mode
@@ -88,7 +87,7 @@ class Rig:
 class Plan:
     """A whole run. `memory_requests` 0 leaves the memory part out."""
 
-    rigs: tuple[Rig, ...]
+    setups: tuple[Setup, ...]
     rounds: int
     memory_requests: int
 
@@ -101,24 +100,24 @@ _LARGE = Case("large", 1, busy=240, calm=120)
 
 def full(rounds: int) -> Plan:
     """Prompts and answers by modes and replicas."""
-    rigs = []
+    setups = []
     for mode in sorted(MODES):
         lean = mode == "lean"
         cases = (_SHORT, _MEDIUM, _LONG, _LARGE)
-        rigs.append(Rig(mode, 1, cases, queued=lean, paced=lean))
-        rigs.append(Rig(mode, 3, cases, queued=lean))
-    return Plan(tuple(rigs), rounds, memory_requests=MEMORY_REQUESTS)
+        setups.append(Setup(mode, 1, cases, queued=lean, paced=lean))
+        setups.append(Setup(mode, 3, cases, queued=lean))
+    return Plan(tuple(setups), rounds, memory_requests=MEMORY_REQUESTS)
 
 
 def quick(rounds: int) -> Plan:
-    """About two minutes: enough to see a change of a tenth, not enough to state a figure."""
+    """About two minutes: shows a change of 10 %, too few rounds for a published figure."""
     short, long, large = (
         replace(case, busy=case.busy // 2, calm=case.calm // 2) for case in (_SHORT, _LONG, _LARGE)
     )
-    rigs = (
-        Rig("lean", 1, (short, long, large), queued=True, paced=True),
-        Rig("lean", 3, (short,)),
-        Rig("headers", 1, (short,)),
-        Rig("standard", 1, (short,)),
+    setups = (
+        Setup("lean", 1, (short, long, large), queued=True, paced=True),
+        Setup("lean", 3, (short,)),
+        Setup("headers", 1, (short,)),
+        Setup("standard", 1, (short,)),
     )
-    return Plan(rigs, rounds, memory_requests=0)
+    return Plan(setups, rounds, memory_requests=0)

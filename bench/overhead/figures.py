@@ -1,7 +1,7 @@
-"""Medians and ratios over the rounds. Pure.
+"""Medians and ratios over the rounds, and the targets. Pure.
 
-A ratio is taken within each round, between neighbours in time, and then its median over the rounds: what
-else the machine did in a round touches both sides of it.
+A ratio is taken within each round, then its median over the rounds: what else the machine did in a round
+affects both sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median
 
-from bench.overhead.cases import Case, Rig, Variant
-from bench.overhead.measure import Reading, Readings, RigResult
+from bench.overhead.cases import Case, Setup, Variant
+from bench.overhead.measure import Memory, Reading, Readings, SetupResult
 
-FLOORS: tuple[Variant, ...] = ("constant", "terse")
+BASELINES: tuple[Variant, ...] = ("constant", "terse")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median over the rounds, and between what it is one."""
+    """A median over the rounds, with the lowest and highest value."""
 
     median: float
     low: float
     high: float
 
     @property
-    def told_from_noise(self) -> bool:
-        """Whether a ratio means anything: not if one side, a difference, came out below nothing."""
+    def is_meaningful(self) -> bool:
+        """Whether a ratio means anything: not if one side, a difference, is negative."""
         return 0 <= self.median < inf
 
 
@@ -33,11 +33,11 @@ class Spread:
 class Row:
     """One variant in one case.
 
-    Latencies are up to the last byte. Added latency is up to the answer's headers, less that of `none`:
-    what comes after them passes the picker in `standard` only, and varies more than the picker adds.
+    Latencies are to the last byte. Added latency is to the answer's headers, less that of `none`: the rest
+    passes the picker in `standard` only, and varies more than the picker adds.
     """
 
-    rig: Rig
+    setup: Setup
     case: Case
     variant: Variant
     requests_per_s: float
@@ -53,11 +53,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The picker by a constant one in one case; 1 would be a picker that costs nothing of its own."""
+    """The picker by a constant picker in one case."""
 
-    rig: Rig
+    setup: Setup
     case: Case
-    floor: Variant
+    baseline: Variant
     cpu: Spread  # the pickers' own processes
     cpu_with_valkey: Spread
     added_p50: Spread
@@ -68,7 +68,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
-def rows(result: RigResult) -> list[Row]:
+def rows(result: SetupResult) -> list[Row]:
     """Every variant of every case."""
     return [
         _row(result, case, variant, readings)
@@ -77,28 +77,28 @@ def rows(result: RigResult) -> list[Row]:
     ]
 
 
-def comparisons(result: RigResult) -> list[Comparison]:
-    """Every case by each floor that it has."""
+def comparisons(result: SetupResult) -> list[Comparison]:
+    """Every case by each of its baselines."""
     return [
         Comparison(
-            rig=result.rig,
+            setup=result.setup,
             case=case,
-            floor=floor,
-            cpu=_ratio(readings, floor, lambda reading: reading.picker_us),
-            cpu_with_valkey=_ratio(readings, floor, lambda reading: reading.picker_us + reading.valkey_us),
-            added_p50=_added_ratio(readings, floor, _first_p50),
-            added_p99=_added_ratio(readings, floor, _first_p99),
+            baseline=baseline,
+            cpu=_ratio(readings, baseline, lambda reading: reading.picker_us),
+            cpu_with_valkey=_ratio(readings, baseline, lambda reading: reading.picker_us + reading.valkey_us),
+            added_p50=_added_ratio(readings, baseline, _first_p50),
+            added_p99=_added_ratio(readings, baseline, _first_p99),
         )
         for case, readings in result.cases.items()
-        for floor in FLOORS
-        if floor in readings
+        for baseline in BASELINES
+        if baseline in readings
     ]
 
 
-def length_ratio(result: RigResult, variant: Variant) -> Spread | None:
-    """CPU a request of the longest answer by that of the shortest, at one pace; None if not measured.
+def length_ratio(result: SetupResult, variant: Variant) -> Spread | None:
+    """CPU a request of the longest answer by that of the shortest, at one rate; None if not measured.
 
-    Of the pickers' processes only: Envoy's work grows with the answer whoever picks.
+    Of the pickers only: Envoy's work grows with the answer in any case.
     """
     if variant not in result.paced:
         return None
@@ -106,15 +106,15 @@ def length_ratio(result: RigResult, variant: Variant) -> Spread | None:
     return spread(_divided(long, short))
 
 
-def _row(result: RigResult, case: Case, variant: Variant, readings: Readings) -> Row:
+def _row(result: SetupResult, case: Case, variant: Variant, readings: Readings) -> Row:
     own = readings[variant]
 
     def middle(figure: Callable[[Reading], float]) -> float:
         return median(figure(reading) for reading in own)
 
-    compared = variant in (*FLOORS, "picker")
+    compared = variant in (*BASELINES, "picker")
     return Row(
-        rig=result.rig,
+        setup=result.setup,
         case=case,
         variant=variant,
         requests_per_s=middle(lambda reading: reading.requests_per_s),
@@ -137,12 +137,12 @@ def _first_p99(reading: Reading) -> float:
     return (reading.calm or reading.busy).first_p99_ms
 
 
-def _added_ratio(readings: Readings, floor: Variant, figure: Callable[[Reading], float]) -> Spread:
-    return spread(_divided(_added(readings, "picker", figure), _added(readings, floor, figure)))
+def _added_ratio(readings: Readings, baseline: Variant, figure: Callable[[Reading], float]) -> Spread:
+    return spread(_divided(_added(readings, "picker", figure), _added(readings, baseline, figure)))
 
 
-def _ratio(readings: Readings, floor: Variant, figure: Callable[[Reading], float]) -> Spread:
-    picker, constant = ([figure(each) for each in readings[variant]] for variant in ("picker", floor))
+def _ratio(readings: Readings, baseline: Variant, figure: Callable[[Reading], float]) -> Spread:
+    picker, constant = ([figure(each) for each in readings[variant]] for variant in ("picker", baseline))
     return spread(_divided(picker, constant))
 
 
@@ -152,6 +152,58 @@ def _added(readings: Readings, variant: Variant, figure: Callable[[Reading], flo
 
 
 def _divided(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round; infinite where `below` is nothing or less, which differences may be by noise."""
+    """Round by round; infinite where `below` is not positive, as differences may be by noise."""
     pairs = zip(above, below, strict=True)
     return [one / other if other > 0 else inf for one, other in pairs]
+
+
+_CPU = 1.6
+_ADDED_P50 = 1.4
+_LONG_BY_SHORT = 1.1
+_MEMORY = 1.03  # "flat", but for the allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A ratio whose median over the rounds should be at most `limit`. Reported, never asserted."""
+
+    what: str
+    limit: float
+    measured: Spread
+
+    @property
+    def met(self) -> bool:
+        return self.measured.median <= self.limit
+
+
+def targets(results: Sequence[SetupResult], memory: Memory | None) -> list[Target]:
+    """The targets of which there is a measurement; all are of `lean`."""
+    found: list[Target] = []
+    for result in results:
+        if result.setup.mode != "lean":
+            continue
+        for comparison in comparisons(result):
+            if comparison.baseline == "constant":
+                found += _case_targets(comparison)
+        lengths = length_ratio(result, "picker")
+        if lengths is not None:
+            short, long = (case.tokens for case in result.setup.ends)
+            what = f"CPU a request, picker's processes: {result.setup.name}, {long} tokens by {short}"
+            found.append(Target(what, _LONG_BY_SHORT, lengths))
+    if memory is not None:
+        first, last = memory.samples[1], memory.samples[-1]
+        grown = last.replica_mib / first.replica_mib
+        what = f"memory of a replica after {last.requests} requests by that after {first.requests}"
+        found.append(Target(what, _MEMORY, Spread(grown, grown, grown)))
+    return found
+
+
+def _case_targets(comparison: Comparison) -> list[Target]:
+    where = f"{comparison.setup.name}, {comparison.case.name}"
+    found = [
+        Target(f"CPU a request, picker's processes: {where}", _CPU, comparison.cpu),
+        Target(f"CPU a request, picker and Valkey: {where}", _CPU, comparison.cpu_with_valkey),
+    ]
+    if comparison.case.tokens == 1:  # the latency to the headers does not depend on the answer's length
+        found.append(Target(f"p50 added latency: {where}", _ADDED_P50, comparison.added_p50))
+    return found

@@ -1,30 +1,102 @@
-"""One variant standing: Envoy, the pickers behind it, and what these need; shared model servers."""
+"""One variant as running processes: Envoy, its pickers, Valkey; shared model servers."""
 
 import asyncio
 import contextlib
+import json
 import re
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
+
 from bench.overhead.cases import MODEL, QUEUED_WATERMARK, Variant
-from bench.overhead.parts import Constant, EnvoyAlone, QuietReport, RoomySimulator
-from bench.overhead.processes import cpu_ns
+from bench.rig.machine import cpu_ns
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
+from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.network import get, until
-from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Valkey
-from picker_tools.local_fleet.processes import Part, Supervisor
+from picker_tools.local_fleet.network import LOOPBACK, get, until
+from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Simulator, Valkey
+from picker_tools.local_fleet.processes import READY_S, Child, Part, Report, Supervisor
+
+_EXT_PROC = "envoy.filters.http.ext_proc"
+
+
+class ConstantPickerPart:
+    """The baseline: `bench.constant_picker` number `number`, which answers with one of `endpoints`."""
+
+    def __init__(self, number: int, endpoints: Sequence[str], *, terse: bool) -> None:
+        self.name = f"constant-{number}"
+        self._endpoints = endpoints
+        self._terse = terse
+        self._grpc = f"{LOOPBACK}:0"
+
+    @property
+    def host(self) -> tuple[str, int]:
+        """Its address for Envoy."""
+        return split_host_port(self._grpc)
+
+    def command(self) -> list[str]:
+        arguments = [word for endpoint in self._endpoints for word in ("--endpoint", endpoint)]
+        arguments += ["--terse"] * self._terse
+        return [sys.executable, "-m", "bench.constant_picker", "--listen", self._grpc, *arguments]
+
+    async def ready(self, child: Child) -> str:
+        async def listening() -> str | None:
+            lines = child.lines()
+            return str(json.loads(lines[-1])["grpc"]) if lines else None
+
+        self._grpc = await child.until(listening, within_s=READY_S, what="its ready line")
+        return self._grpc
+
+
+class EnvoyWithoutPicker(Envoy):
+    """The same Envoy and bootstrap without ext_proc: it balances by itself."""
+
+    def command(self) -> list[str]:
+        words = super().command()
+        file = Path(words[words.index("--config-path") + 1])
+        bootstrap = yaml.safe_load(file.read_text(encoding="utf-8"))
+        file.write_text(
+            yaml.safe_dump(_remove_entries(bootstrap, _EXT_PROC), sort_keys=False), encoding="utf-8"
+        )
+        return words
+
+
+class LargeCacheSimulator(Simulator):
+    """A model server with a cache for many 400 KB prompts at once."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--kv-blocks", "1000000"]
+
+
+class QuietReport(Report):
+    """Reports problems only."""
+
+    def ready(self, name: str, where: str) -> None:
+        pass
+
+
+def _remove_entries(tree: Any, name: str) -> Any:
+    """`tree` without the list entries called `name`."""
+    if isinstance(tree, dict):
+        return {key: _remove_entries(each, name) for key, each in tree.items()}
+    if isinstance(tree, list):
+        named = (each for each in tree if not (isinstance(each, dict) and each.get("name") == name))
+        return [_remove_entries(each, name) for each in named]
+    return tree
+
 
 _ENDPOINTS = 2
-_QUEUED_TTFT_MS = 4.0  # long enough that the bound, not the machine, is what requests wait for
-_SERVES_S = 30.0
+_QUEUED_TTFT_MS = 4.0  # so long that requests wait for the bound and not for the machine
+_SERVING_S = 30.0
 _GRACE_S = 10.0
 _VALKEY_ATTEMPTS = 3
 _PLENTY = 100_000
-_NO_REDIS = "redis://127.0.0.1:1/0"  # never asked: part of a configuration that only Envoy's is made of
+_NO_REDIS = "redis://127.0.0.1:1/0"  # never used: this configuration only makes Envoy's
 _BYPASSES = re.compile(rb"^epp_bypass_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
@@ -62,7 +134,7 @@ class Stack:
         variant: Variant,
         supervisor: Supervisor,
         envoy: Envoy,
-        pickers: Sequence[Constant | Replica],
+        pickers: Sequence[ConstantPickerPart | Replica],
         valkey: Valkey | None,
     ) -> None:
         self.variant = variant
@@ -90,8 +162,8 @@ class Stack:
             valkey_ns=cpu_ns([self.valkey_pid]) if self.valkey_pid is not None else 0,
         )
 
-    async def bypasses(self) -> int:
-        """How many requests went past the queue so far, by the replicas' own count."""
+    async def bypass_count(self) -> int:
+        """How many requests bypassed the queue so far, by the replicas' metrics."""
         total = 0.0
         for part in self._pickers:
             if isinstance(part, Replica):
@@ -101,25 +173,25 @@ class Stack:
                 total += sum(float(count) for count in _BYPASSES.findall(page.body))
         return int(total)
 
-    async def serves(self) -> None:
-        """Wait until Envoy has all pickers healthy and all endpoints.
+    async def wait_until_serving(self) -> None:
+        """Wait until Envoy has all endpoints and healthy pickers.
 
         Raises:
-            StartupError: it has not within half a minute.
+            StartupError: not within half a minute.
         """
         why = ""
 
-        async def look() -> bool | None:
+        async def probe() -> bool | None:
             nonlocal why
             why = await self._envoy.missing(_ENDPOINTS) or ""
             return None if why else True
 
-        if await until(look, within_s=_SERVES_S) is None:
+        if await until(probe, within_s=_SERVING_S) is None:
             raise StartupError(f"{self.variant} does not serve: {why}")
 
 
-class _Crew:
-    """Children in a folder of their own, which are gone after the block."""
+class _ProcessGroup:
+    """Child processes in a folder of their own; they end with the block."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -141,9 +213,9 @@ class _Crew:
 async def model_servers(folder: Path, *, slow: bool) -> AsyncIterator[list[str]]:
     """Simulated model servers (`ip:port`) that answer at once, or `slow` after a few milliseconds."""
     options = SimOptions(ttft_ms=_QUEUED_TTFT_MS if slow else 0.0, itl_ms=0.0)
-    parts = [RoomySimulator(number + 1, options, (MODEL,)) for number in range(_ENDPOINTS)]
-    async with _Crew(folder / ("models-slow" if slow else "models")) as crew:
-        await crew.bring_up(*parts)
+    parts = [LargeCacheSimulator(number + 1, options, (MODEL,)) for number in range(_ENDPOINTS)]
+    async with _ProcessGroup(folder / ("models-slow" if slow else "models")) as group:
+        await group.bring_up(*parts)
         yield [part.address for part in parts]
 
 
@@ -159,27 +231,27 @@ async def stack(
     own = folder / variant
     numbers = range(1, replicas + 1)
     valkey = None if variant in ("none", "constant", "terse") else Valkey(own)
-    async with _Crew(own) as crew:
+    async with _ProcessGroup(own) as group:
         if valkey is not None:
-            await crew.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
+            await group.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
         tree = _tree(variant, valkey.socket_url if valkey is not None else _NO_REDIS, endpoints)
-        pickers: Sequence[Constant | Replica]
+        pickers: Sequence[ConstantPickerPart | Replica]
         if valkey is not None:
             pickers = [Replica(number, 0, own, lambda: tree) for number in numbers]
-        else:  # `none` too: somebody has to tell Envoy its endpoints and to take its access log
-            pickers = [Constant(number, endpoints, terse=variant == "terse") for number in numbers]
-        await crew.bring_up(*pickers)
-        kind = EnvoyAlone if variant == "none" else Envoy
+        else:  # for `none`, too: it serves endpoints and access logs
+            pickers = [ConstantPickerPart(number, endpoints, terse=variant == "terse") for number in numbers]
+        await group.bring_up(*pickers)
+        kind = EnvoyWithoutPicker if variant == "none" else Envoy
         hosts = [picker.host for picker in pickers]
         envoy = kind(parse(tree), mode, 0, hosts, own, debug_headers=False)
-        await crew.bring_up(envoy)
-        standing = Stack(variant, crew.supervisor, envoy, pickers, valkey)
-        await standing.serves()
-        yield standing
+        await group.bring_up(envoy)
+        running = Stack(variant, group.supervisor, envoy, pickers, valkey)
+        await running.wait_until_serving()
+        yield running
 
 
 def _tree(variant: Variant, redis_url: str, endpoints: Sequence[str]) -> dict[str, Any]:
-    """The replicas' configuration: room for all, or for `queued` a low bound and a long queue."""
+    """The replicas' configuration: no limits, or for `queued` a low bound and a long queue."""
     return {
         "pool": "bench",
         "redis": {"url": redis_url},

@@ -1,4 +1,8 @@
-"""Measures and writes bench/results/prefix.md; exit 1 if the fleet hits less than one replica does."""
+"""Does a fleet of several replicas cost prefix cache hits? Writes bench/results/prefix.md (`make
+bench-prefix`).
+
+Exit 1 if four replicas hit less than one does.
+"""
 
 import argparse
 import asyncio
@@ -11,10 +15,10 @@ from typing import Any
 
 import uvloop
 
-from bench.overhead.surroundings import look
-from bench.prefix.chats import Chats
-from bench.rig.client import connected
-from bench.rig.fleet import running
+from bench.prefix.chats import Chats, connected
+from bench.prefix.fleet import running
+from bench.rig.machine import describe_machine
+from bench.rig.page import table
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ENDPOINTS = 4
@@ -81,13 +85,18 @@ async def _measured(count: int, turns: int, seeds: int) -> dict[Case, list[Run]]
     return found
 
 
-def _rows(found: dict[Case, Sequence[Run]]) -> tuple[list[str], float]:
+def _rows(found: dict[Case, Sequence[Run]]) -> tuple[list[list[str]], float]:
     """The table's rows; how many replicas compare with one."""
     rates = {case: mean(run.rate for run in runs) for case, runs in found.items()}
     alone, fleet = rates[_CASES[0]], rates[_CASES[1]]
     rows = [
-        f"| {case.what} | {sum(run.queried for run in runs) / 1000:.0f}"
-        f" | {' '.join(f'{run.rate:.3f}' for run in runs)} | {rates[case]:.3f} | {rates[case] / alone:.3f} |"
+        [
+            case.what,
+            f"{sum(run.queried for run in runs) / 1000:.0f}",
+            " ".join(f"{run.rate:.3f}" for run in runs),
+            f"{rates[case]:.3f}",
+            f"{rates[case] / alone:.3f}",
+        ]
         for case, runs in found.items()
     ]
     return rows, fleet / alone
@@ -100,7 +109,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    here = look([])
+    here = describe_machine("bench.prefix")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(_measured(options.chats, options.turns, options.seeds))
     rows, ratio = _rows({case: tuple(runs) for case, runs in found.items()})
@@ -116,11 +125,9 @@ def main() -> int:
         "prompt tokens looked up. Scorers: queue-depth 2, kv-cache 2, prefix-affinity 3, and in-flight 1,",
         "as always.",
         "",
-        "| what | prompt tokens, 1000 | hit rate by seed | mean | to 1 replica |",
-        "|---|---|---|---|---|",
-        *rows,
+        table(["what", "prompt tokens, 1000", "hit rate by seed", "mean", "to 1 replica"], rows),
         "",
-        f"4 replicas hit {ratio:.3f} of what one does (bound {_BOUND}: {'held' if met else '**broken**'}).",
+        f"4 replicas hit {ratio:.3f} of what one does (bound {_BOUND}: {'met' if met else '**not met**'}).",
     ]  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "prefix.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

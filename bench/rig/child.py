@@ -1,4 +1,4 @@
-"""A process of a benchmark's own that is led over its pipes, a line at a time."""
+"""A child process that is controlled over its pipes, a line at a time."""
 
 import asyncio
 import sys
@@ -7,7 +7,7 @@ _ENDS_S = 5.0
 
 
 class ChildFailed(Exception):
-    """A child said something else than was wanted; the message says what."""
+    """A child printed another line than the expected one; the message says which."""
 
 
 class Child:
@@ -26,26 +26,26 @@ class Child:
         )
         return cls(name, process)
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
-    async def hear(self, wanted: str, within_s: float) -> None:
-        """Wait until it says `wanted`.
+    async def expect(self, wanted: str, within_s: float) -> None:
+        """Wait until it prints `wanted`.
 
         Raises:
-            ChildFailed: it says something else, or ends.
-            TimeoutError: it says nothing.
+            ChildFailed: it prints another line, or ends.
+            TimeoutError: it prints nothing.
         """
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
             said = (await self._process.stdout.readline()).decode().strip()
         if said != wanted:
-            what = repr(said) if said else "nothing and ended; its error is above,"
-            raise ChildFailed(f"{self.name} said {what} instead of {wanted!r}")
+            what = repr(said) if said else "nothing and ended (its error is above)"
+            raise ChildFailed(f"{self.name} printed {what} instead of {wanted!r}")
 
     async def end(self) -> str:
-        """Close its stdin, which ends it, SIGKILL if it does not; what it had still to say."""
+        """Close its stdin, which ends it; SIGKILL if it does not. Returns the rest of its output."""
         assert self._process.stdout is not None
         last = asyncio.create_task(self._process.stdout.read())
         await end(self._process, _ENDS_S)

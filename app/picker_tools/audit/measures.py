@@ -1,19 +1,47 @@
-"""What a decision log says of fairness. Pure."""
+"""Measures of fairness read from a decision log: gaps of service, shares, waits, inversions of bands. Pure.
+
+The fairness benchmark uses them. They follow who waits with the auditor's replay. `SourceOf` names the source
+(a kind of client) that a request came from, by its id.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from bench.fairness.job import source_of
-from bench.fairness.log import Entry, Lane, Waiting
+from picker_tools.audit.log import GUARD, Entry
+from picker_tools.audit.replay import BANDS, Replay
 
-_ROUNDING = 1e-6  # sums of shares, not shares, are compared
-_BANDS = 3
+FlowKey = tuple[int, str]  # band, flow
+SourceOf = Callable[[str], str]
+
+_ROUNDING = 1e-6  # sums of shares are compared
+
+
+def flow_key(entry: Entry) -> FlowKey:
+    return entry.band, entry.flow
+
+
+class Backlog:
+    """How many requests wait, by flow and by band, after the entries applied so far."""
+
+    def __init__(self) -> None:
+        self._replay = Replay()
+        self.of_flow: Counter[FlowKey] = Counter()
+        self.of_band: Counter[int] = Counter()
+
+    def apply(self, entry: Entry) -> int:
+        """By how much `entry` changes the length of its flow's queue: -1, 0 or 1."""
+        step = self._replay.step(entry)
+        self._replay.advance(step)
+        change = step.enters_queue - step.leaves_queue
+        self.of_flow[flow_key(entry)] += change
+        self.of_band[entry.band] += change
+        return change
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A longest interval in which two flows of a band were both backlogged.
+    """A maximal interval in which two flows of a band were both backlogged.
 
     `widest` is the largest difference of weight-normalised service over any interval within it, `bound` what
     G2 allows: c_f/w_f + c_g/w_g.
@@ -30,7 +58,7 @@ class Gap:
 
 @dataclass(slots=True)
 class _Pair:
-    """Two flows while both are backlogged: how far apart their service has been, from an arbitrary zero."""
+    """Two flows while both are backlogged: the difference of their service, and its extremes."""
 
     apart: float = 0.0
     low: float = 0.0
@@ -43,69 +71,72 @@ class _Pair:
 
 def gaps(entries: Sequence[Entry]) -> list[Gap]:
     """Every doubly backlogged interval, by the dispatches in it (Goyal et al., SFQ, theorem 1)."""
-    largest: dict[Lane, float] = defaultdict(float)
+    largest: dict[FlowKey, float] = defaultdict(float)
     for entry in entries:
         if entry.event == "granted":
-            largest[entry.lane] = max(largest[entry.lane], entry.cost / entry.weight)
+            largest[flow_key(entry)] = max(largest[flow_key(entry)], entry.cost / entry.weight)
     found: list[Gap] = []
-    waiting = Waiting()
-    pairs: dict[tuple[Lane, Lane], _Pair] = {}
+    backlog = Backlog()
+    pairs: dict[tuple[FlowKey, FlowKey], _Pair] = {}
 
-    def close(which: Iterable[tuple[Lane, Lane]]) -> None:
+    def close(which: Iterable[tuple[FlowKey, FlowKey]]) -> None:
         for pair in which:
             ended = pairs.pop(pair)
             one, other = pair
             found.append(Gap((one[1], other[1]), ended.high - ended.low, largest[one] + largest[other]))
 
     for entry in entries:
-        lane = entry.lane
+        key = flow_key(entry)
         if entry.event == "granted":
             share = entry.cost / entry.weight
             for (one, other), pair in pairs.items():
-                if lane in (one, other):
-                    pair.move(share if lane == one else -share)
-        change = waiting.take(entry)
-        length = waiting.of_lane[lane]
+                if key in (one, other):
+                    pair.move(share if key == one else -share)
+        change = backlog.apply(entry)
+        length = backlog.of_flow[key]
         if change == -1 and length == 0:
-            close([pair for pair in pairs if lane in pair])
+            close([pair for pair in pairs if key in pair])
         elif change == 1 and length == 1:
-            for other, others in waiting.of_lane.items():
-                if others > 0 and other != lane and other[0] == lane[0]:
-                    pairs[min(lane, other), max(lane, other)] = _Pair()
+            for other, others in backlog.of_flow.items():
+                if others > 0 and other != key and other[0] == key[0]:
+                    pairs[min(key, other), max(key, other)] = _Pair()
     close(list(pairs))
     return found
 
 
 @dataclass(slots=True)
 class Window:
-    """Dispatches while all of the asked-for flows were backlogged. `served` is by source."""
+    """Dispatches while all of some flows were backlogged. `served` is the service by source."""
 
     grants: int = 0
     served: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 def window(
-    entries: Iterable[Entry], flows: Set[str], size: Callable[[Entry], float] = lambda entry: entry.cost
+    entries: Iterable[Entry],
+    flows: Set[str],
+    source_of: SourceOf,
+    size: Callable[[Entry], float] = lambda entry: entry.cost,
 ) -> Window:
-    """The one with the most dispatches. `size` is what serving a request counts for."""
+    """The longest such time, by dispatches. `size` is the service that a request counts for."""
     best, now = Window(), Window()
-    waiting = Waiting()
+    backlog = Backlog()
     backlogged: set[str] = set()
     for entry in entries:
         all_wait = len(backlogged) == len(flows)
         if entry.event == "granted" and all_wait:
             now.grants += 1
             now.served[source_of(entry.request)] += size(entry)
-        waiting.take(entry)
+        backlog.apply(entry)
         if entry.flow in flows:
-            (backlogged.add if waiting.of_lane[entry.lane] else backlogged.discard)(entry.flow)
+            (backlogged.add if backlog.of_flow[flow_key(entry)] else backlogged.discard)(entry.flow)
         if all_wait and len(backlogged) < len(flows):
             best, now = max(best, now, key=lambda each: each.grants), Window()
     return max(best, now, key=lambda each: each.grants)
 
 
 def normalised(served: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Service by weight, as a part of what each would have if all had the same: 1 is a fair share."""
+    """Service by weight, relative to its mean: 1 is a fair share."""
     by_weight = {name: served.get(name, 0.0) / weight for name, weight in weights.items()}
     mean = sum(by_weight.values()) / len(by_weight)
     return {name: each / mean if mean else 0.0 for name, each in by_weight.items()}
@@ -123,17 +154,17 @@ def min_by_max(shares: Iterable[float]) -> float:
     return min(found) / max(found) if max(found) > 0 else 0.0
 
 
-def waits_ms(entries: Iterable[Entry], source: str) -> list[float]:
-    """How long each served request of a source waited; 0 for those that found room."""
+def waits_ms(entries: Iterable[Entry], source: str, source_of: SourceOf) -> list[float]:
+    """The wait of each served request of `source`; 0 for those that bypassed the queue."""
     return [
-        entry.wait_ms if entry.event == "granted" else 0.0
+        (entry.time_us - entry.arrived) / 1000 if entry.event == "granted" else 0.0
         for entry in entries
         if entry.event in ("granted", "bypassed") and source_of(entry.request) == source
     ]
 
 
-def highest_wait_ms(entries: Iterable[Entry], source: str) -> float:
-    """The longest wait of a source's requests so far, whether it ended in service or has not ended."""
+def highest_wait_ms(entries: Iterable[Entry], source: str, source_of: SourceOf) -> float:
+    """The longest wait of the requests of `source`: served, ended otherwise, or still waiting."""
     since_us: dict[str, int] = {}
     highest_us = now_us = 0
     for entry in entries:
@@ -141,39 +172,39 @@ def highest_wait_ms(entries: Iterable[Entry], source: str) -> float:
         if source_of(entry.request) != source:
             continue
         if entry.event == "queued":
-            since_us[entry.request] = entry.arrived_us
+            since_us[entry.request] = entry.arrived
         elif entry.request in since_us:
             highest_us = max(highest_us, now_us - since_us.pop(entry.request))
     return max([highest_us, *(now_us - arrived_us for arrived_us in since_us.values())]) / 1000
 
 
-def events(entries: Iterable[Entry], source: str) -> Counter[str]:
+def events(entries: Iterable[Entry], source: str, source_of: SourceOf) -> Counter[str]:
     return Counter(entry.event for entry in entries if source_of(entry.request) == source)
 
 
 @dataclass(slots=True)
 class Order:
-    """Dispatches across bands. One is inverted if a request of a higher band waited at that moment."""
+    """Dispatches across bands. One is inverted if a request of a higher band waited at that time."""
 
     turns: int = 0
     inverted_turns: int = 0
     guards: int = 0
     inverted_guards: int = 0
-    low_turns: int = 0  # below the highest band, so that they could have been inverted
+    low_turns: int = 0  # below the highest band, so they may be inverted
 
 
 def order(entries: Iterable[Entry]) -> Order:
     found = Order()
-    waiting = Waiting()
+    backlog = Backlog()
     for entry in entries:
         if entry.event == "granted":
-            inverted = any(waiting.of_band[band] for band in range(min(entry.band, _BANDS)))
-            if entry.by == "guard":
+            inverted = any(backlog.of_band[band] for band in range(min(entry.band, len(BANDS))))
+            if entry.by == GUARD:
                 found.guards += 1
                 found.inverted_guards += inverted
             else:
                 found.turns += 1
                 found.inverted_turns += inverted
                 found.low_turns += entry.band > 0
-        waiting.take(entry)
+        backlog.apply(entry)
     return found

@@ -1,24 +1,28 @@
-"""The load: a closed loop over HTTP/1.1 keep-alive connections, cheap, that believes no answer unread.
+"""A load generator in a process of its own: a closed loop over HTTP/1.1 connections that checks every answer.
 
-A process of its own, led over pipes. Each line on stdin is one `Load` as JSON; it opens the connections,
-sends a few requests over each, prints `{"ready": true}`, waits for the line `go`, sends the load, and
-prints an `Outcome` as JSON, or `{"fault": why}` and ends. Ends with stdin, and by itself past a limit.
+`Driver` starts it and talks to it over pipes. Each line on stdin is one `Load` as JSON; the process opens the
+connections, warms them up, prints `{"ready": true}`, waits for the line `go`, sends the load, and prints an
+`Outcome` as JSON, or `{"fault": why}` and ends. It ends with stdin, and by itself past a limit.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import httptools
 import uvloop
 
+from bench.rig.child import end
+
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
-_ORDERS_S = 3600.0  # nobody leads a client that hears nothing for so long
+_ORDERS_S = 3600.0  # without a command for so long it ends
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -26,7 +30,7 @@ _DONE = b"data: [DONE]\n\n"
 class Load:
     """`requests` requests over `connections`, each for a stream of `tokens`, within `limit_s`.
 
-    `pace_per_s` 0 sends each as soon as its connection is free; else they are that far apart, if they can.
+    `pace_per_s` 0 sends each as soon as its connection is free; else they are sent at that rate.
     """
 
     host: str
@@ -42,9 +46,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`sent` counts the first few requests too; `seconds` and the latencies do not.
+    """`sent` includes the warm-up; `seconds` and the latencies do not.
 
-    Latencies are in microseconds, one a request, up to its answer's headers and up to its last byte.
+    Latencies are in microseconds, one a request: to its answer's headers, and to its last byte.
     """
 
     requests: int
@@ -55,7 +59,7 @@ class Outcome:
 
 
 class WrongAnswer(Exception):
-    """An answer that is not what was asked for, or none."""
+    """A wrong answer, or none."""
 
 
 class Connection(asyncio.Protocol):
@@ -82,7 +86,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by type
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports have another type
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -107,7 +111,7 @@ class Connection(asyncio.Protocol):
         if status != 200:
             self._fail(f"status {status}: {body[:200].decode(errors='replace')}")
         elif not body.endswith(_DONE) or body.count(b"data: ") != self._events:
-            self._fail(f"{body.count(b'data: ')} events came, {self._events} were due")
+            self._fail(f"{body.count(b'data: ')} events came, {self._events} were expected")
         elif self._usage not in body[-1000:]:
             self._fail("the usage is missing or wrong")
         elif self._pass is not None:
@@ -174,7 +178,7 @@ class Pass:
 
 
 def request_bytes(load: Load, number: int) -> bytes:
-    """What connection `number` sends, again and again: one of a few flows and workloads."""
+    """The request that connection `number` repeats: one of a few flows and workloads."""
     tree = {"model": load.model, "prompt": "", "max_tokens": load.tokens, "stream": True}
     room = load.prompt_bytes - len(json.dumps(tree))
     tree["prompt"] = ("the quick brown fox jumps over the lazy dog " * (room // 44 + 1))[: max(0, room)]
@@ -190,7 +194,7 @@ def request_bytes(load: Load, number: int) -> bytes:
 
 
 async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
-    """Connect, warm up, report readiness, wait for `go`, send; what came of it."""
+    """Connect, warm up, report readiness, wait for `go`, send the load."""
     loop = asyncio.get_running_loop()
     connections: list[Connection] = []
     try:
@@ -204,7 +208,7 @@ async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
         print(json.dumps({"ready": True}), flush=True)
         async with asyncio.timeout(_ORDERS_S):
             if await orders.readline() != b"go\n":
-                raise WrongAnswer("nobody said go")
+                raise WrongAnswer("no go came")
         async with asyncio.timeout(load.limit_s):
             measured = Pass(load.requests, load.pace_per_s)
             started = time.perf_counter()
@@ -241,3 +245,65 @@ async def main() -> None:
 
 if __name__ == "__main__":
     uvloop.run(main())
+
+
+_STARTS_S = 30.0
+_MARGIN_S = 5.0  # past its own limit, then it hangs
+_ENDS_S = 5.0
+_LINE_BYTES = 16 * 1024 * 1024  # an outcome has every latency
+
+
+class Driver:
+    """One client process. Loads run one at a time: `prepare`, then `go`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._limit_s = 0.0
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls) -> AsyncIterator["Driver"]:
+        """A load generator for the `with` block."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.rig.load"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+        )
+        try:
+            yield cls(process)
+        finally:
+            await end(process, _ENDS_S)
+
+    async def prepare(self, load: Load) -> None:
+        """Open and warm up the connections.
+
+        Raises:
+            WrongAnswer: with the generator's error.
+        """
+        self._limit_s = load.limit_s
+        self._send_line(json.dumps(asdict(load)))
+        await self._receive(_STARTS_S + load.limit_s)
+
+    async def go(self) -> Outcome:
+        """Send the prepared load. Raises WrongAnswer as `prepare` does."""
+        self._send_line("go")
+        return Outcome(**await self._receive(self._limit_s))
+
+    def _send_line(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    async def _receive(self, within_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(within_s + _MARGIN_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise WrongAnswer("the client hangs") from None
+        if not line:
+            raise WrongAnswer("the client ended; its error is above")
+        reply: dict[str, Any] = json.loads(line)
+        if "fault" in reply:
+            raise WrongAnswer(reply["fault"])
+        return reply

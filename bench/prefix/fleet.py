@@ -29,7 +29,7 @@ class _Quiet(Report):
 
 
 class _Variant(Replica):
-    """A replica of `bench.rig.replica`."""
+    """A replica of `bench.prefix.replica`."""
 
     def __init__(self, number: int, folder: Path, tree: Mapping[str, Any], variant: str) -> None:
         super().__init__(number, 0, folder, lambda: tree)
@@ -37,7 +37,7 @@ class _Variant(Replica):
 
     def command(self) -> list[str]:
         config = super().command()[-1]
-        return [sys.executable, "-m", "bench.rig.replica", self._variant, config]
+        return [sys.executable, "-m", "bench.prefix.replica", self._variant, config]
 
 
 class _Server(Simulator):
@@ -104,10 +104,12 @@ async def running(
             fleet = [_Variant(number, folder, tree, variant) for number in range(1, replicas + 1)]
             parts = [*fleet, *parts]
             await supervisor.bring_up(fleet)
-            told = [replica.announced for replica in fleet]
-            for each in told:
+            announced = [replica.announced for replica in fleet]
+            for each in announced:
                 await _ready(each.admin)
-            yield Running(tuple(each.grpc for each in told), tuple(each.admin for each in told), addresses)
+            yield Running(
+                tuple(each.grpc for each in announced), tuple(each.admin for each in announced), addresses
+            )
         finally:
             await supervisor.stop(parts, _GRACE_S)
 

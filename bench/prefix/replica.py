@@ -1,7 +1,6 @@
-"""One replica as a process, as it is or as a control: `python -m bench.rig.replica VARIANT CONFIG`.
+"""One replica as a process, as it is or as a control: `python -m bench.prefix.replica VARIANT CONFIG`.
 
-Prints the ready line of `picker serve`. A control differs from the product in one part, which the replica is
-given in place of its own.
+Prints the ready line of `picker serve`. A control replaces one part of the product.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from picker_fleet.telemetry import logs
 
 
 class OwnRoutes(RouteStream):
-    """Knows what this replica has routed and nothing of the others."""
+    """Knows only what this replica has routed."""
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -1,14 +1,17 @@
-"""Requests that live their whole lives at a queue of a given size: admit, wait, grant, place, settle."""
+"""Requests at a queue of a given size, from admission to settlement, and the upkeep of that queue."""
 
 import json
 import random
+import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import hiredis
 
-from bench.lifecycle.server import Server
+from bench.rig.server import Server
+from picker_fleet.state.calls import MAX_BATCH
 from picker_fleet.state.schema import pack_arrival
 
 BATCH = 16  # requests a call
@@ -17,7 +20,7 @@ _FILL = 64
 _KEY = "epp:{bench}:pool"
 _NEVER_MS = 10_000_000
 _GRACE_MS = 60_000
-_OWNER = "x2k4p-9f3c1a7e"  # as long as the id of a replica in Kubernetes
+_OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
 SETTINGS: dict[str, Any] = {
     "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": _NEVER_MS,
     "silence_ms": _NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
@@ -31,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the shared state holds while a life is measured."""
+    """How much the shared state has while requests are measured."""
 
     queued: int = 1000
     flows: int = 10
@@ -42,13 +45,14 @@ class Size:
 
     @property
     def large(self) -> bool:
-        """To fill it takes thousands of calls."""
+        """Whether filling it takes thousands of calls."""
         return self.queued >= 100_000
 
 
-class Lives:
-    """A steady state of one size on one server; `watched`: what each call took to get there is kept;
-    `placed`: what is granted gets its place before it ends.
+class Workload:
+    """A steady state of one size on one server.
+
+    `watched` records what each call took to fill the queue; `placed`: granted requests get an endpoint.
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class Lives:
         self._placed = placed
         self._size = size
         self._random = random.Random(seed)
-        self._born = self._swept = 0
+        self._made = self._swept = 0
         self._running: deque[str] = deque()
-        self.tape: list[bytes] | None = None  # while it is a list, commands are also written to it
-        # While it is a dict, what each command (its hash) took of the server's CPU, in microseconds
+        self.recording: list[bytes] | None = None  # commands are appended while it is a list
+        # While it is a dict: server CPU in microseconds of each command, by its hash.
         self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
         for replica in (_OWNER, "silent"):
@@ -69,15 +73,17 @@ class Lives:
         per = IN_FLIGHT / size.endpoints
         settings = {**SETTINGS, "ordering": size.ordering, "upper_per": per, "lower_per": per}
         settings["wait_signal"] = size.wait_signal
-        hosts = [x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ABOUT)]
+        hosts = [
+            x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ENDPOINT_INFO)
+        ]
         self._call("publish", _OWNER, "c", "e", json.dumps(settings), *hosts)
         self.empty_bytes = server.memory_bytes()
         self._place(self.admit(IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
 
-    def live(self, lives: int) -> None:
-        """`lives` requests more: as many arrive as end, so that the queue keeps its length."""
-        for _ in range(lives // BATCH):
+    def run(self, requests: int) -> None:
+        """Run `requests` more requests: as many arrive as end, so the queue keeps its length."""
+        for _ in range(requests // BATCH):
             self.admit(BATCH, BATCH)
             ending = [self._running.popleft() for _ in range(BATCH)]
             reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
@@ -88,36 +94,36 @@ class Lives:
         more, self._swept = True, 0
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
-            self._swept += 1  # no two calls alike: the slow log is searched by what was called
+            self._swept += 1  # makes each call unique: the slow log is searched by command
             more = bool(self._call("sweep", _OWNER, 0, _GRACE_MS, _NEVER_MS + self._swept, _NEVER_MS)[7])
 
-    def tune(self, **settings: Any) -> None:
+    def change_settings(self, **settings: Any) -> None:
         self._call("tune", _OWNER, json.dumps(settings), "{}")
 
-    def bound(self, stock: float) -> None:
-        """Let so many be in flight."""
-        self.tune(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
+    def set_bound(self, stock: float) -> None:
+        """Let `stock` requests be in flight."""
+        self.change_settings(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
 
-    def silence(self, silence_ms: int) -> None:
-        """Whoever has been silent for so long is gone; the one that calls here is not."""
+    def expire_silent(self, silence_ms: int) -> None:
+        """Replicas that were silent for `silence_ms` are gone; this one is not."""
         self._call("heartbeat", _OWNER, "{}", silence_ms)
-        self.tune(silence_ms=silence_ms)
+        self.change_settings(silence_ms=silence_ms)
 
     def registry_bytes(self) -> int:
-        """What the workloads' registry takes."""
+        """Memory of the workload registry."""
         key = _KEY.replace("pool", "workloads")
         return int(self._server.client.memory_usage(key, samples=0) or 0)
 
     def queued(self) -> int:
         return int(self._call("state", _NEVER_MS)[3])
 
-    def touch(self, calls: int) -> None:
-        """`calls` that do nothing by themselves, but serve what now fits."""
+    def call_idle(self, calls: int) -> None:
+        """Make `calls` that change nothing but dispatch what fits."""
         for at in range(calls):
             self._call("settle", _OWNER, f"nobody-{at}", "completed", "", "")
 
     def drain(self) -> None:
-        """Let everything that waits or runs end."""
+        """End every request that waits or runs."""
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
             reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
@@ -126,15 +132,15 @@ class Lives:
     def admit(
         self, count: int, batch: int, *, band: int = 1, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
     ) -> list[str]:
-        """Admit `count`; the ones that were placed at once."""
+        """Admit `count` requests; returns those placed at once."""
         placed: list[str] = []
         for at in range(0, count, batch):
             args: list[Any] = []
             ids = []
             for _ in range(min(batch, count - at)):
-                self._born += 1
-                # As long as the ids that Envoy makes
-                id = f"{self._random.getrandbits(64):016x}-{self._born:019d}"
+                self._made += 1
+                # As long as Envoy's request ids.
+                id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
                 args.append(
@@ -152,8 +158,8 @@ class Lives:
 
     def _call(self, name: str, *args: Any) -> Any:
         command = ("FCALL", self._server.library.function(name), 1, _KEY, *args)
-        if self.tape is not None:
-            self.tape.append(hiredis.pack_command(command))
+        if self.recording is not None:
+            self.recording.append(hiredis.pack_command(command))
         before = 0.0 if self.took_us is None else self._server.cpu_us()
         answer = self._server.client.execute_command(*command)
         if self.took_us is not None:
@@ -161,4 +167,67 @@ class Lives:
         return answer
 
 
-_ABOUT = '{"labels":{},"draining":false}'
+_ENDPOINT_INFO = '{"labels":{},"draining":false}'
+
+
+_CALLS = 150  # at most, of each kind of upkeep
+MANY = 6000  # requests due at once
+_PER_CALL = MAX_BATCH
+_STARVING_MS, _TTL_MS = 4000, 8000  # longer than admitting MANY takes
+_SILENCE_MS = 1000
+_MARGIN_S = 0.05
+_POLICIES = (
+    ("ordering", "edf"),
+    ("ordering", "workload-aware"),
+    ("fairness", "none"),
+    ("fairness", "round-robin"),
+)
+
+
+def upkeep(state: Workload) -> Iterator[str]:
+    """Make the rare, large calls: sweeps, live changes, preemption. Yields the name of each kind after it."""
+    # Requests become overdue, then expire.
+    started = time.monotonic()
+    state.change_settings(starvation_ms=_STARVING_MS)
+    state.admit(MANY, _PER_CALL, ttl_ms=_TTL_MS)
+    admitted = time.monotonic()
+    yield "arrivals"
+    _wait_until(admitted + _STARVING_MS / 1000)
+    state.sweep(_CALLS)
+    yield "a sweep, requests become overdue"
+    _wait_until(max(started, admitted) + _TTL_MS / 1000)
+    state.sweep(_CALLS)
+    yield "a sweep, requests expire"
+    state.change_settings(starvation_ms=None)
+    # Requests of higher bands find the queue full.
+    state.change_settings(total_capacity=state.queued())
+    state.admit(_CALLS * _PER_CALL // 3, _PER_CALL, band=0)
+    yield "arrivals that preempt"
+    state.change_settings(total_capacity=None)
+    state.sweep(_CALLS)
+    yield "a sweep, preemptions are forgotten"
+    # The bounds rise while many wait, so each call grants as many as it may; then leases end.
+    state.change_settings(lease_ms=1)
+    state.set_bound(MANY)
+    state.call_idle(_CALLS)
+    yield "grants"
+    state.set_bound(0)
+    state.sweep(_CALLS)
+    yield "a sweep, leases have ended"
+    state.change_settings(lease_ms=None)
+    # The order of waiting requests changes.
+    for name, value in _POLICIES:
+        state.change_settings(**{name: value})
+        state.sweep(_CALLS)
+        yield f"a sweep, after a change to {value}"
+    # A replica with many requests falls silent.
+    state.admit(MANY, _PER_CALL, owner="silent")
+    state.expire_silent(_SILENCE_MS)
+    _wait_until(time.monotonic() + _SILENCE_MS / 1000)
+    state.expire_silent(_SILENCE_MS)
+    state.sweep(_CALLS)
+    yield "a sweep, a replica is silent"
+
+
+def _wait_until(moment_s: float) -> None:
+    time.sleep(max(0.0, moment_s - time.monotonic()) + _MARGIN_S)

@@ -1,12 +1,15 @@
-"""Where and when a run was made: enough to judge its figures, nothing that names the machine."""
+"""The machine that a benchmark runs on, and the CPU time and memory of its processes."""
 
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 _PACKAGES = (
     "picker-fleet",
@@ -21,8 +24,8 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """`load` is the machine's load average (1 min) before the run: above 0.3 others were at work."""
+class Machine:
+    """What a page says of the machine, without naming it. `load` is the 1 min load average before the run."""
 
     command: str
     date: str
@@ -33,10 +36,10 @@ class Surroundings:
     versions: dict[str, str]
 
 
-def look(options: Sequence[str]) -> Surroundings:
-    """As it is now; `options` are those that change what is measured."""
-    return Surroundings(
-        command=" ".join(["python -m bench.overhead", *options]),
+def describe_machine(module: str, options: Sequence[str] = ()) -> Machine:
+    """The machine now, and the command `python -m MODULE OPTIONS`."""
+    return Machine(
+        command=" ".join([f"python -m {module}", *options]),
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         cores=os.cpu_count() or 0,
         processor=_processor(),
@@ -52,3 +55,21 @@ def _processor() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or "unknown"
+
+
+_SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: user and system time of all threads
+
+
+def cpu_ns(pids: Iterable[int]) -> int:
+    """CPU time of `pids` together since each started.
+
+    Read from each process' own CPU clock (`clock_getcpuclockid`) in nanoseconds; /proc counts in steps of
+    10 ms.
+    """
+    return sum(time.clock_gettime_ns((~pid << 3) | _SCHEDULER_CLOCK) for pid in pids)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of `pid`."""
+    size: int = psutil.Process(pid).memory_info().rss
+    return size

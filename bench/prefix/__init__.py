@@ -1,1 +1,0 @@
-"""Does a fleet of several replicas cost cache hits? `python -m bench.prefix`."""
