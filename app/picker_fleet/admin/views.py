@@ -196,7 +196,7 @@ class FleetView:
         endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or "ok",
-            "pool": self._membership.standing if joined else "not joined yet",
+            "pool": self._membership.status if joined else "not joined yet",
             "endpoints": "ok" if endpoints else "none is ready",
         }
 

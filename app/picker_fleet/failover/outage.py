@@ -42,7 +42,7 @@ class LocalPlacement:
 
 
 class Running(NamedTuple):
-    """A request that is believed to run, as the shared state is told of it. Only one that was placed here has
+    """A request that is believed to run, as it is reported to Redis. Only one that was placed here has
     an attempt. `seen_s` is when it last gave a sign of life or, without one, was placed."""
 
     id: str
@@ -154,10 +154,10 @@ class OutageStatus:
 
 @dataclass(slots=True, eq=False)
 class Resync:
-    """One attempt to tell Redis, which answers again, what happened without it."""
+    """One attempt to report to Redis, which answers again, what happened without it."""
 
     began_s: float
-    released: float = 0.0  # by ends received since, which Redis is told of as well
+    released: float = 0.0  # by ends received since, which go to Redis as well
     done: bool = False  # Redis has all that runs; other replicas may still resync
 
 
@@ -167,7 +167,7 @@ class Outage:
     gate: the requests that wait here, and the budget that this replica may still start requests with.
     picker: chooses their endpoints, and counts what runs where.
     transfer: gets budget from the other replicas while requests wait.
-    journal: requests started and ended meanwhile, to be told to Redis on resync, each once.
+    journal: requests started and ended meanwhile, which go to Redis on resync, each once.
     resync: the present attempt; None while Redis is away.
     """
 
@@ -254,6 +254,6 @@ class Outage:
                 for each in running[at : at + _CHUNK]
             ]
             for answer in answers:
-                with contextlib.suppress(ScriptFailed):  # the request's next sign of life is told again
+                with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it
                     await answer
         return len(running)

@@ -446,7 +446,7 @@ class Membership:
         return self._fleet.config
 
     @property
-    def standing(self) -> str:
+    def status(self) -> str:
         """`ok`, or that this replica works without the shared state."""
         outage = self._reader.outage()
         return "ok" if outage is None else f"{outage.mode}: without the shared state"
