@@ -226,9 +226,9 @@ _OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 def no_errors(run: RunResult) -> Finding:
     if run.scenario.fault is Fault.KILL_REPLICAS and run.target.mode == "standard":
         return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
-    asked = [answer for answer in run.answers if not answer.left]
-    bad = [answer for answer in asked if answer.kind is not Kind.SERVED]
-    return kept_unless(bad, f"{len(asked) - len(bad)} of {len(asked)} requests were served")
+    answers = [answer for answer in run.answers if not answer.left]
+    bad = [answer for answer in answers if answer.kind is not Kind.SERVED]
+    return kept_unless(bad, f"{len(answers) - len(bad)} of {len(answers)} requests were served")
 
 
 def only_overload(run: RunResult) -> Finding:

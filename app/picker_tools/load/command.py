@@ -44,7 +44,7 @@ class ProgressView:
         self._next_s = 0.0
         if sys.stdout.isatty():
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[said]}"), console=self._console)
+            self._bar = Progress(*columns, TextColumn("{task.fields[status]}"), console=self._console)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -65,24 +65,24 @@ class ProgressView:
             self._bar.console.print(text, markup=False, soft_wrap=True)
 
     def show(self, now_s: float, counts: Counts, state: Sample | None) -> None:
-        said = _said(counts, state)
+        status = _status_text(counts, state)
         if self._bar is None:
             if now_s >= self._next_s:
                 self._next_s = now_s + _LINE_EVERY_S
-                print(f"{now_s:5.1f} s  {said}", flush=True)
+                print(f"{now_s:5.1f} s  {status}", flush=True)
             return
         if self._task is None:
-            self._task = self._bar.add_task("load", total=self._duration_s, said="")
+            self._task = self._bar.add_task("load", total=self._duration_s, status="")
         over = now_s > self._duration_s
         self._bar.update(
             self._task,
             completed=min(now_s, self._duration_s),
             description="last answers, rest" if over else "load",
-            said=said,
+            status=status,
         )
 
 
-def _said(counts: Counts, state: Sample | None) -> str:
+def _status_text(counts: Counts, state: Sample | None) -> str:
     parts = [f"sent {counts.sent}", f"open {counts.open}"]
     parts += [f"{kind.value} {count}" for kind, count in counts.ended.items() if count or kind is Kind.SERVED]
     if state is not None:

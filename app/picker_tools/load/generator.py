@@ -40,13 +40,13 @@ def completion_request(source: Source, model: str, number: int, seed: int) -> Ht
 
 
 def conversation_turn(
-    source: Source, model: str, said: Sequence[str], chance: Random
+    source: Source, model: str, history: Sequence[str], chance: Random
 ) -> tuple[HttpRequest, str]:
-    """The next request of a conversation with the messages `said` so far, and the user's new message."""
+    """The next request of a conversation after the messages of `history`, and the user's new message."""
     streamed = chance.random() < source.streamed
-    words = _text(source, chance)
+    message = _text(source, chance)
     roles = ("user", "assistant")
-    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate((*said, words))]
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate((*history, message))]
     tree: dict[str, Any] = {
         "model": model,
         "messages": messages,
@@ -55,7 +55,7 @@ def conversation_turn(
     }
     return HttpRequest(
         CHAT, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens
-    ), words
+    ), message
 
 
 def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
@@ -264,18 +264,18 @@ class LoadGenerator:
     async def _converse(self, source: Source, conversation: Conversation, arrival: Arrival) -> None:
         """Send each turn after the answer to the last and a pause, until the load ends."""
         chance = Random(f"{self._seed}/{source.name}/talk/{arrival.number}")
-        said: list[str] = []
+        history: list[str] = []
         due_s = arrival.at_s
         for number in range(conversation.turns):
             if due_s >= self._duration_s or self.counts.sent >= self._max_requests:
                 return
             if await self._stopped_within(due_s - self.now_s):
                 return
-            ask, words = conversation_turn(source, self._model, said, chance)
+            ask, message = conversation_turn(source, self._model, history, chance)
             answer = await self._request(source, ask, arrival.number, number, due_s)
             if answer.kind is not Kind.SERVED:
                 return
-            said += [words, f"answer {number} of {answer.tokens} tokens"]
+            history += [message, f"answer {number} of {answer.tokens} tokens"]
             due_s = self.now_s + chance.expovariate(1 / conversation.think_s)
 
     async def _stopped_within(self, seconds: float) -> bool:

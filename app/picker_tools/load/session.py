@@ -126,8 +126,8 @@ class Sampler:
     async def _sample_endpoints(self) -> None:
         if not self._endpoints:
             return
-        asked = (client.get("/metrics", within_s=_CALL_S) for client in self._endpoints)
-        pages = [reply[1] for reply in await asyncio.gather(*asked) if reply and reply[0] == 200]
+        replies = (client.get("/metrics", within_s=_CALL_S) for client in self._endpoints)
+        pages = [reply[1] for reply in await asyncio.gather(*replies) if reply and reply[0] == 200]
         requests = sum(int(float(count)) for page in pages for count in _ON_ENDPOINT.findall(page))
         self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
 
@@ -170,7 +170,7 @@ class Session:
         """
         plan, scenario = self._plan, self._plan.scenario
         rates = await self._rates()
-        coming = arrivals(
+        planned = arrivals(
             scenario.sources,
             rates.rates_per_s,
             duration_s=plan.duration_s,
@@ -197,7 +197,7 @@ class Session:
                     tasks.create_task(self._show_on(generator, sampler)),
                 ]
                 injecting = tasks.create_task(self._inject_faults(faults_injected, generator))
-                await generator.run(coming)
+                await generator.run(planned)
                 if generator.is_stopped:
                     injecting.cancel()
                 await asyncio.wait([injecting])
@@ -245,7 +245,7 @@ class Session:
         return rates_by_capacity(plan.scenario, lower, answers_s)
 
     async def _probe(self) -> list[float]:
-        """How long an answer takes each source while nothing else is asked, as measured."""
+        """Measure how long an answer takes each source while nothing else is sent."""
         found: list[float] = []
         with Client(self._target.url) as client:
             for source in self._plan.scenario.sources:
@@ -254,11 +254,11 @@ class Session:
                     ask = completion_request(source, self._target.model, -1 - number, self._plan.seed)
                     exchange = await client.send(ask, within_s=_PROBE_S)
                     if exchange.status != 200 or exchange.fault:
-                        said = (
+                        error = (
                             exchange.fault
                             or f"{exchange.status} {exchange.tail[:200].decode(errors='replace')}"
                         )
-                        raise StartupError(f"a first request of {source.name} got {said}")
+                        raise StartupError(f"a first request of {source.name} got {error}")
                     times.append(exchange.last_at - exchange.sent_at)
                 found.append(median(times))
         return found

@@ -64,8 +64,8 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
 async def default_fleet_answers() -> bool:
     """Whether the fleet of a `picker up` with its usual ports answers."""
     envoy, replica = await asyncio.gather(get(f"{DEFAULT_URL}/v1/models"), get(f"{DEFAULT_ADMIN}/readyz"))
-    said = replica.json() if replica is not None else None
-    return envoy is not None and envoy.status == 200 and isinstance(said, dict) and "replica" in said
+    answer = replica.json() if replica is not None else None
+    return envoy is not None and envoy.status == 200 and isinstance(answer, dict) and "replica" in answer
 
 
 def url_from_state_file(state_file: Path) -> str:
@@ -87,8 +87,8 @@ async def found(url: str, *, admin: str | None, state_file: Path | None, allow_r
         check_url(address, "--state-file", allow_remote=allow_remote)
     models = await get(f"{url}/v1/models")
     if models is None or models.status != 200:
-        said = "nothing" if models is None else f"{models.status}"
-        raise ConfigError(f"--target: GET {url}/v1/models answered {said}; is a fleet running there?")
+        answer = "nothing" if models is None else f"{models.status}"
+        raise ConfigError(f"--target: GET {url}/v1/models answered {answer}; is a fleet running there?")
     listed = models.json() or {}
     model = next((str(each["id"]) for each in listed.get("data", ())), "")
     if not model:

@@ -207,13 +207,13 @@ class LocalFleet:
         for replica in self._replicas:
             ready = await get(f"{replica.announced.admin}/readyz")
             if ready is None or ready.status != 200:
-                said = ready.body.decode(errors="replace")[:300] if ready is not None else "nothing"
-                return f"{replica.name} is not ready and says {said}"
+                answer = ready.body.decode(errors="replace")[:300] if ready is not None else "nothing"
+                return f"{replica.name} is not ready and says {answer}"
         if self._simulators:
             reply = await get(f"{self.envoy_url}/v1/models")
             if reply is None or reply.status != 200:
-                said = f"{reply.status}" if reply is not None else "nothing"
-                return f"GET {self.envoy_url}/v1/models answered {said}"
+                answer = f"{reply.status}" if reply is not None else "nothing"
+                return f"GET {self.envoy_url}/v1/models answered {answer}"
         return None
 
     def _write_state(self) -> None:

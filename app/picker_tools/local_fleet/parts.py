@@ -246,9 +246,12 @@ def _announcement(line: str) -> Announcement | None:
     if not line.startswith('{"ready"'):  # its other lines are log entries
         return None
     try:
-        said = json.loads(line)
+        fields = json.loads(line)
         return Announcement(
-            id=str(said["id"]), grpc=str(said["grpc"]), admin=str(said["admin"]), http=said.get("http")
+            id=str(fields["id"]),
+            grpc=str(fields["grpc"]),
+            admin=str(fields["admin"]),
+            http=fields.get("http"),
         )
     except (ValueError, KeyError, TypeError):
         return None
