@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from decision_ledger import Entry
+
+from picker_tools.audit.log import Entry
 
 PATIENT = {"timeout": 90.0}
 
@@ -121,7 +122,7 @@ async def records(fleet: Any) -> int:
 async def decisions(fleet: Any) -> list[Entry]:
     """The decision log so far."""
     async with fleet.redis() as client:
-        return [Entry.of(raw) for _, raw in await client.xrange("epp:{default}:log")]
+        return [Entry.parse(raw) for _, raw in await client.xrange("epp:{default}:log")]
 
 
 async def fresh(read: Callable[[], Awaitable[str]]) -> str:

@@ -5,8 +5,9 @@ from typing import Any
 
 import httpx
 import pytest
-from decision_ledger import Entry
 from fleet_load import PATIENT, at_rest, complete, decisions, metric, stream
+
+from picker_tools.audit.log import Entry
 
 CONFIG = {
     "scheduling": {
