@@ -89,7 +89,7 @@ class Redis(Section):
 
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
-    transport: Literal["native", "grpcio"] = "grpcio"  # what carries gRPC (docs/decisions.md, 18)
+    transport: Literal["native", "grpcio"] = "native"  # what carries gRPC (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
     max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
     body_timeout: Duration = Field(60.0, gt=0)  # for all of a body to come, its wait in the queue apart

@@ -92,7 +92,6 @@ def test_who_served_is_read_from_the_configured_namespace() -> None:
     message.common_properties.metadata.filter_metadata["gateway.lb"].update(
         {accesslog.SERVED_KEY: "10.0.0.3:80"}
     )
-    # Then it is read there, and not where it is by default
     assert [accesslog.read(message, *where).served for where in ((), ("gateway.lb",))] == [
         "10.0.0.1:8000",
         "10.0.0.3:80",

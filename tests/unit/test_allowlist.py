@@ -89,10 +89,9 @@ def test_nothing_else_does_however_it_is_spelt(method: bytes, path: bytes) -> No
 
 @given(st.text(st.sampled_from("/.%2eEfF;\\am?#\x00"), max_size=40))
 def test_no_name_of_a_model_leads_out_of_the_list_of_models(name: str) -> None:
-    # Given a model's name of any of the characters that paths are fooled with, when it is let through
     path = f"/v1/models/{name}".encode()
     if PATHS.kind(b"GET", path) is not None:
-        # Then it has no part that a server could take for a step up, however often it decodes it
+        # No part could mean a step up, however often a server decodes it.
         bare = path.partition(b"?")[0].lower().replace(b"%2f", b"/")
         assert b"%" not in re.sub(rb"%(3a|40|2b)", b"", bare)
         assert all(part[:1].isalnum() for part in bare.removeprefix(b"/").split(b"/"))

@@ -21,16 +21,13 @@ HEADER = "10.0.0.1:8000,[fd00::2]:8000"
 
 
 def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
-    # Given a placement, when it is answered
     answer = message(codec.placed(PLACEMENT, "id-1", None, namespace="envoy.lb", pressure="0.25").message())
 
-    # Then the header and the dynamic metadata are equal, and the route is chosen anew
     common = answer.request_headers.response
     assert set_headers(common.header_mutation) == {codec.DESTINATION: HEADER}
     assert common.clear_route_cache
     metadata = answer.dynamic_metadata
     assert dict(metadata["envoy.lb"]) == {codec.DESTINATION: HEADER}
-    # And what the access log shall bring back is there
     assert dict(metadata["picker"]) == {"id": "id-1", "ticket": "ticket-1", "pressure": "0.25"}
 
 
@@ -40,11 +37,9 @@ def test_a_changed_body_has_its_new_length() -> None:
 
 
 def test_answers_to_the_same_endpoints_do_not_mix() -> None:
-    # Given an answer with a length and an account, when another goes to the same endpoints
     codec.placed(PLACEMENT, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
     answer = message(codec.placed(PLACEMENT, "", None, namespace="gateway.lb", pressure="0.50").message())
 
-    # Then nothing of the first is in it
     assert set_headers(answer.request_headers.response.header_mutation) == {codec.DESTINATION: HEADER}
     assert sorted(answer.dynamic_metadata) == ["gateway.lb", "picker"]
     assert dict(answer.dynamic_metadata["picker"]) == {"pressure": "0.50"}
@@ -52,14 +47,12 @@ def test_answers_to_the_same_endpoints_do_not_mix() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
 def test_a_body_is_echoed_in_chunks(size: int) -> None:
-    # Given a body of some size, when it is echoed
     body = bytes(index % 251 for index in range(size))
     chunks = [
         answer.request_body.response.body_mutation.streamed_response
         for answer in map(message, codec.request_body(body))
     ]
 
-    # Then every byte is there, no chunk is too large, and only the last one ends the stream
     assert b"".join(chunk.body for chunk in chunks) == body
     assert max(len(chunk.body) for chunk in chunks) <= codec.CHUNK_BYTES
     assert len(chunks) == max(1, -(-size // codec.CHUNK_BYTES))
@@ -112,11 +105,9 @@ def test_a_refusal_says_why(
 
 
 def test_only_wanted_headers_are_read_whatever_their_case() -> None:
-    # Given headers in both fields that Envoy may use, twice, and in odd spelling
     message = headers("lean", [("X-Request-ID", "first"), ("x-request-id", "second"), ("cookie", b"\xff")])
     message.request_headers.headers.headers.add(key="x-llm-d-inference-ttl", value="5s")
 
-    # When they are read, then only the wanted ones are there, the first of each
     wanted = {"x-request-id", "x-llm-d-inference-ttl", "x-absent"}
     assert codec.read_headers(message.request_headers, wanted) == {
         "x-request-id": b"first",
@@ -125,11 +116,9 @@ def test_only_wanted_headers_are_read_whatever_their_case() -> None:
 
 
 def test_metadata_is_read_as_plain_values() -> None:
-    # Given filter metadata of every kind
     fields = {"text": "a", "number": 2, "yes": True, "list": ["a", 1], "nothing": None, "deep": {"a": 1}}
     message = headers("lean", metadata={"some": fields})
 
-    # When a namespace is read, then its plain values are there
     assert codec.read_metadata(message, "some") == {
         "text": "a",
         "number": 2.0,

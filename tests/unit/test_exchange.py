@@ -70,27 +70,24 @@ def refusal(answers: Sequence[ProcessingResponse]) -> tuple[int, dict[str, Any]]
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
-    # Given a request with an id, in some mode
     gate, metrics = ScriptedGate(), Counted()
     exchange = Exchange(exchange_context(gate, metrics))
     answers = await converse(exchange, *asks(mode, {"x-request-id": "envoys-id"}))
 
-    # Then it is sent to its endpoints, its body unchanged
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
     assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
     assert given_back(answers) == [(ASK, True)] * (mode != "headers")
-    # And the id is Envoy's where Envoy alone can set it; standard holds the request and goes on
-    request, held = gate.admitted[0]
+    # The id is Envoy's where only Envoy can set it. In standard the stream owns the request.
+    request, stream_owned = gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     assert dict(answers[0].dynamic_metadata["picker"]) == {
         "id": request.id,
         "ticket": "ticket-1",
         "pressure": "0.25",
     }
-    assert held == (mode == "standard")
+    assert stream_owned == (mode == "standard")
     assert exchange.done == (mode != "standard")
     assert metrics.answers == [(mode, "m", "ok")]
-    # And nothing is taken back when the stream of a told request ends
     exchange.close()
     assert gate.withdrawn == []
 
@@ -99,30 +96,27 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     ("mode", "cost"), [("standard", len(ASK) / 4), ("lean", len(ASK) / 4), ("headers", 100.0)]
 )
 async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str, cost: float) -> None:
-    # Given a stock of tokens, and a body that sets no maximum of its answer
     tokens = {"unit": "tokens", "watermark_per_backend": 8000}
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate, settings=parse({"request_queue_controller": tokens})))
     await converse(exchange, *asks(mode, {"content-length": "400"} if mode == "headers" else {}))
     exchange.close()
 
-    # Then its cost is its prompt's, and the answer's part is left to what the flow has learned
+    # The cost is the prompt's; the answer's part comes from the flow's mean.
     request, _ = gate.admitted[0]
     assert (request.cost, request.learn) == (cost, True)
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
-    # Given a large body in chunks, when all but its end has come
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     *first, last = [headers(mode), *chunked(BIG, 16_384)]
 
-    # Then nothing was answered and nothing admitted (Envoy may still take it elsewhere: G7)
+    # Envoy may still retry elsewhere (G7).
     assert await converse(exchange, *first) == []
     assert gate.admitted == []
 
-    # When the end comes, then the very bytes go back in chunks that Envoy takes
     answers = await converse(exchange, last)
     chunks = echoed(answers)
     assert b"".join(chunk.body for chunk in chunks) == BIG
@@ -148,12 +142,11 @@ LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # more 
 UNENDED = [headers("lean", {"content-length": str(len(LONG))}), body(LONG, ended=False)]
 
 
-async def test_in_lean_a_body_whole_by_its_length_is_answered_in_one_message_at_once() -> None:
-    # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
+async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_at_once() -> None:
+    # All bytes have arrived, but not the end of the stream.
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     answers = await converse(exchange, headers("lean", SIZED), body(ASK, ended=False))
-    # Then it is placed and told, with all of its body
     assert parts(answers) == ["request_headers"]
     assert given_back(answers) == [(ASK, True)]
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
@@ -167,7 +160,7 @@ async def test_in_lean_a_body_whole_by_its_length_is_answered_in_one_message_at_
     ("spare", "messages"),
     [(0, ["request_headers"]), (1, ["request_headers"] + ["request_body"] * 9)],
 )
-async def test_one_message_gives_back_as_much_as_any_envoy_takes(spare: int, messages: list[str]) -> None:
+async def test_one_message_carries_at_most_what_every_envoy_buffers(spare: int, messages: list[str]) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)
     answers = await converse(Exchange(exchange_context(ScriptedGate())), headers("lean"), body(ask))
     assert parts(answers) == messages
@@ -179,17 +172,16 @@ async def test_one_message_gives_back_as_much_as_any_envoy_takes(spare: int, mes
     ("mode", "ask"), [pytest.param("standard", ASK, id="standard"), pytest.param("lean", LONG, id="lean")]
 )
 @pytest.mark.parametrize("end", ["an empty chunk", "trailers"])
-async def test_a_body_whole_by_its_length_is_placed_before_its_end_is_told(
+async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
     mode: str, ask: bytes, end: str
 ) -> None:
-    # Given a request whose length is known, when the last of its bytes has come but not the mark of its end
+    # All bytes have arrived, but not the end of the stream.
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     sized: dict[str, str | bytes] = {"content-length": str(len(ask))}
     assert await converse(exchange, headers(mode, sized), body(ask, ended=False)) == []
-    # Then it is placed, once, and Envoy knows nothing of it yet
+    # It is placed once, and Envoy has no answer yet.
     assert len(gate.admitted) == 1
-    # When the end is told, then it has its answers
     answers = await converse(exchange, body() if end == "an empty chunk" else trailers())
     chunks = (1 if mode == "standard" else 9) if end == "an empty chunk" else 0
     assert parts(answers) == ["request_headers"] + ["request_body"] * chunks
@@ -211,18 +203,17 @@ async def test_an_empty_chunk_after_a_whole_body_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("keeping", [True, False])
-async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(keeping: bool) -> None:
-    # Given a request that was placed by its length
+async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping: bool) -> None:
     gate = ScriptedGate()
     here = exchange_context(gate)
     exchange = Exchange(here)
     await converse(exchange, *UNENDED)
-    # When its end comes so late that its lease may have run out, which nobody renews till Envoy is told
+    # The end arrives so late that the lease may have expired; nothing renews it before the answer.
     for _ in range(3):
         here.clock()
     gate.keeping = keeping
     answers = await converse(exchange, body())
-    # Then it keeps what it has; or asks again, as old as it is, and what it may have is taken back
+    # A lost lease: it queues again with its age, and the first placement is withdrawn.
     assert gate.confirmed == [("made-1", 4.0)]
     assert [request.id for request, _ in gate.admitted] == ["made-1"] * (1 if keeping else 2)
     assert gate.ages_s == ([0.0] if keeping else [0.0, 6.0])
@@ -232,8 +223,7 @@ async def test_a_place_is_confirmed_when_the_end_of_its_body_was_long_in_coming(
     assert gate.withdrawn == ([] if keeping else ["made-1"])
 
 
-async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
-    # Given a request that was placed by its length, and no shared state by the time its body ends
+async def test_a_lease_that_cannot_be_confirmed_is_withdrawn() -> None:
     gate = ScriptedGate()
     here = exchange_context(gate)
     exchange = Exchange(here)
@@ -242,13 +232,12 @@ async def test_a_place_that_nobody_can_confirm_is_taken_back() -> None:
         here.clock()
     gate.error = StateUnavailable("away")
     code, _ = refusal(await converse(exchange, body()))
-    # Then it is refused, and leaves nothing
     assert code == 503
     exchange.close()
     assert gate.withdrawn == ["made-1"]
 
 
-async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing() -> None:
+async def test_a_client_that_leaves_during_the_confirmation_has_its_lease_withdrawn() -> None:
     gate = Unconfirming()
     here = exchange_context(gate)
     exchange = Exchange(here)
@@ -267,7 +256,7 @@ async def test_a_client_that_leaves_while_its_place_is_confirmed_leaves_nothing(
 @pytest.mark.parametrize(
     "unended", [[headers("standard", SIZED), body(ASK, ended=False)], UNENDED], ids=["standard", "lean"]
 )
-async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(
+async def test_a_stream_that_ends_before_the_end_of_its_body_has_its_lease_withdrawn(
     unended: list[ProcessingRequest],
 ) -> None:
     gate = ScriptedGate()
@@ -277,7 +266,7 @@ async def test_a_stream_that_ends_before_its_end_was_told_is_taken_back(
     assert len(gate.withdrawn) == 1
 
 
-async def test_a_body_longer_than_its_length_is_refused_and_taken_back() -> None:
+async def test_a_body_longer_than_its_content_length_is_refused_and_its_lease_withdrawn() -> None:
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     await converse(exchange, *UNENDED)
@@ -296,14 +285,14 @@ async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: st
     answers = await converse(exchange, headers(mode), body(ask, ended=False), trailers())
     assert parts(answers) == ["request_headers"]
     assert given_back(answers) == [(ask, True)]
-    # And standard hears how the model server answers
+    # In standard the response phases follow.
     assert exchange.done == (mode == "lean")
     if mode == "standard":
         await converse(exchange, response_headers(200, ended=True))
         assert exchange.done
 
 
-async def test_an_envoy_that_says_no_mode_speaks_standard() -> None:
+async def test_without_a_protocol_config_the_mode_is_standard() -> None:
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     await converse(exchange, headers(None), body(ASK))
@@ -313,13 +302,11 @@ async def test_an_envoy_that_says_no_mode_speaks_standard() -> None:
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_request_without_body_is_routed_without_admission(mode: str) -> None:
-    # Given a GET with a subset, when its headers come
     gate, metrics = ScriptedGate(), Counted()
     exchange = Exchange(exchange_context(gate, metrics))
     hint = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10.0.0.1:8000"]}}
     answers = await converse(exchange, headers(mode, ended=True, metadata=hint))
 
-    # Then an endpoint of the subset is asked for, and nothing is admitted or to be accounted for
     assert parts(answers) == ["request_headers"]
     # (named as often as Envoy tries: what is not listed may serve no request that is bound to a subset)
     assert set_headers(answers[0].request_headers.response.header_mutation) == {
@@ -361,7 +348,7 @@ NOT_SERVED = [
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("ask", NOT_SERVED)
-async def test_what_no_model_server_should_be_asked_is_refused_in_every_mode(
+async def test_paths_outside_the_allowlist_are_refused_in_every_mode(
     mode: str, ended: bool, ask: tuple[str, str | bytes]
 ) -> None:
     gate, metrics = ScriptedGate(), Counted()
@@ -398,26 +385,24 @@ async def test_inference_needs_a_body_and_a_read_has_none(
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
-    # Given a replica that lets one read a second through, and two at once, one of them of a path of its own
+    # One read a second, a burst of two; one has a configured path.
     gate, metrics = ScriptedGate(), Counted()
     settings = parse({"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
     here = exchange_context(gate, metrics, settings)
     reads = [headers(mode, ended=True), headers(mode, ended=True, ask=("GET", "/v1/adapters/a"))]
     for message in reads:
         assert parts(await converse(Exchange(here), message)) == ["request_headers"]
-    # When one more comes, then it is told when to come again, and no endpoint is asked for
     answers = await converse(Exchange(here), headers(mode, ended=True))
     status, error = refusal(answers)
     assert (status, error["code"]) == (429, "too_many_reads")
     assert set_headers(answers[0].immediate_response.headers)["retry-after"] == "1"
     assert len(gate.routed) == 2
-    # And inference goes on
     await converse(Exchange(here), *asks(mode))
     assert metrics.answers[-1] == (mode, "m", "ok")
 
 
 @pytest.mark.parametrize("missing", [":method", ":path"])
-async def test_an_envoy_that_does_not_tell_the_path_is_told_so(missing: str) -> None:
+async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_change(missing: str) -> None:
     message = headers("lean")
     fields = message.request_headers.headers.headers
     kept = [field for field in fields if field.key != missing]
@@ -487,11 +472,9 @@ async def test_a_body_that_envoy_could_not_read_is_refused(metadata: Any, says: 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
 async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> None:
     name = "x-gateway-inference-fairness-id"
-    # Given a gateway that is not trusted with it, then it is passed over
     gate = ScriptedGate()
     await converse(Exchange(exchange_context(gate)), *asks(mode, {name: b"caf\xe9"}))
     assert gate.admitted[0][0].flow == "m"
-    # And with one that is, it is refused
     gate = ScriptedGate()
     counting = exchange_context(gate, settings=parse({"extproc": {"trusted_headers": [name]}}))
     status, error = refusal(await converse(Exchange(counting), *asks(mode, {name: b"caf\xe9"})))
@@ -517,7 +500,6 @@ async def test_a_body_announced_too_large_is_refused_at_once(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_body_that_grows_too_large_is_refused_at_once(mode: str) -> None:
-    # Given a limit, when a chunk passes it, then no more is read
     settings = parse({"extproc": {"max_body_bytes": 2048}})
     exchange = Exchange(exchange_context(ScriptedGate(), settings=settings))
     answers = await converse(exchange, headers(mode), body(b"x" * 2048, ended=False), body(b"x", ended=False))
@@ -571,9 +553,9 @@ async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
         503,
         {"message": "waited 30 s", "type": "overloaded_error", "code": "expired_ttl"},
     )
-    told = set_headers(answers[0].immediate_response.headers)
-    assert told["retry-after"] == "2"
-    assert told["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
+    sent = set_headers(answers[0].immediate_response.headers)
+    assert sent["retry-after"] == "2"
+    assert sent["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
     assert metrics.answers == [(mode, "m", "expired_ttl")]
     exchange.close()
     assert (gate.withdrawn, gate.settled) == ([], [])
@@ -591,7 +573,9 @@ async def test_no_endpoint_for_a_get_is_the_answer() -> None:
     assert refusal(await converse(exchange, headers("lean", ended=True)))[0] == 503
 
 
-async def test_an_unforeseen_fault_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_exception_is_logged_and_answered_with_500(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     exchange = Exchange(exchange_context(ScriptedGate(ValueError("a bug"))))
     status, error = refusal(await converse(exchange, *asks("lean")))
     assert (status, error["code"]) == (500, "internal_error")
@@ -600,14 +584,12 @@ async def test_an_unforeseen_fault_is_logged_and_answered(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_body_cut_off_leaves_nothing(mode: str) -> None:
-    # Given half a body, when the stream ends
+async def test_an_incomplete_body_is_not_admitted(mode: str) -> None:
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     await converse(exchange, headers(mode), body(b'{"model"', ended=False))
     exchange.close()
 
-    # Then nothing was admitted, so there is nothing to take back
     assert (gate.admitted, gate.withdrawn, gate.settled) == ([], [], [])
 
 
@@ -615,14 +597,12 @@ async def test_a_body_cut_off_leaves_nothing(mode: str) -> None:
 async def test_a_client_that_leaves_while_waiting_cancels_the_wait(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Given a request that waits at the gate
     gate, metrics = ScriptedGate(), Counted()
     gate.open.clear()
     exchange = Exchange(exchange_context(gate, metrics))
     task = asyncio.create_task(converse(exchange, *asks(mode, {"x-request-id": "made-1"})))
     await gate.asked.wait()
 
-    # When its stream is cancelled
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -630,18 +610,17 @@ async def test_a_client_that_leaves_while_waiting_cancels_the_wait(
     exchange.close()
     exchange.close()
 
-    # Then the gate hears of it, once, in the one way that it has
     assert gate.cancelled == ["made-1"]
     assert (gate.withdrawn, gate.settled) == ([], [])
-    # And metrics and log have it as a client that left, which is 499
+    # Metrics and log have 499, a client that left.
     assert metrics.answers == [(mode, "m", "client_gone")]
     [line] = [record for record in caplog.records if record.getMessage() == "refused"]
     assert (vars(line)["decision"], vars(line)["status"]) == ("client_gone", 499)
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-async def test_a_placement_that_was_not_told_is_withdrawn(mode: str) -> None:
-    # Given a request placed after a wait, when the stream ends before the last of its answer was written
+async def test_a_placement_whose_answer_was_not_sent_is_withdrawn(mode: str) -> None:
+    # The stream ends before the answer was written.
     gate, metrics = ScriptedGate(), Counted()
     gate.waited_s = 2.5
     exchange = Exchange(exchange_context(gate, metrics))
@@ -650,7 +629,6 @@ async def test_a_placement_that_was_not_told_is_withdrawn(mode: str) -> None:
     exchange.close()
     exchange.close()
 
-    # Then it is taken back, exactly once, and so its client's leaving and its wait are counted
     assert gate.withdrawn == ["made-1"]
     assert metrics.answers == [(mode, "m", "client_gone")]
     assert metrics.waits == [("m", 2.5, False, "m")]
@@ -684,7 +662,6 @@ RESPONSES_ANSWER = (
 )
 @pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
 async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, size: int) -> None:
-    # Given a placed request, when its answer streams by in chunks of some size
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     await converse(exchange, *asks("standard"))
@@ -692,12 +669,10 @@ async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, 
     messages = [response_body(chunk, ended=index == len(came) - 1) for index, chunk in enumerate(came)]
     said = await converse(exchange, response_headers(200, served="10.0.0.2:8000"), *messages)
 
-    # Then it goes back one for one
     assert parts(said) == ["response_headers"] + ["response_body"] * len(came)
     chunks = echoed(said, "response_body")
     assert [chunk.body for chunk in chunks] == came
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(came) - 1) + [True]
-    # And it is settled once, with what it used
     assert exchange.done
     exchange.close()
     [completion] = gate.settled
@@ -746,14 +721,12 @@ async def test_standard_settles_once_however_the_answer_ends(
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])
-async def test_standard_lets_an_answer_of_envoys_own_pass(begun: list[ProcessingRequest]) -> None:
-    # Given a request that never became whole, or whose headers did not, when Envoy answers it by itself
+async def test_standard_passes_on_an_answer_that_envoy_makes_itself(begun: list[ProcessingRequest]) -> None:
     gate = ScriptedGate()
     exchange = Exchange(exchange_context(gate))
     messages = [*begun, response_headers(408), body(b"x")]
     said = await converse(exchange, *messages, response_body(b"timeout", ended=True))
 
-    # Then its answer goes back untouched, and there is nothing to account for
     assert parts(said) == ["response_headers", "response_body"]
     exchange.close()
     assert (gate.admitted, gate.settled) == ([], [])
@@ -761,15 +734,13 @@ async def test_standard_lets_an_answer_of_envoys_own_pass(begun: list[Processing
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
-    # Given a model with another target, when a request for it is placed
     gate = ScriptedGate()
     answers = await converse(Exchange(exchange_context(gate, settings=SPLIT)), *asks(mode))
 
-    # Then the body names the target, and its length is told
     sent = b"".join(chunk for chunk, _ in given_back(answers))
     assert json.loads(sent) == {"model": "m-v2", "prompt": "p"}
-    told = set_headers(answers[0].request_headers.response.header_mutation)
-    assert told == {**DESTINATION, "content-length": str(len(sent))}
+    sent_headers = set_headers(answers[0].request_headers.response.header_mutation)
+    assert sent_headers == {**DESTINATION, "content-length": str(len(sent))}
     assert (gate.admitted[0][0].model, gate.admitted[0][0].target_model) == ("m", "m-v2")
 
 
@@ -809,10 +780,8 @@ NAMED = (
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
 async def test_the_client_reads_the_name_it_asked_for(size: int, trailing: bool) -> None:
-    # Given an answer that names its model, however it is cut
     chunks = [NAMED[at : at + size] for at in range(0, len(NAMED), size)]
 
-    # Then exactly the model fields have the client's name
     expected = (
         b'data: {"model":"m","text":"\\"model\\":\\"m-v2\\""}\n\ndata: {"model":"m"}\n\n{"model":"m-v22"}'
     )
@@ -836,7 +805,6 @@ async def test_a_compressed_answer_is_not_touched() -> None:
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
 async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: bytes) -> None:
-    # Given any bytes as every header in use, and as a body
     gate = ScriptedGate()
     names = ("x-workload-context", "x-llm-d-inference-fairness-id", "x-llm-d-inference-ttl", "content-length")
     trusting = parse({"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
@@ -845,7 +813,6 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
     if not exchange.done:
         answers = await converse(exchange, body(ask))
 
-    # Then there is an answer: a placement, or a refusal that is the client's fault
     assert exchange.done
     if parts(answers) == ["immediate_response"]:
         assert refusal(answers)[0] in (400, 413)
@@ -853,7 +820,7 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
         assert len(gate.admitted) == 1
 
 
-async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
+async def test_a_client_receives_its_session_token_in_every_mode() -> None:
     for mode in ("standard", "lean", "headers"):
         gate = ScriptedGate()
         gate.session = "a-token"
@@ -862,8 +829,8 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
         # Envoy has it from the metadata, and tells it; in `standard` it may be anyone's Envoy
         assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
         if mode == "standard":
-            (told,) = await converse(exchange, response_headers(200))
-            assert set_headers(told.response_headers.response.header_mutation) == {
+            (answer,) = await converse(exchange, response_headers(200))
+            assert set_headers(answer.response_headers.response.header_mutation) == {
                 "x-session-token": "a-token",
                 "x-queue-pressure": "0.25",
             }
@@ -871,7 +838,7 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "pressure"),
     [
         (TotalCapacity("full"), "1.00"),  # no room for it
         (ExpiredTtl("late"), "1.00"),
@@ -879,29 +846,26 @@ async def test_a_client_is_told_its_sessions_token_in_every_mode() -> None:
         (ShuttingDown("bye"), "0.25"),
     ],
 )
-async def test_a_refusal_tells_the_pressure_too(error: RequestError, told: str) -> None:
+async def test_a_refusal_carries_the_queue_pressure(error: RequestError, pressure: str) -> None:
     gate = ScriptedGate()
     gate.error = error
     (answer,) = await converse(Exchange(exchange_context(gate)), *asks("lean"))
-    assert set_headers(answer.immediate_response.headers)["x-queue-pressure"] == told
+    assert set_headers(answer.immediate_response.headers)["x-queue-pressure"] == pressure
 
 
 async def test_the_pressure_is_the_part_of_its_time_that_a_request_has_waited_where_that_is_more() -> None:
-    # Given a request that may wait for 2 s, placed a second after it came, with a queue a quarter full
+    # A TTL of 2 s, a wait of 1 s, a queue a quarter full.
     gate = ScriptedGate()
     answers = await converse(Exchange(exchange_context(gate)), *asks("lean", {"x-llm-d-inference-ttl": "2"}))
     assert answers[0].dynamic_metadata["picker"]["pressure"] == "0.50"
 
 
 async def test_a_gateway_s_own_namespace_has_the_destination_and_names_who_served() -> None:
-    # Given a gateway that keeps its metadata in a namespace of its own
     gate = ScriptedGate()
     settings = parse({"extproc": {"metadata_namespace": "gateway.lb"}})
     exchange = Exchange(exchange_context(gate, settings=settings))
     answers = await converse(exchange, *asks("standard"))
-    # Then the destination is there, and nowhere else
     assert sorted(answers[0].dynamic_metadata) == ["gateway.lb", "picker"]
-    # And so is who served
     answer = response_headers(200, ended=True)
     describe(answer, {"gateway.lb": {"x-gateway-destination-endpoint-served": "10.0.0.9:8000"}})
     await converse(exchange, answer)

@@ -135,13 +135,11 @@ async def until(holds: Callable[[], object]) -> None:
 
 async def test_lean_ends_the_stream_with_its_answer() -> None:
     async with replica() as fleet:
-        # Given a request in lean mode, when its 600 KB body has come in chunks
         ask = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
         chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
         call = fleet.exchange()
         said = await talk(call, headers("lean"), *chunks, body(), answers=11)
 
-        # Then it is answered whole, and the stream is over without Envoy's doing
         assert parts(said) == ["request_headers"] + ["request_body"] * 10
         assert b"".join(chunk.body for chunk in echoed(said)) == ask
         assert await call.read() is grpc.aio.EOF
@@ -171,29 +169,25 @@ async def test_a_refusal_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_body_that_stands_still_is_refused_and_what_it_held_is_free(mode: str) -> None:
+async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(mode: str) -> None:
     async with replica(stalled_s=0.3) as fleet:
-        # Given two clients that vanish amid their upload: of one the half came, of the other all but its end
-        # (in lean a large one, since a small one is answered before its end)
+        # Two clients vanish during their upload: one after half of it, one before the end of the stream.
         ask = ASK if mode == "standard" else ASK.ljust(WHOLE_BYTES + 1)
         whole = len(ask)
         half, endless = fleet.exchange(), fleet.exchange()
         await talk(half, headers(mode, {"content-length": str(2 * whole)}), body(ask, ended=False), answers=0)
         await talk(endless, headers(mode, {"content-length": str(whole)}), body(ask, ended=False), answers=0)
-        # When nothing more comes, then both are refused, and the place of the second is given back
         for call in (half, endless):
             [answer] = await talk(call, answers=1)
             assert answer.immediate_response.status.code == 408
             assert await rest(call) == []
         assert len(fleet.gate.withdrawn) == 1
         assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
-        # And nothing is left that a drain would wait for
         await fleet.server.stop()
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_body_that_comes_too_slowly_is_refused_however_it_drips(mode: str) -> None:
-    # Given a client that sends on and on, never long silent, and never comes to its end
+async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
     async with replica(stalled_s=30, body_timeout="300ms") as fleet:
         call = fleet.exchange()
         await call.write(headers(mode))
@@ -204,7 +198,7 @@ async def test_a_body_that_comes_too_slowly_is_refused_however_it_drips(mode: st
                 await asyncio.sleep(0.02)
 
         dripping = asyncio.create_task(drip())
-        # (what the client reads is a race with its own writes)
+        # What the client reads is a race with its own sends.
         await until(lambda: fleet.metrics.answers == [(mode, "", "body_stalled")])
         dripping.cancel()
         await asyncio.gather(dripping, return_exceptions=True)
@@ -212,7 +206,7 @@ async def test_a_body_that_comes_too_slowly_is_refused_however_it_drips(mode: st
 
 
 @pytest.mark.parametrize("first", [[], [headers("lean")], [headers("standard")]])
-async def test_a_stream_on_which_nothing_comes_ends(first: list[ProcessingRequest]) -> None:
+async def test_a_stream_without_a_body_is_refused(first: list[ProcessingRequest]) -> None:
     async with replica(stalled_s=0.3) as fleet:
         call = fleet.exchange()
         [answer] = await talk(call, *first, answers=1)
@@ -221,8 +215,7 @@ async def test_a_stream_on_which_nothing_comes_ends(first: list[ProcessingReques
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_wait_in_the_queue_is_no_part_of_the_time_that_a_body_may_take() -> None:
-    # Given a large body whose bytes have all come, and which waits for longer than it may take to come
+async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
     async with replica(body_timeout="200ms") as fleet:
         fleet.gate.open.clear()
         long = ASK.ljust(WHOLE_BYTES + 1)
@@ -233,24 +226,21 @@ async def test_a_wait_in_the_queue_is_no_part_of_the_time_that_a_body_may_take()
         other = fleet.exchange()
         [answer] = await talk(other, headers("lean"), answers=1)  # one that is given up meanwhile
         assert answer.immediate_response.status.code == 408
-        # When it is placed, and then told its end, then it goes on
         fleet.gate.open.set()
         assert parts(await talk(call, body(), answers=1)) == ["request_headers"]
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_nothing_is_held_of_bodies_whatever_becomes_of_their_streams(mode: str) -> None:
+async def test_every_end_of_a_stream_releases_its_body(mode: str) -> None:
     async with replica() as fleet:
         long = ASK.ljust(2 * WHOLE_BYTES)
         chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
-        # Given one that waits, one that is half there, one that is refused and one that is placed
         waiting, half, bad = (fleet.exchange() for _ in range(3))
         fleet.gate.open.clear()
         await talk(waiting, headers(mode), *chunks, body(), answers=0)
         await talk(half, headers(mode), chunks[0], answers=0)
         await talk(bad, headers(mode), body(b"{"), answers=1)
         await until(lambda: fleet.gate.asked.is_set() and fleet.context.bodies.held_bytes == 3 * WHOLE_BYTES)
-        # When the clients of the first two leave, then nothing is held
         waiting.cancel()
         half.cancel()
         await until(lambda: fleet.context.bodies.held_bytes == 0)
@@ -260,9 +250,8 @@ async def test_nothing_is_held_of_bodies_whatever_becomes_of_their_streams(mode:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-async def test_a_client_that_leaves_while_queued_is_noticed(mode: str) -> None:
+async def test_a_client_that_leaves_cancels_its_queued_request(mode: str) -> None:
     async with replica() as fleet:
-        # Given a request that waits at the gate
         fleet.gate.open.clear()
         call = fleet.exchange()
         first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
@@ -270,14 +259,13 @@ async def test_a_client_that_leaves_while_queued_is_noticed(mode: str) -> None:
         async with asyncio.timeout(10):
             await fleet.gate.asked.wait()
 
-        # When Envoy resets its stream, then the wait is cancelled and counted as a client that left
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
         await until(lambda: fleet.metrics.answers == [(mode, "m", "client_gone")])
         assert (fleet.gate.withdrawn, fleet.gate.settled) == ([], [])
 
 
-async def test_a_client_that_leaves_mid_answer_is_accounted_for() -> None:
+async def test_a_client_that_leaves_during_the_answer_is_settled() -> None:
     async with replica() as fleet:
         call = fleet.exchange()
         await talk(call, headers("standard"), body(ASK), response_headers(), response_body(b"a"), answers=4)
@@ -286,7 +274,7 @@ async def test_a_client_that_leaves_mid_answer_is_accounted_for() -> None:
         assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.CLIENT_GONE]
 
 
-async def test_a_stream_that_ends_before_its_body_leaves_nothing() -> None:
+async def test_a_stream_that_ends_before_its_body_is_not_admitted() -> None:
     async with replica() as fleet:
         call = fleet.exchange()
         await talk(call, headers("lean"), body(b"{", ended=False), answers=0)
@@ -343,9 +331,8 @@ async def test_health_follows_readiness_and_liveness_does_not() -> None:
         assert [await fleet.health(name) for name in names] == [NOT_SERVING] * 3 + [SERVING]
 
 
-async def test_a_drain_finishes_what_waits_and_refuses_what_comes() -> None:
+async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
     async with replica() as fleet:
-        # Given a request that waits, and one whose body is not whole yet
         fleet.gate.open.clear()
         waiting, late = fleet.exchange(), fleet.exchange()
         await talk(waiting, headers("lean"), body(ASK), answers=0)
@@ -353,21 +340,20 @@ async def test_a_drain_finishes_what_waits_and_refuses_what_comes() -> None:
         async with asyncio.timeout(10):
             await fleet.gate.asked.wait()
 
-        # When the replica drains, then it says first that it takes nothing new
+        # It first announces that it takes nothing new.
         watch = fleet.watch("readiness")
         assert (await watch.read()).status == SERVING
         drain = asyncio.create_task(fleet.server.drain())
         assert (await watch.read()).status == NOT_SERVING
-        # And a ready pool does not make it ready again
+        # A ready pool does not make it ready again.
         fleet.server.set_ready(True)
         assert await fleet.health("readiness") == NOT_SERVING
 
-        # And the late one is refused with a reason
+        # The late one is refused with a reason.
         [answer] = await talk(late, body(ASK), answers=1)
         immediate = answer.immediate_response
         assert immediate.status.code == 503
         assert set_headers(immediate.headers)["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
-        # And the waiting one has its turn, after which the server is gone
         assert not drain.done()
         fleet.gate.open.set()
         assert parts(await talk(waiting, answers=1)) == ["request_headers"]
@@ -376,7 +362,7 @@ async def test_a_drain_finishes_what_waits_and_refuses_what_comes() -> None:
         assert fleet.gate.cancelled == []
 
 
-async def test_what_waits_past_the_drain_is_refused() -> None:
+async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
     async with replica(drain_timeout="50ms") as fleet:
         fleet.gate.open.clear()
         call = fleet.exchange()
@@ -393,7 +379,6 @@ async def test_what_waits_past_the_drain_is_refused() -> None:
 
 
 async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
-    # Given another service on the same server, whose stream never ends
     begun = asyncio.Event()
 
     async def endless(stream: Stream) -> None:
@@ -404,7 +389,6 @@ async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
         call = fleet.channel.stream_stream("/test.Logs/Stream")()
         async with asyncio.timeout(10):
             await begun.wait()
-            # When the replica drains, then it comes to its end
             await fleet.server.drain()
         assert await call.code() is not grpc.StatusCode.OK
 
@@ -419,19 +403,16 @@ async def test_an_address_in_use_is_named() -> None:
                 pass
 
 
-async def test_a_message_that_is_none_is_refused_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_malformed_message_ends_its_own_stream_only(caplog: pytest.LogCaptureFixture) -> None:
     async with replica() as fleet:
-        # Given a stream beside which another sends what is no message
         good = fleet.exchange()
         await good.write(headers("lean"))
         bad = fleet.channel.stream_stream(f"/{SERVICE}/Process")()
         await bad.write(b"\xff\xff\xff")
 
-        # Then that one ends with a status that says so, and nothing is thrown
         assert await bad.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
-        # And the other is served
         assert parts(await talk(good, body(ASK), answers=1)) == ["request_headers"]
 
 

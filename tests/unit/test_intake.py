@@ -59,10 +59,8 @@ def asked(
 
 
 def test_a_bare_request_has_the_defaults() -> None:
-    # Given no header at all, when a request is made of the body
     request = asked()
 
-    # Then it is an anonymous workload's, in its model's flow, in the Default band
     assert request == InferenceRequest(
         id="made",
         model="m",
@@ -79,9 +77,7 @@ def test_a_bare_request_has_the_defaults() -> None:
 
 
 def test_a_model_asks_for_the_labels_it_is_configured_with() -> None:
-    # Given a model that only some endpoints may serve
     settings = parse({"models": [{"name": "big", "endpoint_labels": {"gpu": "h100"}}]})
-    # When it is asked for, then its requests say so; those of others do not
     assert asked(model="big", settings=settings).selector == {"gpu": "h100"}
     assert asked(settings=settings).selector == {}
 
@@ -199,12 +195,10 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
 def test_the_answers_maximum_is_charged_where_it_makes_sense(
     name: str, value: object, answer: object
 ) -> None:
-    # Given a body of 400 bytes that sets a maximum, when its cost is counted in tokens
     bare = len(orjson.dumps({"model": "m", name: value, "prompt": ""}))
     body = orjson.dumps({"model": "m", name: value, "prompt": "p" * (400 - bare)})
     cost, learn = costed(read_body(body))
 
-    # Then a sensible one is part of it, and the flow's mean stands in for one that is not
     assert (cost, learn) == (100 + (answer or 0), answer is None)
 
 
@@ -217,7 +211,7 @@ def test_the_newest_name_of_the_maximum_goes_first() -> None:
 def test_a_body_that_envoy_read_is_costed_by_its_length() -> None:
     assert costed(read_metadata({"model": "m"}, 4000)) == (1000, True)
     assert costed(read_metadata({"model": "m", "max_tokens": 50.0}, 4000)) == (1050, False)
-    # Given no content-length, then the least is charged
+    # Without a content-length the least is charged.
     assert costed(read_metadata({"model": "m"})) == (1, True)
 
 
@@ -254,14 +248,12 @@ def test_of_a_models_and_an_objectives_limit_the_lower_one_counts(
 
 
 def test_a_renamed_body_keeps_everything_else_byte_for_byte() -> None:
-    # Given a body with a model in many places and spellings, when its own model is renamed
     for before, after in (
         ('{"a": {"model": "m"}, "x":1e400 ,\n "model" :\t', ', "prompt": "üñí \\u00fc", "f": 0.10}'),
         ('{"\\"model\\"": "m", "mod\\u0065l":', "}"),
         ("{" + '"deep":' + "[" * 300 + "]" * 300 + ', "model":', ' , "n":1, "n":2} '),
     ):
         body = f'{before}"m"{after}'.encode()
-        # Then only that one differs
         assert read_body(body).renamed("tärget") == f'{before}"tärget"{after}'.encode()
 
 
@@ -278,7 +270,7 @@ spaces = st.text(st.sampled_from(" \t\n\r"), max_size=2)
 def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_twice(
     written: list[tuple[str, bool]], data: st.DataObject
 ) -> None:
-    # Given any keys, each as it is or all in escapes, with any values and spaces between
+    # Any keys, plain or all in escapes, with any values and spaces between.
     members = []
     for key, escaped in written:
         plain = "".join(f"\\u{ord(char):04x}" if ord(char) < 0x10000 else char for char in key)
@@ -290,19 +282,17 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
         return  # no JSON, whatever Python thinks
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     used = {"model", "stream", "messages"}
-    # When it is read, also as a large one that is not ASCII is
+    # Both paths: a small body, and a large one that is not ASCII.
     for large_bytes in (LARGE_BYTES, 1):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("picker_fleet.body._LARGE_BYTES", large_bytes)
             twice = {name for name in used if names.count(name) > 1}
             if twice:
-                # Then a used key that comes twice is named
                 with pytest.raises(BadRequest, match=f"has ({'|'.join(twice)}) twice"):
                     assert Body(text.encode()).values
                 with pytest.raises(BadRequest):
                     read_body(text.encode())
                 continue
-            # Then it says what any other reader finds, and another model is all that changes
             body = Body(text.encode())
             whole = json.loads(text)
             for name in used & whole.keys():
@@ -381,10 +371,8 @@ def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
 
 @given(st.fixed_dictionaries({"workload_id": json_values, "criticality": json_values}))
 def test_any_json_as_workload_makes_a_sound_workload(context: dict[str, object]) -> None:
-    # Given any two values, when they come as a workload context
     workload = asked({"x-workload-context": json.dumps(context)}).workload
 
-    # Then the workload can be used as it is: a short id without control characters, a clamped criticality
     assert type(workload.criticality) is int
     assert 1 <= workload.criticality <= 5
     assert 0 < len(workload.id.encode()) <= 128
@@ -394,7 +382,6 @@ def test_any_json_as_workload_makes_a_sound_workload(context: dict[str, object])
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_any_body_is_read_or_refused(body: bytes) -> None:
-    # Given any bytes, or any JSON, as a body: it is refused, or can be used and renamed
     with contextlib.suppress(BadRequest):
         read = read_body(body)
         assert read.model
@@ -526,7 +513,6 @@ def test_target_models_share_by_weight(choice: float, target: str) -> None:
 
 
 def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:
-    # Given a request whose gateway gives it another model, which has a band, a weight, labels and a limit
     settings = parse(
         {
             "models": [
@@ -543,7 +529,6 @@ def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -
         }
     )
     rewritten = asked({"x-gateway-model-name-rewrite": "big"}, model="split", settings=settings)
-    # Then it is as if the client had asked for that one
     assert rewritten == asked(model="big", settings=settings)
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)
 

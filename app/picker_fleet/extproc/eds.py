@@ -1,7 +1,7 @@
 """EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
 
 State of the world, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment from a
-replica that has just started would tell Envoy that every model server is gone. Delta and fetch answer
+replica that has just started would mean to Envoy that every model server is gone. Delta and fetch answer
 UNIMPLEMENTED. Served by the replica's gRPC server.
 """
 

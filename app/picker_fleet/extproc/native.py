@@ -49,7 +49,7 @@ class NativeTransport:
         return bound
 
     async def stop(self, grace_s: float | None) -> None:
-        """As `Transport.stop`. Peers hear of it by a GOAWAY and open their next streams elsewhere."""
+        """As `Transport.stop`. A GOAWAY sends the peers' next streams elsewhere."""
         if self._server is None:
             return
         self._server.close()

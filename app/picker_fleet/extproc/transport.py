@@ -1,8 +1,8 @@
 """What carries gRPC streams to handlers: the interface, the health service, and the transport on grpcio.
 
-The replica's `Server` is the only caller. A handler serves one stream: it reads and writes messages as bytes
-and returns the last message, which leaves together with the stream's end. `native.NativeTransport` is the
-other implementation.
+The replica's `Server` is the only caller. A handler serves one stream: it receives and sends bytes, and
+returns the last message, which leaves together with the stream's end. `native.NativeTransport` is the other
+implementation.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
 class Streaming:
-    """A handler that writes all its messages and returns none; grpcio has to know."""
+    """A handler that returns no last message; grpcio has to know."""
 
     def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
         self._handler = handler
