@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 from failover_bench import E1, E2, PULSE, Bench, eventually, resyncing, watched
@@ -12,6 +13,7 @@ from scripted_store import until
 from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverState
+from picker_fleet.failover.peers import BudgetTransfer
 from picker_fleet.request import Alive, Band, Completion, Outcome
 from picker_fleet.state.store import Decision
 
@@ -493,3 +495,12 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
     )
     for n in range(3):
         assert failed not in (await bench.place(str(n))).endpoints
+
+
+async def test_a_defect_in_a_task_of_an_outage_ends_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(BudgetTransfer, "_needed", AsyncMock(side_effect=ZeroDivisionError))
+    bench.gate.redis_lost("silence", "no answer in time")
+    with pytest.raises(ExceptionGroup) as caught:
+        await bench.gate.run()
+    assert caught.group_contains(ZeroDivisionError)

@@ -110,8 +110,7 @@ class FailoverGate:
     """`admission.gate.Gate`: delegates to `SharedGate`, or to the present `Outage`. One event loop.
 
     `report_s` is how often the access log gives a sign of life; `heartbeat_now` sends a heartbeat, which is
-    the probe of Redis: with `full=False` only its own reply is read. A replica younger than `newcomer_s`
-    starts an outage without budget.
+    the probe of Redis: with `full=False` only its own reply is read.
     """
 
     def __init__(
@@ -151,6 +150,7 @@ class FailoverGate:
         self._state = _SHARED
         self._outage: Outage | None = None  # exactly while the state is not SHARED
         self._tasks: set[asyncio.Task[None]] = set()  # of the outage
+        self._task_failure: BaseException | None = None
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
         self._busy = False  # requests were placed or ended since the last tick
@@ -393,6 +393,8 @@ class FailoverGate:
             self._cancel_tasks()
 
     def _tick(self) -> None:
+        if self._task_failure is not None:
+            raise self._task_failure  # a defect: it ends the replica
         self._shared.drop_expired()
         if self._outage is not None:
             self._heartbeat_now()
@@ -523,7 +525,12 @@ class FailoverGate:
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._task_failure = self._task_failure or task.exception()
 
     def _cancel_tasks(self) -> None:
         for task in self._tasks:
