@@ -195,7 +195,7 @@ async def test_a_claim_takes_no_more_than_its_share_of_the_stock(fleet: OpenFlee
         running = [entry.request for entry in await it.log() if entry.event in ("bypassed", "granted")]
         assert sum(name.startswith("honest") for name in running) == 12
         assert all(entry.stock <= 1000 for entry in await it.log())
-        # And what a accounting token brings back takes no more either
+        # And what an accounting token brings back takes no more either
         await it.redis.flushall()
         await a.publish("10.0.0.1:8000", upper_per=1000, lower_per=1000, claim_share=0.25)
         token = accounting_token.write(ask("lost", cost=1e6), "10.0.0.1:8000")

@@ -107,7 +107,7 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
-        # Given a placed request whose client has gone, as somebody says without a accounting token
+        # Given a placed request whose client has gone, as somebody says without an accounting token
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
         assert await a.store.report_client_gone("r") == "suspected"

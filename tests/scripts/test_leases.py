@@ -260,7 +260,7 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(
     ],
 )
 async def test_a_broken_accounting_token_restores_nothing(fleet: OpenFleet, token: str) -> None:
-    # Given no record, when a renewal brings a accounting token that cannot be read, then nothing is counted
+    # Given no record, when a renewal brings an accounting token that cannot be read, then nothing is counted
     async with fleet("a") as (it, a):
         assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await it.at_rest()
@@ -276,7 +276,7 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
     async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
-        # When a accounting token claims more
+        # When an accounting token claims more
         assert (
             await a.store.renew("r", None, E1, accounting_token.write(ask("r", cost=claimed), E1))
             == "restored"
@@ -345,7 +345,7 @@ async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, dam
     # Given a request in flight
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # When the access log tells of one that nobody knows, with a accounting token that is damaged
+        # When the access log tells of one that nobody knows, with an accounting token that is damaged
         assert await a.store.renew("x", None, "", damaged) == "unknown"
         # Then the one in flight is counted as before, and nothing else is
         assert await it.counts() == (1, 0, [1])

@@ -1,9 +1,9 @@
 """The accounting token: what Envoy carries for a placed request, so that any replica can account for it.
 
-It travels in dynamic metadata and comes back with each access-log entry. Fields joined by tabs, in the
-order of state/schema.py; no field can hold a tab, since intake refuses control characters. One of a
-request that was let go without the shared state has a field more, which says when. The last is the fleet's
-signature, over the request's id and all fields before it.
+It travels in dynamic metadata and returns with each access-log entry. Its fields are joined by tabs, in the
+order of state/schema.py; no field can have a tab, since intake refuses control characters. A request that was
+placed without Redis has one more field, the time. The last field is the fleet's signature over the request's
+id and all fields before it; a trace may follow.
 """
 
 from picker_fleet.request import InferenceRequest
@@ -14,9 +14,7 @@ _PURPOSE = "ticket"
 _TRACEPARENT = "00-"
 
 _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("cost", "model", "endpoint"))
-_FIELDS = len(
-    ACCOUNTING_TOKEN
-)  # then, it may be, when it was let go alone; then the signature; a further one is its trace
+_FIELDS = len(ACCOUNTING_TOKEN)  # without the time of a placement without Redis, the signature and the trace
 
 
 def write(
@@ -24,10 +22,9 @@ def write(
 ) -> str:
     """The accounting token of `request` placed on `endpoint` (`ip:port`).
 
-    `alone_ms` is when that was, by the clock of the shared state, if it was without that.
-
-    `answer_tokens` stands for the answer in the cost of a request that lacks it: what flows have learned of
-    their answers is lost together with the state that a accounting token makes good.
+    `alone_ms` is the time by the clock of the shared state, if the request was placed without Redis.
+    `answer_tokens` completes a cost that lacks the answer's part: the mean of the flow is lost together with
+    the state that the token restores.
     """
     workload = request.workload
     return "\t".join(
@@ -47,15 +44,15 @@ def write(
 
 
 def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
-    """What `write` gives, with the signature that makes it the accounting token of request `request_id`."""
+    """The fields of `write`, with the signature that makes them the token of request `request_id`."""
     signature = keys.sign(_PURPOSE, f"{request_id}\t{token_fields}")
     return f"{token_fields}\t{signature}"
 
 
 def checked(token: str, request_id: str, keys: Keyring) -> tuple[str, str]:
-    """A token that came back, and what is wrong with it: '' if it is the fleet's own for `request_id`.
+    """The token, and what is wrong with it: '' if it is the fleet's own for `request_id`.
 
-    One that a version without signatures has made gets an empty one, where those are accepted.
+    A token of a version without signatures gets an empty one, where those are accepted.
     """
     own, parent = split_trace(token)
     token_fields, _, signature = own.rpartition("\t")
@@ -69,21 +66,21 @@ def checked(token: str, request_id: str, keys: Keyring) -> tuple[str, str]:
 
 
 def is_alone(token: str) -> bool:
-    """Whether its request was let go without the shared state."""
-    if ADMITTED_ALONE not in token:  # as with nearly every one
+    """Whether its request was placed without Redis."""
+    if ADMITTED_ALONE not in token:  # nearly always
         return False
     fields = token.split("\t")
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
 
 
 def endpoint_of(token: str) -> str:
-    """The endpoint that a accounting token was written for; '' if it is none."""
+    """The endpoint that an accounting token was written for; '' if it is none."""
     fields = token.split("\t")
     return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""
 
 
 def model_of(token: str) -> str:
-    """The model that a accounting token's client asked for; '' if it is none."""
+    """The model that an accounting token's client asked for; '' if it is none."""
     fields = token.split("\t")
     return fields[_MODEL] if len(fields) > _MODEL else ""
 
@@ -104,7 +101,7 @@ def with_trace(token: str, parent: str) -> str:
 
 
 def split_trace(token: str) -> tuple[str, str]:
-    """A accounting token as it was written, and the traceparent it carries; '' if it carries none."""
+    """An accounting token as it was written, and the traceparent it carries; '' if it carries none."""
     own, _, parent = token.rpartition("\t")
     if parent.startswith(_TRACEPARENT) and token.count("\t") >= _FIELDS:
         return own, parent
