@@ -263,10 +263,10 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_ms', now_ms)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
-  local stands = {sweep_more = more and 1 or 0, walk = walked, walks = walks,
+  local positions = {sweep_more = more and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
     answer_cursor = forget_idle(key.answers, state[4] or '0', answers, idle_ms)}
-  for field, value in pairs(stands) do defer_write('HSET', key.pool, field, value) end
+  for field, value in pairs(positions) do defer_write('HSET', key.pool, field, value) end
   local head = finish_call()
   head[5], head[6], head[7], head[8], head[9], head[10] = 1, expired, reaped, more and 1 or 0, ghosts, suspects
   return head

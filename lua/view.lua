@@ -42,7 +42,7 @@ function view.rank_behind(sorted, score, member)
 end
 
 -- Append a row for each of `flow_queues` (names and start tags in turn). The first request of a flow queue, its oldest
--- except under edf, stands for all.
+-- except under edf, represents it.
 function view.add_flow_queues(reply, group, flow_queues)
   local band, heads = group % 3, {}
   for i = 1, #flow_queues, 2 do

@@ -35,7 +35,7 @@ class Request:
     deadline_ms: int = 0
     due_ms: float = 0  # becomes overdue
     timer_ms: float = 0  # when its next event is due
-    state: str = "new"  # queued, held, granted, placed
+    state: str = "new"  # queued, held (orphaned), granted, placed
     flow_queue: str = ""  # the one it is in while queued
     endpoints: str = ""
     taken: float = 0.0

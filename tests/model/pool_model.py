@@ -164,7 +164,7 @@ class PoolModel:
             self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
-        """The reply; or none, whether only a limit stands in the way, and the endpoints whose limit it is."""
+        """The reply; or none, whether only a limit prevents it, and the endpoints that are at theirs."""
         named, scores = read_candidates(candidates)
         counts, limited, closed = self.endpoints.options(r, named, self._caps)
         if not counts:

@@ -205,7 +205,7 @@ class World:
             if gate.state is FailoverState.SHARED:
                 continue
             if not gate.degraded:
-                # Who is back before there is a request stands where it began.
+                # A replica that returns before there is a request is in its first state again.
                 if self._request != _UNSENT:
                     yield Step("finish", who)
             elif not self._reported[who]:

@@ -101,16 +101,16 @@ def plain(value: Any) -> Any:
 def numbers_of(state: list[Any]) -> dict[str, Any]:
     """lua/state.lua's reply by name, as far as it changes with the queue."""
     names = (
-        "born", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
+        "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
     bands, loads = found.pop("bands"), found.pop("loads")
     numbers: dict[str, Any] = {
-        name: plain(value) for name, value in found.items() if name not in ("born", "replicas")
+        name: plain(value) for name, value in found.items() if name not in ("epoch", "replicas")
     }
     for band in range(3):
-        for at, name in enumerate(("v", "lanes", "queued")):
+        for at, name in enumerate(("v", "flow_queues", "queued")):
             numbers[f"{name}:{band}"] = plain(bands[3 * band + at])
     numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
     numbers["replicas"] = sorted(found["replicas"][::2])

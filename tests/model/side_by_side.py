@@ -107,7 +107,7 @@ class SideBySide:
             band = model.queue.bands[number]
             numbers |= {
                 f"v:{number}": band.v,
-                f"lanes:{number}": len(band.queues),
+                f"flow_queues:{number}": len(band.queues),
                 f"queued:{number}": band.queued,
                 f"band:{number}": band.tag,
             }

@@ -52,7 +52,7 @@ ROOMY = {"upper_per": 4, "lower_per": 3}
 # One call of the sweep walks past this many for certain. Of REFILED (16) the scan may stop with empty buckets
 # left, as the hash seed of the server has it, and say that there is more; the model knows no half walk.
 WALKED = 15
-# What an operator may change at any time, and what has the queue refiled.
+# What an operator may change at any time, and the settings whose change reorders the queue.
 LIVE: dict[str, list[Any]] = {
     "upper_per": [1, 2.3, 4, 0],
     "lower_per": [1, 2, 3.7, 0],

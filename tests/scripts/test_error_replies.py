@@ -252,7 +252,7 @@ async def busy(redis: Redis) -> AsyncIterator[None]:
         ("elsewhere", without_replicas),  # NOREPLICAS
     ],
 )
-async def test_a_real_server_with_a_lasting_error_for_everyone_is_an_outage(
+async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_outage(
     server: tuple[int, Path], pool: str, kind: str, provoked: Provoked
 ) -> None:
     port, _ = server

@@ -157,7 +157,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         await queued(it, "q")
         await b.settle("runs")
         await b.settle("q")
-        # When it hears of its grant, then it is admitted anew
+        # When it is notified of its grant, then it is admitted again
         a.on_notification("granted", "q")
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2

@@ -139,7 +139,7 @@ async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(
     fleet: OpenFleet,
 ) -> None:
-    # Given a placed request and a shared state that has been lost and published anew
+    # Given a placed request and a shared state that has been lost and published again
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, 1, "*")

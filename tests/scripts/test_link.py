@@ -245,7 +245,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         # Then what it grants counts for nothing, for it may be another's by now
         with pytest.raises(StateUnavailable):
             await admission
-        # And the connection is made anew
+        # And there is a new connection
         assert (await a.admit("r1")).status == "placed"
         await a.settle("r1")
         assert await it.at_rest()

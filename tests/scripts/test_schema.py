@@ -32,7 +32,7 @@ def in_scripts() -> dict[str, str]:
 
 
 def parts(name: str) -> list[str]:
-    """Of a key's pattern, with what stands between them."""
+    """Of a key's pattern, with the separators."""
     return re.split("(:|<31>)", name)
 
 

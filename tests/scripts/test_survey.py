@@ -181,7 +181,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fl
 
         reads = Reads(cast(BatchingClient, Meanwhile(a.store._client, move)), it.keys.log)
         found = (await reads.flow_queues(MOST)).queues
-        # Then it stands where it was last, and counts once
+        # Then it is listed at its last position, and once
         assert len(found) == len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start

@@ -166,7 +166,7 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
-        # Given ids, flow queues, replicas and endpoints that nothing stands behind
+        # Given ids, flow queues, replicas and endpoints that do not exist
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)

@@ -104,7 +104,7 @@ async def test_policies_change_while_requests_wait(
                 f"q{i:02}", flow=f"f{i % 3}", band=Band(i % 2), workload=f"w{i % 4}" if i % 4 else "",
                 ttl_s=60 - i, criticality=1 + i % 5,
             )  # fmt: skip
-        # When another is chosen, and the sweep has filed them anew
+        # When another is chosen, and the sweep has reordered them
         await a.store.set_live_config(dict(after), dict(after))
         while (await a.sweep()).more:
             pass

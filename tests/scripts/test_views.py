@@ -56,7 +56,7 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         # When one of each band has been served
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
-        # Then the flow that was served stands behind by its share, which its weight made small
+        # Then the flow that was served is behind by its share, which its weight made small
         assert [(each.band, each.name, each.start, each.queued) for each in queues] == [
             (1, "iron", 0.0, 1),
             (1, "gold", 0.25, 1),
