@@ -101,7 +101,7 @@ class MetricsChannel:
         self, url: str, pool: str, replica: str, *, now_ms: Callable[[], int], deadline_s: float = _DEADLINE_S
     ) -> None:
         self._url = url
-        self._name = Keys.of(pool).prefix + "metrics"
+        self._name = Keys.of(pool).metrics
         self._replica = replica
         self._own = message_head(replica)
         self._now_ms = now_ms

@@ -190,7 +190,7 @@ class ScoringChooser:
     """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
 
     Without a scheduler it leaves the choice to the script, as `LeastLoadedChooser` does. `readings` gives the
-    scraped metrics, `in_flight` the fleet's requests by endpoint as last read. `routes` is told of routes and
+    scraped metrics, `in_flight` the fleet's requests by endpoint as last read. `routes` gets the routes and
     completions while a scorer needs those of all replicas. `adapters` are names of LoRA adapters besides
     those in the readings. `latency_weights` are those of the scorer `latency`. `needs_prefix_hashes` says
     whether a scorer needs the hashes of prompts.

@@ -33,6 +33,13 @@ TICK_S = 0.1
 LONG_PAUSE_S = 1.0
 _RECENT_S = 1.0  # for how long a process counts as just resumed
 _BACKLOG_S = 0.05
+CALM_S = 30.0
+_ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
+_SUSPECTED = 0.1  # of the floor, at least
+_STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
+_MAX_REPEATS = 4
+_PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
+_MAX_PROBES = 8  # at a time; the oldest makes room
 
 
 class PauseDetector:
@@ -124,13 +131,6 @@ def _run_queue_s(schedstat: str) -> float:
 def _steal_s(stat: str) -> float:
     """Of the line `cpu`, in ticks: user nice system idle iowait irq softirq steal (proc_stat(5))."""
     return int(stat.split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
-
-
-CALM_S = 30.0
-_ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
-_SUSPECTED = 0.1  # of the floor, at least
-_STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
-_MAX_REPEATS = 4
 
 
 class Health(enum.Enum):
@@ -241,9 +241,6 @@ class FailureDetector:
         self._begin()
         return health
 
-
-_PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
-_MAX_PROBES = 8  # at a time; the oldest makes room
 
 Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[RedisConnection]]
 

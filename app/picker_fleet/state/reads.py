@@ -19,6 +19,12 @@ CHUNK = VIEW_LIMIT  # rows a call
 MAX_REPLICAS = 256
 PARKED = 3  # groups from here on have the throttled flow queues: band + 3
 _MAX_SCANS = 10  # calls for one page of workloads
+CLAIM_MS = 500  # longer than a read takes; on a machine that is busier than that, two replicas read
+_MAX_AGE_S = 1.0  # of a snapshot
+_MAX_AGE_PER_QUEUE_S = 0.001  # and no older than this for each queue: few are read in no time
+_SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
+_POLL_S = 0.02  # while another replica reads
+_PARSED_AT_ONCE = 250  # queues of a shared snapshot
 
 
 class FlowQueueRow(NamedTuple):
@@ -345,12 +351,6 @@ def _batches(ranges: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
     return batches
 
 
-CLAIM_MS = 500  # longer than a read takes; on a machine that is busier than that, two replicas read
-_MAX_AGE_S = 1.0  # of a snapshot
-_MAX_AGE_PER_QUEUE_S = 0.001  # and no older than this for each queue: few are read in no time
-_SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
-_POLL_S = 0.02  # while another replica reads
-_PARSED_AT_ONCE = 250  # queues of a shared snapshot
 _FIELDS = list(FlowQueueRow._fields)
 
 
