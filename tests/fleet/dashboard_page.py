@@ -5,13 +5,12 @@ replica's own admin API.
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+from admin_calls import event_stream
 from playwright.async_api import Browser, ConsoleMessage, Locator, Page, async_playwright
 
 CHROMIUM = "/usr/bin/chromium"
@@ -119,20 +118,12 @@ class Snapshots:
         self.by_time: dict[float, dict[str, Any]] = {}
         self._arrived = asyncio.Condition()
 
-    async def read(self, url: str) -> None:
-        event = ""
-        async with (
-            httpx.AsyncClient(trust_env=False, verify=False, timeout=20.0) as client,
-            client.stream("GET", f"{url}/api/v1/events") as answer,
-        ):
-            async for line in answer.aiter_lines():
-                key, _, value = line.partition(": ")
-                if key == "event":
-                    event = value
-                elif key == "data" and event == "snapshot":
-                    shot = json.loads(value)
+    async def read(self, fleet: Any, replica: int) -> None:
+        async with event_stream(fleet, replica) as events:
+            async for name, data in events:
+                if name == "snapshot":
                     async with self._arrived:
-                        self.by_time[shot["at"]] = shot
+                        self.by_time[data["at"]] = data
                         self._arrived.notify_all()
 
     async def taken(self, at: float) -> dict[str, Any]:
@@ -145,7 +136,7 @@ class Snapshots:
 async def listening(fleet: Any, replica: int = 0) -> AsyncIterator[Snapshots]:
     """The snapshots of a replica, from now on."""
     snapshots = Snapshots()
-    task = asyncio.create_task(snapshots.read(fleet.state["replicas"][replica]["admin"]))
+    task = asyncio.create_task(snapshots.read(fleet, replica))
     try:
         yield snapshots
     finally:

@@ -1,14 +1,11 @@
 """The admin API of a running fleet: every replica reports the state as it is."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-from admin_calls import post, queue_length
+from admin_calls import ask, event_stream, post, queue_length
 from fleet_load import PATIENT, at_rest, decisions, metric
 
 from picker_fleet.admin import models
@@ -18,17 +15,6 @@ OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name
 CONFIG = {"decision_log": {"enabled": True}, "objectives": OBJECTIVES}
 SLOW = ("--no-restart", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "5")
 HARD_NAME = "a/b ?é%2F#"
-
-
-async def ask(client: httpx.AsyncClient, flow: str, *, objective: str = "iron", workload: str = "w") -> int:
-    headers = {
-        "x-gateway-inference-fairness-id": flow.encode(),
-        "x-gateway-inference-objective": objective,
-        "x-workload-context": json.dumps({"workload_id": workload, "criticality": 2}),
-    }
-    body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
-    response = await client.post("/v1/completions", json=body, headers=headers)
-    return response.status_code
 
 
 async def get(fleet: Any, path: str, replica: int = 0) -> Any:
@@ -51,30 +37,9 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
         cursor = f"&cursor={page['cursor']}"
 
 
-@asynccontextmanager
-async def listening(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """The (event, data) of one replica, from now on."""
-    url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/events"
-    async with (
-        httpx.AsyncClient(trust_env=False, verify=False, timeout=20.0) as client,
-        client.stream("GET", url) as response,
-    ):
-        assert response.headers["content-type"].startswith("text/event-stream")
-
-        async def events() -> AsyncIterator[tuple[str, Any]]:
-            name = ""
-            async for line in response.aiter_lines():
-                if line.startswith("event: "):
-                    name = line.removeprefix("event: ")
-                elif line.startswith("data: "):
-                    yield name, json.loads(line.removeprefix("data: "))
-
-        yield events()
-
-
 async def paused_with(
     here: Any, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, asked: list[tuple[str, str, str]]
-) -> list[asyncio.Task[int]]:
+) -> list[asyncio.Task[httpx.Response]]:
     """Pause `here` and queue requests of `asked` (flow, objective, workload), one after the other."""
     await post(here, "pause", replica=1)
     running = []
@@ -133,7 +98,7 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
             == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
         )
         await post(here, "resume")
-    assert {task.result() for task in waiting} == {200}
+    assert {task.result().status_code for task in waiting} == {200}
     assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
     await at_rest(here)
 
@@ -149,7 +114,7 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
 
         async def user(flow: str, objective: str) -> None:
             while going:
-                assert await ask(client, flow, objective=objective) == 200
+                assert (await ask(client, flow, objective=objective)).status_code == 200
 
         users = [
             tasks.create_task(user(name, objective))
@@ -193,11 +158,12 @@ async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: A
     here = fleet(*SLOW, config=CONFIG)
     async with (
         here.client(**PATIENT) as client,
-        listening(here, 0) as first,
-        listening(here, 1) as second,
+        event_stream(here, 0) as first,
+        event_stream(here, 1) as second,
         asyncio.timeout(60),
     ):
-        assert [await ask(client, "f", workload="w") for _ in range(5)] == [200] * 5
+        for _ in range(5):
+            assert (await ask(client, "f", objective="iron", workload="w")).status_code == 200
         log = await decisions(here)
         for stream in (first, second):
             entries: list[dict[str, Any]] = []

@@ -1,13 +1,11 @@
 """Random calls of the admin API, generated from its OpenAPI document, while requests wait and run."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
-from admin_calls import queue_length
+from admin_calls import ask, queue_length
 from fleet_load import PATIENT
 from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
@@ -26,21 +24,15 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
     """A fleet with 2 requests running and 30 waiting, of 3 flows and 2 workloads."""
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "60000", config=CONFIG)
     async with here.client(**PATIENT) as client:
-        asked = [asyncio.create_task(_ask(client, each)) for each in range(32)]
+        requests = [
+            ask(client, f"flow/{n % 3}", workload=f"w {n % 2}", criticality=1 + n % 5) for n in range(32)
+        ]
+        asked = [asyncio.create_task(each) for each in requests]
         await queue_length(here, 30)
         yield here
         for each in asked:
             each.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-
-
-async def _ask(client: httpx.AsyncClient, number: int) -> None:
-    headers = {
-        "x-gateway-inference-fairness-id": f"flow/{number % 3}",
-        "x-workload-context": json.dumps({"workload_id": f"w {number % 2}", "criticality": 1 + number % 5}),
-    }
-    body = {"model": "llama", "prompt": f"{number}", "max_tokens": 2}
-    await client.post("/v1/completions", json=body, headers=headers)
 
 
 async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:

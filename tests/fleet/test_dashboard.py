@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import page_figures as figures
 import pytest
-from admin_calls import post, queue_length
+from admin_calls import ask, post, queue_length
 from fleet_load import PATIENT, at_rest, shared
 
 SLOW = ("--no-restart", "--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
@@ -23,23 +22,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
 XSS = "<img src=x onerror=window.owned=1>"
 
 
-async def ask(client: httpx.AsyncClient, flow: str, objective: str = "", workload: str = "") -> int:
-    headers = {"x-gateway-inference-fairness-id": flow}
-    if objective:
-        headers["x-gateway-inference-objective"] = objective
-    if workload:
-        headers["x-workload-context"] = workload
-    body = {"model": "llama", "prompt": flow, "max_tokens": 2}
-    return (await client.post("/v1/completions", json=body, headers=headers)).status_code
-
-
 @asynccontextmanager
 async def waiting(fleet: Any, *flows: str, objective: str = "", workload: str = "") -> AsyncIterator[None]:
     """A paused fleet with one request a flow in its queue; the queue is empty on leaving."""
     await post(fleet, "pause")
     async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         for flow in flows:
-            tasks.create_task(ask(client, flow, objective, workload))
+            tasks.create_task(ask(client, flow, objective=objective, workload=workload))
         try:
             await queue_length(fleet, len(flows))
             yield
@@ -245,12 +234,12 @@ async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(
 
 
 async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard: Any) -> None:
-    workload = '{"workload_id": "<script>window.owned=2</script>", "criticality": 3}'
+    workload = "<script>window.owned=2</script>"
     async with waiting(here, XSS, workload=workload), dashboard(here) as page:
         await page.row("flows", XSS).wait_for()
         await page.row("queue", XSS).wait_for()
         await page.says("#why", XSS)
-        await page.says("#rows-workloads", "<script>window.owned=2</script>")
+        await page.says("#rows-workloads", workload)
         await page.says("#rows-decisions", "queued")
         await page.page.locator("#rows-queue button.link").click()
         await page.says("#lookup-answer", XSS)
@@ -339,10 +328,10 @@ async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(fleet: An
 
 async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: Any, dashboard: Any) -> None:
     async with dashboard(here) as page, here.client(**PATIENT) as client:
-        assert await ask(client, "seen") == 200
+        assert (await ask(client, "seen")).status_code == 200
         await page.says("#rows-decisions", "seen")
         await page.page.click("#decisions-hold")
-        assert await ask(client, "unseen") == 200
+        assert (await ask(client, "unseen")).status_code == 200
         await page.until(
             "() => /on hold, [1-9]/.test(document.getElementById('count-decisions').textContent)"
         )

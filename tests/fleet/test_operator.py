@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-import httpx
-from admin_calls import patch, post, queue_length
+from admin_calls import ask, patch, post, queue_length
 from decision_ledger import Ledger
 from fleet_load import PATIENT, at_rest, decisions, shared
 
@@ -19,19 +18,12 @@ CONFIG = {
 DROPPED = "x-llm-d-request-dropped-reason"
 
 
-async def ask(client: httpx.AsyncClient, request_id: str, objective: str = "") -> httpx.Response:
-    """A small completion. Its id goes in the prompt too: Envoy gives each request an id of its own."""
-    headers = {"x-gateway-inference-objective": objective} if objective else {}
-    body = {"model": "llama", "prompt": request_id, "max_tokens": 2}
-    return await client.post("/v1/completions", json=body, headers=headers)
-
-
 async def test_each_change_may_be_made_through_another_replica(fleet: Any) -> None:
     config = {**CONFIG, "fair_request_queue": {"flow_capacity": 100}}
     here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=config)
     await post(here, "pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(client, f"{i}")) for i in range(6)]
+        asked = [tasks.create_task(ask(client)) for i in range(6)]
         await queue_length(here, 6)
         assert (await shared(here))["stock"] == 0
         ids = [entry.request for entry in await decisions(here) if entry.event == "queued"]
@@ -60,9 +52,9 @@ async def test_the_preempted_client_is_answered_at_once(fleet: Any) -> None:
     here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG)
     await post(here, "pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        scrap = [tasks.create_task(ask(client, f"{i}", "scrap")) for i in range(3)]
+        scrap = [tasks.create_task(ask(client, objective="scrap")) for i in range(3)]
         await queue_length(here, 3)
-        gold = tasks.create_task(ask(client, "gold", "gold"))
+        gold = tasks.create_task(ask(client, objective="gold"))
         done, _ = await asyncio.wait(scrap, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         (preempted,) = [task.result() for task in done]
         assert (preempted.status_code, preempted.headers[DROPPED]) == (503, "evicted-queue-pressure")

@@ -32,18 +32,7 @@ STATE = {
 }
 
 
-def ended(**changes: object) -> Completion:
-    fields: dict[str, object] = {
-        "id": "r",
-        "outcome": Outcome.COMPLETED,
-        "status": 200,
-        "served": None,
-        "prompt_tokens": 7,
-        "completion_tokens": 100,
-        "duration_s": 2.0,
-        "first_byte_s": 0.2,
-    }
-    return Completion(**{**fields, **changes})  # type: ignore[arg-type]
+ENDED = Completion("r", Outcome.COMPLETED, 200, None, 7, 100, 2.0, 0.2)
 
 
 def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
@@ -63,17 +52,8 @@ def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
 
 def test_completions_add_up_and_unknown_figures_are_left_out() -> None:
     metrics = Metrics()
-    metrics.completed(ended(), "llama")
-    metrics.completed(
-        ended(
-            outcome=Outcome.CLIENT_GONE,
-            prompt_tokens=None,
-            completion_tokens=None,
-            duration_s=None,
-            first_byte_s=None,
-        ),
-        "llama",
-    )
+    metrics.completed(ENDED, "llama")
+    metrics.completed(Completion("r", Outcome.CLIENT_GONE, 200, None, None, None, None, None), "llama")
     page = samples(metrics)
     assert page["epp_input_tokens_total", "model=llama"] == 7
     assert page["epp_output_tokens_total", "model=llama"] == 100
@@ -97,7 +77,7 @@ def test_a_wait_is_counted_by_the_outcome_of_its_request(
     outcome: Outcome, status: int, success: str, shown: str
 ) -> None:
     metrics = Metrics()
-    metrics.completed(ended(outcome=outcome, status=status, waited_s=0.3, target_model="v2"), "m")
+    metrics.completed(ENDED._replace(outcome=outcome, status=status, waited_s=0.3, target_model="v2"), "m")
     page = samples(metrics)
     counts = {key: n for key, n in page.items() if key[0] == "epp_queue_latency_seconds_count"}
     waits = ("epp_queue_latency_seconds_count", "model=m", f"success={success}", "target_model=v2")
@@ -297,8 +277,7 @@ def filled(models: int, statuses: int = 1) -> Metrics:
         for success in (True, False):
             metrics.waited(name, 0.1, success, f"variant-{number}")
         for status in range(200, 200 + statuses):
-            ended = Completion("id", Outcome.COMPLETED, status, None, 1, 1, 1.0, 0.1)
-            metrics.completed(ended, name)
+            metrics.completed(ENDED._replace(status=status), name)
         metrics.scraped(f"10.{number >> 8}.{number & 255}.1:80", 0.01)
     return metrics
 
