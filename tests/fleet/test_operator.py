@@ -23,7 +23,7 @@ async def test_each_change_may_be_made_through_another_replica(fleet: Any) -> No
     here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=config)
     await post(here, "pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(client)) for i in range(6)]
+        asked = [tasks.create_task(ask(client)) for _ in range(6)]
         await queue_length(here, 6)
         assert (await shared(here))["stock"] == 0
         ids = [entry.request for entry in await decisions(here) if entry.event == "queued"]
@@ -52,7 +52,7 @@ async def test_the_preempted_client_is_answered_at_once(fleet: Any) -> None:
     here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG)
     await post(here, "pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        scrap = [tasks.create_task(ask(client, objective="scrap")) for i in range(3)]
+        scrap = [tasks.create_task(ask(client, objective="scrap")) for _ in range(3)]
         await queue_length(here, 3)
         gold = tasks.create_task(ask(client, objective="gold"))
         done, _ = await asyncio.wait(scrap, timeout=10, return_when=asyncio.FIRST_COMPLETED)

@@ -103,7 +103,7 @@ def request_status(
     if entry.state == "granted":
         return f"its turn has come; replica {entry.owner} is choosing its endpoint"
     if entry.state == "held":
-        return f"replica {entry.owner}, which brought it, is silent; it waits to be brought again by another"
+        return f"its replica {entry.owner} is silent; it waits until another replica adopts it"
     return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share)}"
 
 
