@@ -566,7 +566,7 @@ async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not(
 
 async def test_a_peer_that_reads_no_replies_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_UNSENT_REPLIES", 100)
-    connection = http2.Connection({}, MESSAGE_BYTES, set())
+    connection = http2.Connection({}, native.GrpcStream, set())
     written: list[bytes] = []
 
     class Transport:

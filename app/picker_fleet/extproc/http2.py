@@ -1,7 +1,7 @@
 """HTTP/2 (RFC 9113) as a gRPC server needs it: one connection of Envoy as an asyncio protocol.
 
 `native.NativeTransport` makes a `Connection` for each peer. The connection runs the handler of each request
-in a task of its own and gives it a `GrpcStream`. Frames are parsed and written in the event loop's thread, so
+in a task of its own and gives it a `Stream`. Frames are parsed and written in the event loop's thread, so
 a reset cancels its handler in the same step and no message is copied between threads.
 
 Anyone who reaches the port may send anything. Damaged input ends in a reset of its stream or a GOAWAY. Memory
@@ -13,20 +13,18 @@ every whole message.
 import asyncio
 import logging
 import struct
-from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import hpack
 
-from picker_fleet.errors import BufferFull
 from picker_fleet.extproc.limits import BodyBudget
-from picker_fleet.extproc.transport import Handler, RpcError, Status
+from picker_fleet.extproc.transport import Handler
 
 STREAMS: Final = 20_000  # open at once on one connection
 WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
-_FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
+FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
 _BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
 _LIST_BYTES: Final = 64 * 1024  # the same, decoded
 _CACHED_BLOCKS: Final = 256
@@ -61,12 +59,12 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
 
 
-def _start(kind: int, flags: int, size: int) -> bytes:
+def start_of_frame(kind: int, flags: int, size: int) -> bytes:
     """The first bytes of a frame, up to its stream's id."""
     return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, 0)[:5]
 
 
-def _literal(name: bytes, value: bytes) -> bytes:
+def literal(name: bytes, value: bytes) -> bytes:
     """A header field that no table holds; HPACK's integers of a byte count to 126."""
     return b"\0" + _string(name) + _string(value)
 
@@ -84,14 +82,9 @@ def _string(text: bytes) -> bytes:
     return bytes(length) + text
 
 
-_OK_BLOCK = b"\x88" + _literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
-_END_BLOCK = _literal(b"grpc-status", b"0")
+OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status`, a literal: RFC 9113 has no gRPC error for another protocol
-_OK = _start(HEADERS, END_HEADERS, len(_OK_BLOCK))
-_END = _start(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
-_STOP = _start(RST_STREAM, 0, 4)
-_NO_ERROR_CODE = b"\0\0\0\0"
-_CREDIT = _start(WINDOW_UPDATE, 0, 4)
+NO_ERROR_CODE = b"\0\0\0\0"
 
 _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
@@ -120,281 +113,68 @@ class _Request(NamedTuple):
     content_length: int
 
 
-class GrpcStream:
-    """One request's stream, as its handler sees it (`transport.Stream`)."""
+class Stream(Protocol):
+    """What a connection needs of a stream; `native.GrpcStream` is the one."""
 
-    __slots__ = (
-        "_budget",
-        "_connection",
-        "_content_length",
-        "_fault",
-        "_id",
-        "_messages",
-        "_partial",
-        "_reader",
-        "_received_bytes",
-        "_remote_ended",
-        "_started",
-        "_unread_bytes",
-        "_writer",
-        "receive_window",
-        "send_window",
-        "sid",
-        "task",
-    )
+    receive_window: int
+    send_window: int
+    task: asyncio.Task[None] | None
 
-    def __init__(
+    @property
+    def remote_ended(self) -> bool:
+        """Whether the client's side has ended."""
+        ...
+
+    async def serve(self, handler: Handler) -> None:
+        """Run the handler and send the end of the stream."""
+        ...
+
+    def receive(self, data: bytes, start: int, end: int) -> None:
+        """Take what a DATA frame brought, `data[start:end]`."""
+        ...
+
+    def end_remote(self) -> bool:
+        """The client's side has ended; whether it sent as many bytes as its headers said."""
+        ...
+
+    def wake_writer(self) -> None:
+        """Some window has grown."""
+        ...
+
+    def drop(self) -> None:
+        """The stream is over: keep nothing of it."""
+        ...
+
+
+class NewStream(Protocol):
+    """Makes the stream of a request."""
+
+    def __call__(
         self,
         connection: "Connection",
         stream_id: int,
         send_window: int,
         content_length: int,
         budget: BodyBudget,
-    ) -> None:
-        self._connection = connection
-        self._id = stream_id
-        self.sid = stream_id.to_bytes(4, "big")
-        self._budget = budget
-        self._content_length = content_length
-        self._messages: deque[bytes] = deque()
-        self._partial = bytearray()
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._remote_ended = False
-        self._started = False  # the response's headers have been sent
-        self._fault: Exception | None = None
-        self._unread_bytes = 0
-        self._received_bytes = 0
-        self.receive_window = WINDOW_BYTES
-        self.send_window = send_window
-        self.task: asyncio.Task[None] | None = None
-
-    # The handler's side.
-
-    async def read(self) -> bytes | None:
-        """The next message; None at the end of the client's side.
-
-        Raises:
-            BufferFull: the replica's byte budget is used up; no more of the request is kept.
-            RpcError: what came is not a gRPC message, or it is too large.
-        """
-        while not self._messages:
-            if self._fault is not None:
-                raise self._fault
-            if self._remote_ended:
-                return None
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        message = self._messages.popleft()
-        self._release(len(message) + 5)
-        if not self._messages:
-            self._give_credit()
-        return message
-
-    async def write(self, message: bytes) -> None:
-        """Send one message; returns when all of it is on its way."""
-        connection = self._connection
-        size = len(message) + 5
-        if not self._fits(size):
-            await self._write_parts(message)
-            return
-        self.send_window -= size
-        connection.send_window -= size
-        data = (_start(DATA, 0, size), self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
-        connection.write(b"".join(data if self._started else (_OK, self.sid, _OK_BLOCK, *data)))
-        self._started = True
-
-    async def finish(self, message: bytes | None) -> None:
-        """Send the last message, if there is one, and the end of the stream."""
-        connection, sid = self._connection, self.sid
-        parts: tuple[bytes, ...] = ()
-        if message is not None:
-            size = len(message) + 5
-            if not self._fits(size):
-                await self._write_parts(message)
-            else:
-                connection.send_window -= size
-                parts = (_start(DATA, 0, size), sid, b"\0", (size - 5).to_bytes(4, "big"), message)
-        if not self._started:
-            parts = (_OK, sid, _OK_BLOCK, *parts)
-        if self._remote_ended:
-            connection.write(b"".join((*parts, _END, sid, _END_BLOCK)))
-        else:
-            # As gRPC's own servers do: nothing more is wanted of the client.
-            connection.write(b"".join((*parts, _END, sid, _END_BLOCK, _STOP, sid, _NO_ERROR_CODE)))
-        connection.forget(self._id, self._remote_ended)
-
-    def fail(self, status: Status, why: str) -> None:
-        """End the stream with an error status."""
-        block = _literal(b"grpc-status", str(status).encode()) + _literal(b"grpc-message", _escaped(why))
-        block = block if self._started else _OK_BLOCK + block
-        end = frame(HEADERS, END_HEADERS | END_STREAM, self._id, block)
-        stop = b"" if self._remote_ended else _STOP + self.sid + _NO_ERROR_CODE
-        self._connection.write(end + stop)
-        self._connection.forget(self._id, self._remote_ended)
-
-    def _fits(self, size: int) -> bool:
-        """Whether `size` bytes may be sent now, in one frame."""
-        connection = self._connection
-        return size <= min(_FRAME_BYTES, self.send_window, connection.send_window) and not connection.paused
-
-    async def _write_parts(self, message: bytes) -> None:
-        """Send a message in frames, as the peer's windows allow."""
-        connection = self._connection
-        rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
-        if not self._started:
-            connection.write(_OK + self.sid + _OK_BLOCK)
-            self._started = True
-        while rest:
-            room = min(self.send_window, connection.send_window)
-            if room <= 0 or connection.paused:
-                self._writer = asyncio.get_running_loop().create_future()
-                connection.blocked[self._id] = self
-                try:
-                    await self._writer
-                finally:
-                    self._writer = None
-                    connection.blocked.pop(self._id, None)
-                continue
-            # One write for several frames; not so much that a slow connection's buffer grows past its limit.
-            now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
-            self.send_window -= len(now)
-            connection.send_window -= len(now)
-            parts: list[bytes | memoryview] = []
-            for start in range(0, len(now), _FRAME_BYTES):
-                part = now[start : start + _FRAME_BYTES]
-                parts += (_start(DATA, 0, len(part)), self.sid, part)
-            connection.write(b"".join(parts))
-
-    def wake_writer(self) -> None:
-        if self._writer is not None and not self._writer.done():
-            self._writer.set_result(None)
-
-    # The connection's side.
-
-    def receive(self, data: bytes, start: int, end: int) -> None:
-        """Take what a DATA frame brought, `data[start:end]`."""
-        self._received_bytes += end - start
-        if self._fault is not None:
-            return  # and the window stays closed
-        if self._partial:
-            self._partial += data[start:end]
-            self._count(end - start)
-            if len(self._partial) >= 5 and self._is_decided():
-                data, self._partial = bytes(self._partial), bytearray()
-                self._release(len(data))
-                self._keep(data, 0, len(data))
-        else:
-            self._keep(data, start, end)
-        if not self._messages:
-            self._give_credit()
-
-    def _is_decided(self) -> bool:
-        """Whether the partial message is whole, or wrong."""
-        whole = 5 + int.from_bytes(self._partial[1:5], "big")
-        return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._connection.message_bytes
-
-    def _keep(self, data: bytes, start: int, end: int) -> None:
-        """Queue the whole messages of `data[start:end]`, and keep the rest until more comes."""
-        start = self._take_messages(data, start, end)
-        if start < end and self._fault is None:
-            self._partial += data[start:end]
-            self._count(end - start)
-
-    def _take_messages(self, data: bytes, start: int, end: int) -> int:
-        """Queue the whole messages of `data[start:end]`; where the rest begins."""
-        while end - start >= 5:
-            length = int.from_bytes(data[start + 1 : start + 5], "big")
-            if data[start]:
-                self._fail_reads(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
-                return end
-            if length + 5 > self._connection.message_bytes:
-                self._fail_reads(
-                    RpcError(Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
-                )
-                return end
-            stop = start + 5 + length
-            if stop > end:
-                break
-            self._messages.append(data[start + 5 : stop])
-            self._count(length + 5)
-            if self._fault is not None:
-                return end
-            start = stop
-        if self._messages:
-            self._wake_reader()
-        return start
-
-    def end_remote(self) -> bool:
-        """The client's side has ended; whether it had as many bytes as its headers said."""
-        self._remote_ended = True
-        if self._partial:
-            self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
-        self._wake_reader()
-        return self._content_length in (-1, self._received_bytes)
-
-    @property
-    def remote_ended(self) -> bool:
-        return self._remote_ended
-
-    def drop(self) -> None:
-        """The stream is over: keep nothing of it."""
-        self._messages.clear()
-        self._partial = bytearray()
-        self._release(self._unread_bytes)
-
-    def _give_credit(self) -> None:
-        """Open the window again: the handler has read all whole messages, so the rest of one may come."""
-        used = WINDOW_BYTES - self.receive_window
-        if used >= WINDOW_BYTES // 2 and not self._remote_ended and self._fault is None:
-            self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
-            self.receive_window = WINDOW_BYTES
-
-    def _count(self, size: int) -> None:
-        """Count `size` unread bytes in the replica's budget."""
-        try:
-            self._budget.take(size, self._unread_bytes + size)
-        except BufferFull as fault:
-            self._fail_reads(fault)
-        else:
-            self._unread_bytes += size
-
-    def _release(self, size: int) -> None:
-        size = min(size, self._unread_bytes)
-        self._unread_bytes -= size
-        self._budget.give_back(size)
-
-    def _fail_reads(self, fault: Exception) -> None:
-        if self._fault is None:
-            self._fault = fault
-            self.drop()
-        self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    ) -> Stream: ...
 
 
 class Connection(asyncio.Protocol):
     """One peer's connection; `connections` is the transport's set of open ones.
 
-    `handlers` are by path, each with the budget that counts data which it has not read yet. `message_bytes`
-    is the largest message that a client may send.
+    `handlers` are by path, each with the budget that counts data which it has not read yet.
     """
 
     def __init__(
         self,
         handlers: Mapping[bytes, tuple[Handler, BodyBudget]],
-        message_bytes: int,
+        new_stream: NewStream,
         connections: "set[Connection]",
     ) -> None:
-        self.message_bytes = message_bytes
+        self._new_stream = new_stream
         self.send_window = 65_535
         self.paused = False
-        self.blocked: dict[int, GrpcStream] = {}  # those whose handlers wait to write
+        self.blocked: dict[int, Stream] = {}  # those whose handlers wait to write
         self.received = False  # anything since the transport last asked
         self.settled = False  # the peer's preface and settings have come
         self._handlers = handlers
@@ -402,7 +182,7 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._closed = False
         self._tail = b""
-        self._streams: dict[int, GrpcStream] = {}
+        self._streams: dict[int, Stream] = {}
         self._ended: dict[int, None] = {}
         self._last_id = 0
         self._refuse_after = _ANY_STREAM
@@ -469,7 +249,7 @@ class Connection(asyncio.Protocol):
             while end - at >= _HEADER_BYTES:
                 high, low, kind, flags, stream_id = _HEADER.unpack_from(data, at)
                 size = high << 16 | low
-                if size > _FRAME_BYTES:
+                if size > FRAME_BYTES:
                     raise ConnectionFault(FRAME_SIZE_ERROR, "a frame is too large")
                 start = at + _HEADER_BYTES
                 at = start + size
@@ -595,14 +375,14 @@ class Connection(asyncio.Protocol):
             if stream_id == 0 or stream_id > self._last_id:
                 raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
             if stream_id not in self._ended:
-                self._reset(stream_id, STREAM_CLOSED)
+                self.reset(stream_id, STREAM_CLOSED)
             return
         if stream.remote_ended:
-            self._reset(stream_id, STREAM_CLOSED)
+            self.reset(stream_id, STREAM_CLOSED)
             return
         stream.receive_window -= size
         if stream.receive_window < 0:
-            self._reset(stream_id, FLOW_CONTROL_ERROR)
+            self.reset(stream_id, FLOW_CONTROL_ERROR)
             return
         if flags & PADDED:
             padding = data[start] + 1 if size else 1
@@ -615,9 +395,9 @@ class Connection(asyncio.Protocol):
         if flags & END_STREAM:
             self._end_remote(stream_id, stream)
 
-    def _end_remote(self, stream_id: int, stream: GrpcStream) -> None:
+    def _end_remote(self, stream_id: int, stream: Stream) -> None:
         if not stream.end_remote():
-            self._reset(stream_id, PROTOCOL_ERROR)
+            self.reset(stream_id, PROTOCOL_ERROR)
 
     def _on_headers(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if not stream_id & 1:
@@ -657,35 +437,23 @@ class Connection(asyncio.Protocol):
             return
         self._last_id = stream_id
         if request.reset is not None:
-            self._reset(stream_id, request.reset)
+            self.reset(stream_id, request.reset)
         elif stream_id > self._refuse_after or len(self._streams) >= STREAMS:
-            self._reset(stream_id, REFUSED_STREAM)
+            self.reset(stream_id, REFUSED_STREAM)
         elif request.handler is None or request.budget is None:
             remote_ended = bool(flags & END_STREAM)
-            stop = b"" if remote_ended else frame(RST_STREAM, 0, stream_id, _NO_ERROR_CODE)
+            stop = b"" if remote_ended else frame(RST_STREAM, 0, stream_id, NO_ERROR_CODE)
             self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream_id, request.refusal) + stop)
             if not remote_ended:
                 self._ended[stream_id] = None
         else:
             window, length = self._initial_send_window, request.content_length
-            stream = GrpcStream(self, stream_id, window, length, request.budget)
+            stream = self._new_stream(self, stream_id, window, length, request.budget)
             self._streams[stream_id] = stream
             if flags & END_STREAM:
                 self._end_remote(stream_id, stream)
-            stream.task = asyncio.get_running_loop().create_task(
-                self._serve(stream, stream_id, request.handler)
-            )
-
-    async def _serve(self, stream: GrpcStream, stream_id: int, handler: Handler) -> None:
-        try:
-            await stream.finish(await handler(stream))
-        except asyncio.CancelledError:
-            self._reset(stream_id, CANCEL)
-        except RpcError as fault:
-            stream.fail(fault.status, str(fault))
-        except Exception:
-            _log.exception("a stream failed")
-            stream.fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
+            if stream_id in self._streams:
+                stream.task = asyncio.get_running_loop().create_task(stream.serve(request.handler))
 
     def _on_trailers(self, flags: int, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
@@ -693,9 +461,9 @@ class Connection(asyncio.Protocol):
             if stream_id not in self._ended:
                 raise ConnectionFault(STREAM_CLOSED, "headers of a closed stream")
         elif stream.remote_ended:
-            self._reset(stream_id, STREAM_CLOSED)
+            self.reset(stream_id, STREAM_CLOSED)
         elif not flags & END_STREAM:
-            self._reset(stream_id, PROTOCOL_ERROR)
+            self.reset(stream_id, PROTOCOL_ERROR)
         else:
             self._end_remote(stream_id, stream)
 
@@ -723,7 +491,7 @@ class Connection(asyncio.Protocol):
             return
         stream.send_window += more
         if more == 0 or stream.send_window > _MAX_WINDOW:
-            self._reset(stream_id, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
+            self.reset(stream_id, FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR)
             return
         stream.wake_writer()
 
@@ -760,9 +528,9 @@ class Connection(asyncio.Protocol):
         if stream_id == 0:
             raise ConnectionFault(PROTOCOL_ERROR, "a priority of no stream")
         if len(payload) != 5:
-            self._reset(stream_id, FRAME_SIZE_ERROR)
+            self.reset(stream_id, FRAME_SIZE_ERROR)
         elif int.from_bytes(payload[:4], "big") & _ANY_STREAM == stream_id:
-            self._reset(stream_id, PROTOCOL_ERROR)
+            self.reset(stream_id, PROTOCOL_ERROR)
 
     def _reply(self, data: bytes) -> None:
         """Send what a frame of the peer asks for; one that reads nothing must not fill the memory so."""
@@ -772,7 +540,8 @@ class Connection(asyncio.Protocol):
                 raise ConnectionFault(ENHANCE_YOUR_CALM, "the peer does not read")
         self.write(data)
 
-    def _reset(self, stream_id: int, code: int) -> None:
+    def reset(self, stream_id: int, code: int) -> None:
+        """End a stream with an error code; with CANCEL, if it is still open."""
         if code != CANCEL or stream_id in self._streams:
             self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._cancel(stream_id)
@@ -837,14 +606,6 @@ class Connection(asyncio.Protocol):
             return _Request(None, None, _BAD_TYPE_BLOCK, None, -1)
         handler = self._handlers.get(path)
         if handler is None:
-            block = _literal(b"grpc-status", b"12") + _literal(b"grpc-message", b"unknown method")
-            return _Request(None, None, _OK_BLOCK + block, None, -1)
+            block = literal(b"grpc-status", b"12") + literal(b"grpc-message", b"unknown method")
+            return _Request(None, None, OK_BLOCK + block, None, -1)
         return _Request(*handler, b"", None, int(length[:20]) if length else -1)
-
-
-def _escaped(text: str) -> bytes:
-    """A status message as gRPC has it in a header: visible ASCII, all else percent-encoded."""
-    return b"".join(
-        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
-        for byte in text.encode()[:400]
-    )

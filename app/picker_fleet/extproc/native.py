@@ -1,13 +1,35 @@
-"""`extproc.transport: native`: gRPC on an HTTP/2 layer of our own (`http2.py`), without other threads."""
+"""`extproc.transport: native`: gRPC on an HTTP/2 layer of our own (`http2.py`), without other threads.
+
+`server.Server` makes the transport, and each connection a `GrpcStream` for each request.
+"""
 
 import asyncio
 import contextlib
+import logging
+from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
-from picker_fleet.errors import StartupError
-from picker_fleet.extproc.http2 import Connection
+from picker_fleet.errors import BufferFull, StartupError
+from picker_fleet.extproc.http2 import (
+    CANCEL,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES,
+    HEADERS,
+    NO_ERROR_CODE,
+    OK_BLOCK,
+    RST_STREAM,
+    WINDOW_BYTES,
+    WINDOW_UPDATE,
+    Connection,
+    frame,
+    literal,
+    start_of_frame,
+)
 from picker_fleet.extproc.limits import BodyBudget
-from picker_fleet.extproc.transport import Handler
+from picker_fleet.extproc.transport import Handler, RpcError, Status
 from picker_fleet.units import split_host_port
 
 _KEEPALIVE_S = 20.0  # a peer that sent nothing for so long is pinged
@@ -15,6 +37,291 @@ _ANSWER_S = 10.0  # it has so long to answer
 _BACKLOG = 1024
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
+
+_END_BLOCK = literal(b"grpc-status", b"0")
+_OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
+_END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
+_STOP = start_of_frame(RST_STREAM, 0, 4)
+_CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcStream:
+    """One request's stream as its handler sees it (`transport.Stream`), and its gRPC framing.
+
+    `message_bytes` is the largest message that a client may send.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_connection",
+        "_content_length",
+        "_fault",
+        "_id",
+        "_message_bytes",
+        "_messages",
+        "_partial",
+        "_reader",
+        "_received_bytes",
+        "_remote_ended",
+        "_started",
+        "_unread_bytes",
+        "_writer",
+        "receive_window",
+        "send_window",
+        "sid",
+        "task",
+    )
+
+    def __init__(
+        self,
+        connection: "Connection",
+        stream_id: int,
+        send_window: int,
+        content_length: int,
+        budget: BodyBudget,
+        *,
+        message_bytes: int,
+    ) -> None:
+        self._connection = connection
+        self._id = stream_id
+        self.sid = stream_id.to_bytes(4, "big")
+        self._budget = budget
+        self._message_bytes = message_bytes
+        self._content_length = content_length
+        self._messages: deque[bytes] = deque()
+        self._partial = bytearray()
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._remote_ended = False
+        self._started = False  # the response's headers have been sent
+        self._fault: Exception | None = None
+        self._unread_bytes = 0
+        self._received_bytes = 0
+        self.receive_window = WINDOW_BYTES
+        self.send_window = send_window
+        self.task: asyncio.Task[None] | None = None
+
+    # The handler's side.
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end of the client's side.
+
+        Raises:
+            BufferFull: the replica's byte budget is used up; no more of the request is kept.
+            RpcError: what came is not a gRPC message, or it is too large.
+        """
+        while not self._messages:
+            if self._fault is not None:
+                raise self._fault
+            if self._remote_ended:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        message = self._messages.popleft()
+        self._release(len(message) + 5)
+        if not self._messages:
+            self._give_credit()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """Send one message; returns when all of it is on its way."""
+        connection = self._connection
+        size = len(message) + 5
+        if not self._fits(size):
+            await self._write_parts(message)
+            return
+        self.send_window -= size
+        connection.send_window -= size
+        data = (start_of_frame(DATA, 0, size), self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+        connection.write(b"".join(data if self._started else (_OK, self.sid, OK_BLOCK, *data)))
+        self._started = True
+
+    async def serve(self, handler: Handler) -> None:
+        """Run the handler and send the end of the stream."""
+        try:
+            await self._finish(await handler(self))
+        except asyncio.CancelledError:
+            self._connection.reset(self._id, CANCEL)
+        except RpcError as fault:
+            self._fail(fault.status, str(fault))
+        except Exception:
+            _log.exception("a stream failed")
+            self._fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
+
+    async def _finish(self, message: bytes | None) -> None:
+        """Send the last message, if there is one, and the end of the stream."""
+        connection, sid = self._connection, self.sid
+        parts: tuple[bytes, ...] = ()
+        if message is not None:
+            size = len(message) + 5
+            if not self._fits(size):
+                await self._write_parts(message)
+            else:
+                connection.send_window -= size
+                parts = (start_of_frame(DATA, 0, size), sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+        if not self._started:
+            parts = (_OK, sid, OK_BLOCK, *parts)
+        if self._remote_ended:
+            connection.write(b"".join((*parts, _END, sid, _END_BLOCK)))
+        else:
+            # As gRPC's own servers do: nothing more is wanted of the client.
+            connection.write(b"".join((*parts, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
+        connection.forget(self._id, self._remote_ended)
+
+    def _fail(self, status: Status, why: str) -> None:
+        """End the stream with an error status."""
+        block = literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", _escaped(why))
+        block = block if self._started else OK_BLOCK + block
+        end = frame(HEADERS, END_HEADERS | END_STREAM, self._id, block)
+        stop = b"" if self._remote_ended else _STOP + self.sid + NO_ERROR_CODE
+        self._connection.write(end + stop)
+        self._connection.forget(self._id, self._remote_ended)
+
+    def _fits(self, size: int) -> bool:
+        """Whether `size` bytes may be sent now, in one frame."""
+        connection = self._connection
+        return size <= min(FRAME_BYTES, self.send_window, connection.send_window) and not connection.paused
+
+    async def _write_parts(self, message: bytes) -> None:
+        """Send a message in frames, as the peer's windows allow."""
+        connection = self._connection
+        rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
+        if not self._started:
+            connection.write(_OK + self.sid + OK_BLOCK)
+            self._started = True
+        while rest:
+            room = min(self.send_window, connection.send_window)
+            if room <= 0 or connection.paused:
+                self._writer = asyncio.get_running_loop().create_future()
+                connection.blocked[self._id] = self
+                try:
+                    await self._writer
+                finally:
+                    self._writer = None
+                    connection.blocked.pop(self._id, None)
+                continue
+            # One write for several frames; not so much that a slow connection's buffer grows past its limit.
+            now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
+            self.send_window -= len(now)
+            connection.send_window -= len(now)
+            parts: list[bytes | memoryview] = []
+            for start in range(0, len(now), FRAME_BYTES):
+                part = now[start : start + FRAME_BYTES]
+                parts += (start_of_frame(DATA, 0, len(part)), self.sid, part)
+            connection.write(b"".join(parts))
+
+    def wake_writer(self) -> None:
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    # The connection's side.
+
+    def receive(self, data: bytes, start: int, end: int) -> None:
+        """Take what a DATA frame brought, `data[start:end]`."""
+        self._received_bytes += end - start
+        if self._fault is not None:
+            return  # and the window stays closed
+        if self._partial:
+            self._partial += data[start:end]
+            self._count(end - start)
+            if len(self._partial) >= 5 and self._is_decided():
+                data, self._partial = bytes(self._partial), bytearray()
+                self._release(len(data))
+                self._keep(data, 0, len(data))
+        else:
+            self._keep(data, start, end)
+        if not self._messages:
+            self._give_credit()
+
+    def _is_decided(self) -> bool:
+        """Whether the partial message is whole, or wrong."""
+        whole = 5 + int.from_bytes(self._partial[1:5], "big")
+        return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._message_bytes
+
+    def _keep(self, data: bytes, start: int, end: int) -> None:
+        """Queue the whole messages of `data[start:end]`, and keep the rest until more comes."""
+        start = self._take_messages(data, start, end)
+        if start < end and self._fault is None:
+            self._partial += data[start:end]
+            self._count(end - start)
+
+    def _take_messages(self, data: bytes, start: int, end: int) -> int:
+        """Queue the whole messages of `data[start:end]`; where the rest begins."""
+        while end - start >= 5:
+            length = int.from_bytes(data[start + 1 : start + 5], "big")
+            if data[start]:
+                self._fail_reads(RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported"))
+                return end
+            if length + 5 > self._message_bytes:
+                self._fail_reads(
+                    RpcError(Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
+                )
+                return end
+            stop = start + 5 + length
+            if stop > end:
+                break
+            self._messages.append(data[start + 5 : stop])
+            self._count(length + 5)
+            if self._fault is not None:
+                return end
+            start = stop
+        if self._messages:
+            self._wake_reader()
+        return start
+
+    def end_remote(self) -> bool:
+        """The client's side has ended; whether it had as many bytes as its headers said."""
+        self._remote_ended = True
+        if self._partial:
+            self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
+        self._wake_reader()
+        return self._content_length in (-1, self._received_bytes)
+
+    @property
+    def remote_ended(self) -> bool:
+        return self._remote_ended
+
+    def drop(self) -> None:
+        """The stream is over: keep nothing of it."""
+        self._messages.clear()
+        self._partial = bytearray()
+        self._release(self._unread_bytes)
+
+    def _give_credit(self) -> None:
+        """Open the window again: the handler has read all whole messages, so the rest of one may come."""
+        used = WINDOW_BYTES - self.receive_window
+        if used >= WINDOW_BYTES // 2 and not self._remote_ended and self._fault is None:
+            self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
+            self.receive_window = WINDOW_BYTES
+
+    def _count(self, size: int) -> None:
+        """Count `size` unread bytes in the replica's budget."""
+        try:
+            self._budget.take(size, self._unread_bytes + size)
+        except BufferFull as fault:
+            self._fail_reads(fault)
+        else:
+            self._unread_bytes += size
+
+    def _release(self, size: int) -> None:
+        size = min(size, self._unread_bytes)
+        self._unread_bytes -= size
+        self._budget.give_back(size)
+
+    def _fail_reads(self, fault: Exception) -> None:
+        if self._fault is None:
+            self._fault = fault
+            self.drop()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class NativeTransport:
@@ -31,7 +338,7 @@ class NativeTransport:
         self._handlers = {
             path.encode(): (handler, budgets.get(path, others)) for path, handler in handlers.items()
         }
-        self._message_bytes = message_bytes
+        self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
         self._connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self._keepalive: asyncio.Task[None] | None = None
@@ -68,7 +375,7 @@ class NativeTransport:
             self._keepalive.cancel()
 
     def _connection(self) -> Connection:
-        return Connection(self._handlers, self._message_bytes, self._connections)
+        return Connection(self._handlers, self._new_stream, self._connections)
 
     async def _keep_alive(self) -> None:
         """Find peers that vanished without a word, whose streams would stay open for ever."""
@@ -84,3 +391,11 @@ class NativeTransport:
             for connection in silent:
                 if not connection.received:
                     connection.abort()
+
+
+def _escaped(text: str) -> bytes:
+    """A status message as gRPC has it in a header: visible ASCII, all else percent-encoded."""
+    return b"".join(
+        bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
+        for byte in text.encode()[:400]
+    )
