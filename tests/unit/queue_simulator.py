@@ -317,10 +317,10 @@ class QueueSimulator:
         v, share = self.v[r.band], self.share(r)
         if finish > v:
             return finish
-        ahead = max(self.new_flows[r.band], v)
-        if ahead - v >= 100 * share:
+        start = max(self.new_flows[r.band], v)
+        if start - v >= 100 * share:
             return v + share
-        self.new_flows[r.band] = ahead + share
+        self.new_flows[r.band] = start + share
         return v
 
     def leave(self, r: Request) -> None:

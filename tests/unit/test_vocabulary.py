@@ -1,0 +1,149 @@
+"""The project speaks the field's language: words that it once had of its own stay gone.
+
+Each is listed with the standard term that took its place. Exempt are the pages that tell what earlier
+versions called a thing, and the library of an earlier version that tests run beside this one.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXEMPT = (
+    "CHANGELOG.md",
+    "LICENSE",
+    "docs/upgrading.md",
+    "tests/data/",
+    "tests/unit/test_vocabulary.py",
+    "bench/results/",
+)
+SUFFIXES = (".py", ".lua", ".md", ".js", ".html", ".css", ".yml", ".yaml", ".toml", ".json")
+
+# In no text at all, in any part of an identifier.
+WORDS = {
+    "sturdy": "failover",
+    "crossing": "failover state",
+    "purse": "local budget",
+    "borrower": "budget transfer",
+    "homecoming": "resync",
+    "fleetmate": "peer",
+    "fleetmates": "peers",
+    "outbox": "outage journal",
+    "glance": "heartbeat_now(full=False)",
+    "poke": "heartbeat_now",
+    "bury": "tombstone",
+    "victim": "preemption candidate",
+    "lane": "flow queue",
+    "underway": "in flight",
+    "astray": "not primary",
+    "heed": "raise_if_cancelled",
+    "lookout": "fleet state cache",
+    "foretold": "predicted order",
+    "whereabouts": "request status",
+    "upheaval": "chaos",
+    "witness": "client history",
+}
+
+# No name in code. In text they have their meaning in English, or name stored keys and replies
+# (`victims`, `lanes`, `buried`, `held`), which replicas of two versions share.
+NAMES = {
+    "buried": "tombstone",
+    "lanes": "flow queues",
+    "victims": "preemption candidates",
+    "ahead": "read_ahead",
+    "writes": "write_behind",
+    "later": "defer_write",
+    "born": "epoch",
+    "lives": "epoch",
+    "desk": "exchange context",
+    "door": "drain gate",
+    "earn": "release",
+    "spend": "acquire",
+    "expose": "add",
+    "harm": "faults injected",
+    "hear": "on_notification",
+    "held": "stream_owned or orphaned",
+    "introduction": "replica info",
+    "judge": "check",
+    "judges": "checks",
+    "lasting": "durable",
+    "lend": "transfer_budget",
+    "news": "notifications",
+    "park": "throttle",
+    "recall": "explanation cache",
+    "shield": "remove",
+    "show_out": "cancel_waiters",
+    "standing": "fleet state",
+    "tell": "notify",
+    "ticket": "accounting_token",
+    "waking": "pause detector",
+}
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_FROM_ELSEWHERE = re.compile(r"asyncio\.shield|output\.tell")
+_STRINGS_AND_COMMENTS = {
+    ".py": re.compile(r'"""[\s\S]*?"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|#[^\n]*'),
+    ".lua": re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|--[^\n]*'),
+    ".js": re.compile(r'`[^`]*`|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|//[^\n]*|/\*[\s\S]*?\*/'),
+}
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Path and text of each file of the project that is not exempt."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        if name.endswith(SUFFIXES) and not name.startswith(EXEMPT) and (ROOT / name).is_file():
+            yield name, (ROOT / name).read_text(encoding="utf-8")
+
+
+def lines_with(words: set[str], text: str) -> Iterator[tuple[int, str]]:
+    """Line number and word of each of `words` in `text`, alone or as a part of an identifier."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for name in _IDENTIFIER.findall(line):
+            for part in {part.lower() for part in _PARTS.findall(name)} & words:
+                yield number, part
+
+
+def names_in(words: set[str], text: str) -> Iterator[tuple[int, str]]:
+    """Line number and word of each identifier of `text` that is one of `words`."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for name in _IDENTIFIER.findall(line):
+            if name.strip("_") in words:
+                yield number, name.strip("_")
+
+
+def code_of(name: str, text: str) -> str:
+    """`text` without its strings and comments, in the same lines."""
+    code = _STRINGS_AND_COMMENTS[Path(name).suffix].sub(lambda found: "\n" * found[0].count("\n"), text)
+    return _FROM_ELSEWHERE.sub("", code)
+
+
+def test_words_that_were_this_projects_own_are_in_no_text() -> None:
+    found = [
+        f"{name}:{number}: {word} (say {WORDS[word]})"
+        for name, text in texts()
+        for number, word in lines_with(set(WORDS), text)
+    ]
+    assert found == []
+
+
+def test_no_name_in_code_is_one_that_was_this_projects_own() -> None:
+    found = [
+        f"{name}:{number}: {word} (say {NAMES[word]})"
+        for name, text in texts()
+        if Path(name).suffix in _STRINGS_AND_COMMENTS
+        for number, word in names_in(set(NAMES), code_of(name, text))
+    ]
+    assert found == []
+
+
+def test_names_of_tests_are_sentences() -> None:
+    found = [
+        f"{name}:{number}"
+        for name, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if "def test_given_" in line
+    ]
+    assert found == []
