@@ -27,7 +27,8 @@ _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only
 FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
 _BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
 _LIST_BYTES: Final = 64 * 1024  # the same, decoded
-_CACHED_BLOCKS: Final = 256
+_CACHED_BLOCKS: Final = 256  # an Envoy's have a few kinds of requests
+_CACHED_BYTES: Final = 1024  # of one
 _ENDED_IDS: Final = 4096  # remembered streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
@@ -330,9 +331,13 @@ class Connection(asyncio.Protocol):
             return
         stream.drop()
         if not remote_ended:
-            self._ended[stream_id] = None
-            if len(self._ended) > _ENDED_IDS:
-                del self._ended[next(iter(self._ended))]
+            self._remember(stream_id)
+
+    def _remember(self, stream_id: int) -> None:
+        """The client may still send on a stream that this side has ended: that is no error."""
+        self._ended[stream_id] = None
+        if len(self._ended) > _ENDED_IDS:
+            del self._ended[next(iter(self._ended))]
 
     # Frames.
 
@@ -445,7 +450,7 @@ class Connection(asyncio.Protocol):
             stop = b"" if remote_ended else frame(RST_STREAM, 0, stream_id, NO_ERROR_CODE)
             self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream_id, request.refusal) + stop)
             if not remote_ended:
-                self._ended[stream_id] = None
+                self._remember(stream_id)
         else:
             window, length = self._initial_send_window, request.content_length
             stream = self._new_stream(self, stream_id, window, length, request.budget)
@@ -579,7 +584,7 @@ class Connection(asyncio.Protocol):
         request = self._request(headers)
         if before[:2] != after[:2] or (before[2:] and before[2] is not after[2]):
             self._blocks.clear()
-        elif len(self._blocks) < _CACHED_BLOCKS:
+        elif len(self._blocks) < _CACHED_BLOCKS and len(block) <= _CACHED_BYTES:
             self._blocks[block] = request
         return request
 
