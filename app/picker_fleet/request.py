@@ -1,4 +1,4 @@
-"""The domain: what a request is to the picker. Pure; no I/O, no clock, no randomness of its own.
+"""The domain: what a request and an endpoint are to the picker. Pure: no I/O, no clock, no randomness.
 
 What each request makes is a tuple: a frozen dataclass takes three times as long to make.
 """
@@ -6,6 +6,7 @@ What each request makes is a tuple: a frozen dataclass takes three times as long
 import enum
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from types import MappingProxyType
 from typing import NamedTuple
@@ -156,3 +157,24 @@ def finite_number(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One model server. `address` is `ip:port`, IPv6 in brackets.
+
+    `max_inflight` is how many requests of the whole fleet it may have at once, None for any number. It takes
+    nothing new while it is `draining` (so discovery says), `drained` (by an operator) or `down`
+    (connections fail).
+    """
+
+    address: str
+    labels: dict[str, str] = field(default_factory=dict)
+    draining: bool = False
+    drained: bool = False
+    down: bool = False
+    max_inflight: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not (self.draining or self.drained or self.down)

@@ -32,7 +32,6 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, load
 from picker_fleet.endpoints.discovery import source_of
-from picker_fleet.endpoints.metrics_page import engine_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
@@ -51,6 +50,7 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
+from picker_fleet.sections import engine_of
 from picker_fleet.signing import Keyring
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store

@@ -16,9 +16,8 @@ import uvloop
 from bench.fairness.scenarios import Job, Source
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import PickerError, RequestError, StateUnavailable
-from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.serve import assemble
 from picker_fleet.state.subscriptions import listen
 

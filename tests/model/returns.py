@@ -15,10 +15,10 @@ from failover_bench import PULSE, gate_over
 from local_requests import ask
 
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import Resync
-from picker_fleet.request import Alive, Completion, Outcome
+from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, Store

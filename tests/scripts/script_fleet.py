@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.state.connection import client
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys

@@ -7,7 +7,7 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import OpenFleet, addresses
 
-from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Endpoint
 from picker_fleet.state.store import Decision
 
 E1, E2, E3, E4 = addresses(4)

@@ -5,7 +5,7 @@ from collections import Counter
 
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
-from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Endpoint
 
 A, B, C = addresses(3)
 ROOM = 1000  # of the stock, so that the endpoints' limits are what decides

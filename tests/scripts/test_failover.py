@@ -10,10 +10,9 @@ from failover_bench import gate_over
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
-from picker_fleet.request import Alive, Placement
+from picker_fleet.request import Alive, Endpoint, Placement
 from picker_fleet.state.failure_detector import FailureDetector
 
 (E1,) = addresses(1)

@@ -6,9 +6,8 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import NoEndpoints
-from picker_fleet.request import Placement
+from picker_fleet.request import Endpoint, Placement
 from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)

@@ -11,10 +11,10 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from script_fleet import until
 
-from picker_fleet.endpoints.metrics_page import VLLM
 from picker_fleet.endpoints.scraping import ScrapingTask
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
-from picker_fleet.sections import Scraping
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.request import Endpoint
+from picker_fleet.sections import VLLM, Scraping
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child

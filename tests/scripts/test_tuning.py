@@ -11,8 +11,7 @@ from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.request import Band, InferenceRequest
+from picker_fleet.request import Band, Endpoint, InferenceRequest
 from picker_fleet.serve import Parts, assemble
 
 

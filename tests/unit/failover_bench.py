@@ -10,11 +10,11 @@ from scripted_store import ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
 from picker_fleet.replica.heartbeat import KnownFleet
-from picker_fleet.request import Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, HeartbeatReply, Store

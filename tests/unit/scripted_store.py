@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.request import InferenceRequest, Outcome
+from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.store import Decision, HeartbeatReply, SweepReply
 
 

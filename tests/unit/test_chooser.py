@@ -6,9 +6,9 @@ import pytest
 from scripted_store import ScriptedStore
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream

@@ -20,8 +20,8 @@ import pytest
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import FileFault, FileSource, Source, endpoints_of, listed, source_of
 from picker_fleet.endpoints.dns_source import DnsSource
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import StartupError
+from picker_fleet.request import Endpoint
 
 
 class Reports:

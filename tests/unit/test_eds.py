@@ -11,8 +11,9 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 from extproc_client import serving_on
 
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.extproc import eds
+from picker_fleet.request import Endpoint
 
 pytestmark = pytest.mark.usefixtures("transport")
 

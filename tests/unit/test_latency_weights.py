@@ -4,8 +4,9 @@ import pytest
 from local_requests import ask
 
 from picker_fleet.config import parse
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot
+from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.errors import ConfigError
+from picker_fleet.request import Endpoint
 from picker_fleet.serve import assemble
 
 STEADY, QUICK = "10.0.0.1:8000", "10.0.0.2:8000"

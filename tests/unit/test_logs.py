@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from local_requests import ask
 
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.scheduling.explain import Explanation
 from picker_fleet.telemetry import logs

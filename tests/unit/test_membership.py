@@ -11,9 +11,10 @@ from scripted_store import ScriptedStore, until
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig, Settings, parse
-from picker_fleet.endpoints.snapshot import Endpoint, SnapshotCell
+from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.request import Endpoint
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 

@@ -2,7 +2,7 @@
 
 import orjson
 
-from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.explain import ExplanationCache, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest

@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import (
-    ENGINES,
-    SGLANG,
-    TENSORRT_LLM,
-    VLLM,
-    BadPage,
-    Engine,
-    engine_of,
-)
+from picker_fleet.endpoints.metrics_page import BadPage
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import ConfigError
+from picker_fleet.sections import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
 
 DATA = Path(__file__).parents[1] / "data"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))

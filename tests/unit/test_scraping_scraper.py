@@ -12,10 +12,10 @@ import pytest
 from page_server import PAGE, PageServer, answered, serving
 
 from picker_fleet.endpoints import scraper as scraper_module
-from picker_fleet.endpoints.metrics_page import VLLM
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.sections import VLLM
 
 INTERVAL_S = 0.02
 

@@ -27,10 +27,9 @@ from picker_fleet.admin.queue_order import (
 )
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.readings import MetricsCache, Reading
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import BadRequest
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Band
+from picker_fleet.request import Band, Endpoint
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow

@@ -114,3 +114,22 @@ def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) ->
     if verdict.status == "evicted":
         return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class OutageStatus:
+    """An outage as the admin API shows it. Amounts are in the stock's unit.
+
+    `mode` is the FailoverState; `bound` the fleet's, of which `share` is this replica's part. `in_flight`
+    counts the requests placed here whose end was not received here; another replica may have received it.
+    """
+
+    mode: str
+    since_s: float
+    bound: float
+    share: float
+    free: float
+    let_go: int  # requests placed here
+    in_flight: int
+    queued: int
+    queue_length: dict[str, int]  # by band

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from watchfiles import awatch
 
 from picker_fleet.config import YamlFault, read_yaml
-from picker_fleet.endpoints.snapshot import Endpoint
 from picker_fleet.errors import StartupError
+from picker_fleet.request import Endpoint
 from picker_fleet.sections import Discovery, EndpointList, StaticEndpoint
 
 Report = Callable[[tuple[Endpoint, ...]], None]

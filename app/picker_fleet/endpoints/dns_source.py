@@ -15,7 +15,7 @@ import dns.exception
 import dns.resolver
 
 from picker_fleet.endpoints.discovery import Report
-from picker_fleet.endpoints.snapshot import Endpoint
+from picker_fleet.request import Endpoint
 from picker_fleet.units import endpoint_address
 
 _log = logging.getLogger(__name__)

@@ -3,10 +3,6 @@
 scraper.py is the caller. The HTTP/1.1 client is our own, since a general one costs several times the CPU of
 everything else in a scrape: every request has the same bytes, and the response's headers are not needed.
 
-An `Engine` says which series of its page means what (docs/protocol.md). A meaning may have
-several names, newest first; the first that the page has counts. SGLang splits its queue by priority and gives
-the sum as well, with the label empty; `part_label` names that label.
-
 A vLLM page has hundreds of lines, of which five are needed, ten times a second an endpoint. So the page is
 not parsed: the wanted names are searched for, and only the lines that they begin are read. On those lines the
 result is that of a full parser. Format: Prometheus' text exposition format 0.0.4.
@@ -17,95 +13,17 @@ import itertools
 import math
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import httptools
 
 from picker_fleet.endpoints.readings import NONE, EndpointMetrics
-from picker_fleet.errors import ConfigError, PickerError
+from picker_fleet.errors import PickerError
+from picker_fleet.sections import Engine
 from picker_fleet.state.connection import raise_if_cancelled
 from picker_fleet.units import split_host_port
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """Names of one engine's series, the path of its page, and one that costs it next to nothing to answer."""
-
-    name: str
-    waiting: tuple[str, ...] = ()
-    running: tuple[str, ...] = ()
-    kv_utilisation: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    part_label: str | None = None
-    path: str = "/metrics"
-    probe_path: str = "/health"
-
-
-VLLM = Engine(
-    "vllm",
-    waiting=("vllm:num_requests_waiting",),
-    running=("vllm:num_requests_running",),
-    kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    adapters=("vllm:lora_requests_info",),
-)
-SGLANG = Engine(
-    "sglang",
-    waiting=("sglang:num_queue_reqs",),
-    running=("sglang:num_running_reqs",),
-    kv_utilisation=("sglang:token_usage",),
-    part_label="priority",
-    probe_path="/ping",  # its /health generates a token
-)
-TENSORRT_LLM = Engine(
-    "tensorrt-llm",
-    waiting=("trtllm_num_requests_waiting",),
-    running=("trtllm_num_requests_running",),
-    kv_utilisation=("trtllm_kv_cache_utilization",),
-    path="/prometheus/metrics",
-)
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, TENSORRT_LLM)}
-
-_MEANINGS = ("waiting", "running", "kv_utilisation", "adapters")
-_NAME_MARKS = frozenset("_:")
-
-
-def engine_of(name: str, names: Mapping[str, str] | None = None) -> Engine:
-    """The engine called `name`, or one made of `names`: meaning -> series, and `path` and `probe_path` if
-    they are others.
-
-    With both, `names` replaces what it names of the known engine; what it does not name stays.
-
-    Raises:
-        ConfigError: an unknown engine without `names`, an unknown meaning, or a series that cannot be one.
-    """
-    known = ENGINES.get(name)
-    given = dict(names or {})
-    if known is None and not given:
-        raise ConfigError(f"engine {name!r} is not one of {', '.join(ENGINES)}, and no series are named")
-    base = known or Engine(name)
-    path, probe_path = given.pop("path", base.path), given.pop("probe_path", base.probe_path)
-    for key, value in (("path", path), ("probe_path", probe_path)):
-        if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
-            raise ConfigError(f"{key} {value[:60]!r} of engine {name!r} is no path of a URL")
-    for meaning, series in given.items():
-        if meaning not in _MEANINGS:
-            raise ConfigError(
-                f"{meaning!r} of engine {name!r} is not one of {', '.join(_MEANINGS)}, path, probe_path"
-            )
-        if not _is_series(series):
-            raise ConfigError(f"{series[:60]!r} of engine {name!r} is no name of a Prometheus series")
-    chosen = {
-        meaning: (given[meaning],) if meaning in given else getattr(base, meaning) for meaning in _MEANINGS
-    }
-    return Engine(name, part_label=base.part_label, path=path, probe_path=probe_path, **chosen)
-
-
-def _is_series(name: str) -> bool:
-    letters = name.isascii() and all(mark.isalnum() or mark in _NAME_MARKS for mark in name)
-    return bool(name) and letters and not name[0].isdigit()
-
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')
 _SAMPLE = re.compile(

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import BadPage, Connection, Engine, FetchError
+from picker_fleet.endpoints.metrics_page import BadPage, Connection, FetchError
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.sections import Engine
 
 PROBE_S = 0.2  # between two signs of life of a server
 _USED_S = 0.1  # while requests are placed by figures of the page

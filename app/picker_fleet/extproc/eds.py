@@ -15,8 +15,9 @@ from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream, Streaming
+from picker_fleet.request import Endpoint
 from picker_fleet.units import split_host_port
 
 SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"

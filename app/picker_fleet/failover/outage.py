@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from picker_fleet.admission import accounting_token
+from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.errors import ScriptFailed
 from picker_fleet.failover.local_gate import LocalGate, LocalPicker
 from picker_fleet.failover.peers import BudgetTransfer
@@ -131,25 +132,6 @@ def _add(entries: OrderedDict[str, T], key: str, value: T) -> None:
     entries[key] = value
     if len(entries) > MAX_ENTRIES:
         entries.popitem(last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class OutageStatus:
-    """An outage as the admin API shows it. Amounts are in the stock's unit.
-
-    `mode` is the FailoverState; `bound` the fleet's, of which `share` is this replica's part. `in_flight`
-    counts the requests placed here whose end was not received here; another replica may have received it.
-    """
-
-    mode: str
-    since_s: float
-    bound: float
-    share: float
-    free: float
-    let_go: int  # requests placed here
-    in_flight: int
-    queued: int
-    queue_length: dict[str, int]  # by band
 
 
 @dataclass(slots=True, eq=False)

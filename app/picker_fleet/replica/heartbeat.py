@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig, Settings
-from picker_fleet.endpoints.snapshot import Endpoint, Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
-from picker_fleet.failover.outage import OutageStatus
 from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import LiveConfig, shared_settings
+from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
 from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from picker_fleet.endpoints.snapshot import Endpoint
-from picker_fleet.request import InferenceRequest, Outcome
+from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.signing import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
