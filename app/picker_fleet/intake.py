@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import orjson
 
@@ -154,11 +154,18 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
     return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces
 
 
+class PrefixReader(Protocol):
+    """The chooser, as far as intake goes."""
+
+    @property
+    def needs_prefix_hashes(self) -> bool: ...
+
+
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models; `hashes`
-    says whether a scorer asks for the hashes of prompts.
+    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models; `prefixes`
+    says whether a scorer reads the hashes of prompts, None for never.
     """
 
     def __init__(
@@ -167,7 +174,7 @@ class Intake:
         *,
         new_id: Callable[[], str],
         choose: Callable[[], float],
-        hashes: Callable[[], bool] = lambda: False,
+        prefixes: PrefixReader | None = None,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
@@ -183,7 +190,7 @@ class Intake:
         self._selectors = {
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
-        self._hashes = hashes
+        self._prefixes = prefixes
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
 
@@ -239,7 +246,7 @@ class Intake:
             limit=self._limit(model, objective),
             learn=learn,
             session=session,
-            prefix=_prefix(target, ask) if self._hashes() else (),
+            prefix=_prefix(target, ask) if self._prefixes and self._prefixes.needs_prefix_hashes else (),
             selector=self._selectors.get(model, _ANYWHERE),
             trace=trace,
         )

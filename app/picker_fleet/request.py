@@ -7,7 +7,6 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import cycle, islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -97,15 +96,6 @@ class Placement(NamedTuple):
     attempt: int = 0
     session: str = ""
     waited_s: float | None = None
-
-    def header(self, tries: int = 0) -> str:
-        """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.
-
-        It names endpoints again until there are `tries`: past its end, Envoy tries any of the pool.
-        """
-        missing = tries - len(self.endpoints)
-        again = islice(cycle(self.endpoints), missing) if missing > 0 else ()
-        return ",".join((*self.endpoints, *again))
 
 
 class Outcome(enum.StrEnum):

@@ -44,7 +44,7 @@ from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
-from picker_fleet.replica.info import ReplicaInfo, ServiceMeter
+from picker_fleet.replica.info import ReplicaInfo
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -58,6 +58,7 @@ from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.series import ServiceMeter
 from picker_fleet.units import is_loopback, split_host_port
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             settings,
             new_id=lambda: str(uuid.uuid4()),
             choose=random.random,
-            hashes=lambda: parts.chooser.needs_prefix_hashes,
+            prefixes=parts.chooser,
         ),
         gate=parts.gate,
         drain_gate=drain_gate,

@@ -3,7 +3,8 @@
 import orjson
 
 from picker_fleet.request import Endpoint
-from picker_fleet.scheduling.explain import ExplanationCache, LeastLoadedPick
+from picker_fleet.scheduling.chooser import ExplanationCache
+from picker_fleet.scheduling.explain import LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 

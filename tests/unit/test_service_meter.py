@@ -1,6 +1,6 @@
 """A replica's service by flow: the last ten whole seconds, the busiest flows, no more."""
 
-from picker_fleet.replica.info import ServiceMeter
+from picker_fleet.telemetry.series import ServiceMeter
 
 
 class Clock:

@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 
 from picker_fleet.errors import StateFault
-from picker_fleet.replica.info import WINDOW_S
 from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.series import METER_WINDOW_S
 
 MAX_FLOWS = 2000
 # Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run
@@ -82,8 +82,8 @@ def _served(report: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float],
     truncated."""
     try:
         served = report["served"]
-        flows = {(int(band), str(flow)): float(cost) / WINDOW_S for band, flow, cost in served["flows"]}
-        bands = tuple(float(cost) / WINDOW_S for cost in served["bands"])
+        flows = {(int(band), str(flow)): float(cost) / METER_WINDOW_S for band, flow, cost in served["flows"]}
+        bands = tuple(float(cost) / METER_WINDOW_S for cost in served["bands"])
         if len(bands) == _BANDS:
             return flows, bands, bool(served["cut"])
     except (KeyError, TypeError, ValueError):

@@ -148,7 +148,7 @@ class Check:
             # Only some endpoints may serve it, so the answer names as many as Envoy tries.
             tries = 1 + settings.scheduling.fallbacks
         headers: Headers = [
-            (codec.DESTINATION, placement.header(tries)),
+            (codec.DESTINATION, codec.destinations(placement, tries)),
             (codec.PRESSURE, pressure),
         ]
         if request is not None:

@@ -14,6 +14,7 @@ NONE                   NONE                   headers
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
+from itertools import cycle, islice
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -177,6 +178,16 @@ class Placed(NamedTuple):
         return b"".join((b"\x0a", _varint(len(common) + len(body)), common, body, self.metadata))
 
 
+def destinations(placement: Placement, tries: int = 0) -> str:
+    """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.
+
+    It names endpoints again until there are `tries`: past its end, Envoy tries any of the pool.
+    """
+    missing = tries - len(placement.endpoints)
+    again = islice(cycle(placement.endpoints), missing) if missing > 0 else ()
+    return ",".join((*placement.endpoints, *again))
+
+
 def placed(
     placement: Placement,
     request_id: str,
@@ -193,7 +204,7 @@ def placed(
     is how many endpoints to name at least, where the request may go to no other; `target_model` is what
     it is sent as; `pressure` is the client's.
     """
-    set_headers, destination = _towards(placement.header(tries), namespace)
+    set_headers, destination = _towards(destinations(placement, tries), namespace)
     if content_length is not None:
         set_headers += _set_header("content-length", str(content_length))
     account = _PRESSURE_ENTRIES[pressure]

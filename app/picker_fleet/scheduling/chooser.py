@@ -5,6 +5,7 @@ each choice for explanations, and gives clients the session tokens that the scor
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -15,9 +16,9 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
     Explanation,
-    ExplanationCache,
     LeastLoadedPick,
     PickBasis,
+    explain,
 )
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import (
@@ -40,6 +41,7 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other re
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
+_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class Choice(NamedTuple):
@@ -81,6 +83,52 @@ class EndpointChooser(Protocol):
     def explain(self, request_id: str) -> Explanation | None:
         """Why a recent request went to its endpoint, or nowhere; None if it is not known."""
         ...
+
+
+class _Explained(NamedTuple):
+    """A tuple: each request makes one, and a frozen dataclass takes three times as long to make."""
+
+    basis: PickBasis
+    chosen: tuple[str, ...]
+    live: str
+    values: int
+
+
+class ExplanationCache:
+    """The last choices by request id: at most `max_choices`, with at most `max_values` scores and reasons
+    (about 40 bytes each) together. Adding one costs a dictionary entry; `get` does the work."""
+
+    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
+        self._max_choices = max_choices
+        self._max_values = max_values
+        self._values = 0
+        self._choices: OrderedDict[str, _Explained] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
+        """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
+        that the choice was made from (see `explain`). A second choice of one id replaces the first."""
+        old = self._choices.pop(request_id, None)
+        if old is not None:
+            self._values -= old.values
+        if isinstance(basis, LeastLoadedPick):
+            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
+        else:
+            values = len(basis.eligible) * (len(basis.parts) + 2) + 2 * len(basis.excluded) + 1
+        self._choices[request_id] = _Explained(basis, chosen, live, values)
+        self._values += values
+        while len(self._choices) > self._max_choices or (
+            self._values > self._max_values and len(self._choices) > 1
+        ):
+            _, oldest = self._choices.popitem(last=False)
+            self._values -= oldest.values
+
+    def get(self, request_id: str) -> Explanation | None:
+        """Why `request_id` went to its endpoint; None if that is no longer known."""
+        choice = self._choices.get(request_id)
+        return explain(request_id, choice.basis, choice.chosen, choice.live) if choice else None
 
 
 class LeastLoadedChooser:

@@ -3,7 +3,6 @@
 Choices are kept as they were made; the work of explaining one is done only when somebody asks.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -17,7 +16,6 @@ _BY_SCORE = "highest `final`: the score with the live load in place of the load 
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
 )
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class LeastLoadedPick(NamedTuple):
@@ -98,52 +96,6 @@ class Explanation:
             ),
             "excluded": ", ".join(f"{address} {why}" for address, why in self.excluded.items()),
         }
-
-
-class _Choice(NamedTuple):
-    """A tuple: each request makes one, and a frozen dataclass takes three times as long to make."""
-
-    basis: PickBasis
-    chosen: tuple[str, ...]
-    live: str
-    values: int
-
-
-class ExplanationCache:
-    """The last choices by request id: at most `max_choices`, with at most `max_values` scores and reasons
-    (about 40 bytes each) together. Adding one costs a dictionary entry; `get` does the work."""
-
-    def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
-        self._max_choices = max_choices
-        self._max_values = max_values
-        self._values = 0
-        self._choices: OrderedDict[str, _Choice] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
-        """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
-        that the choice was made from (see `explain`). A second choice of one id replaces the first."""
-        old = self._choices.pop(request_id, None)
-        if old is not None:
-            self._values -= old.values
-        if isinstance(basis, LeastLoadedPick):
-            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
-        else:
-            values = len(basis.eligible) * (len(basis.parts) + 2) + 2 * len(basis.excluded) + 1
-        self._choices[request_id] = _Choice(basis, chosen, live, values)
-        self._values += values
-        while len(self._choices) > self._max_choices or (
-            self._values > self._max_values and len(self._choices) > 1
-        ):
-            _, oldest = self._choices.popitem(last=False)
-            self._values -= oldest.values
-
-    def get(self, request_id: str) -> Explanation | None:
-        """Why `request_id` went to its endpoint; None if that is no longer known."""
-        choice = self._choices.get(request_id)
-        return explain(request_id, choice.basis, choice.chosen, choice.live) if choice else None
 
 
 def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str) -> Explanation:

@@ -6,10 +6,12 @@ prometheus-client's own instruments take a lock for each update and visit every 
 event loop, find the bucket by bisection, and keep the text of each series until its value changes.
 """
 
+import time
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client.utils import floatToGoString
 
@@ -20,6 +22,12 @@ _MAX_SERIES = 10_000
 _MAX_HISTOGRAMS = 2_500
 
 Labels = tuple[str, ...]
+
+
+METER_WINDOW_S = 10  # whole seconds, without the present one
+_MAX_METERED_FLOWS = 5000  # a second
+_MAX_LISTED = 200
+_MAX_LISTED_BYTES = 16_000  # of names, about
 
 
 class Family(Protocol):
@@ -247,3 +255,58 @@ class Histograms:
         lines.append(line(f"{self._name}_count", labels, counts[-1]))
         lines.append(line(f"{self._name}_sum", labels, cell.total))
         return "".join(lines).encode()
+
+
+class ServiceMeter:
+    """Costs of placed requests by band and flow. Recording one is a dictionary entry; memory is bounded.
+
+    A flow beyond 5000 in one second counts for its band only.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], list[float]]] = deque()
+        self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
+
+    def record(self, band: int, flow: str, cost: float) -> None:
+        """A request of `flow` has been placed."""
+        second = int(self._clock_s())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, {}, [0.0, 0.0, 0.0]))
+            self._forget(second)
+        _, flows, bands = self._seconds[-1]
+        bands[band] += cost
+        key = band, flow
+        if key in flows or len(flows) < _MAX_METERED_FLOWS:
+            flows[key] = flows.get(key, 0.0) + cost
+
+    def report(self) -> dict[str, Any]:
+        """`bands`: cost by band; `flows`: [band, flow, cost] of the busiest; `cut`: there are more.
+
+        Added up once a second, however often it is asked for. Not to be changed.
+        """
+        second = int(self._clock_s())
+        if self._reported[0] != second:
+            self._reported = second, self._add_up(second)
+        return self._reported[1]
+
+    def _add_up(self, second: int) -> dict[str, Any]:
+        self._forget(second)
+        bands = [0.0, 0.0, 0.0]
+        flows: Counter[tuple[int, str]] = Counter()
+        for begun, costs, totals in self._seconds:
+            if begun != second:
+                flows.update(costs)
+                bands = [a + b for a, b in zip(bands, totals, strict=True)]
+        listed: list[list[object]] = []
+        room = _MAX_LISTED_BYTES
+        for (band, flow), cost in flows.most_common(_MAX_LISTED):
+            room -= len(flow) + 16
+            if room < 0:
+                break
+            listed.append([band, flow, round(cost, 3)])
+        return {"bands": [round(cost, 3) for cost in bands], "flows": listed, "cut": len(listed) < len(flows)}
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] < second - METER_WINDOW_S:
+            self._seconds.popleft()
