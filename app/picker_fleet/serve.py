@@ -37,8 +37,15 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.extproc import accesslog, budget_transfer, eds
-from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
-from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines, new_flow_limit, read_limit
+from picker_fleet.extproc.context import (
+    BodyBudget,
+    DrainGate,
+    ExchangeContext,
+    OpenRequests,
+    UploadDeadlines,
+    new_flow_limit,
+    read_limit,
+)
 from picker_fleet.extproc.server import ExchangeService, Server
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake
@@ -325,7 +332,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         _scheduler(settings),
         endpoints,
         readings=scraping.readings.snapshot,
-        in_flight=lambda: fleet.in_flight,
+        in_flight=partial(getattr, fleet, "in_flight"),
         index=index,
         latencies=latencies,
         routes=routes,

@@ -13,9 +13,15 @@ from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import parse
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
+from picker_fleet.extproc.context import (
+    BodyBudget,
+    DrainGate,
+    ExchangeContext,
+    OpenRequests,
+    new_flow_limit,
+    read_limit,
+)
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.intake import Intake
 from picker_fleet.request import Placement
 from picker_fleet.telemetry.logs import DecisionLines

@@ -16,9 +16,15 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
-from picker_fleet.extproc.context import DrainGate, ExchangeContext, OpenRequests
+from picker_fleet.extproc.context import (
+    BodyBudget,
+    DrainGate,
+    ExchangeContext,
+    OpenRequests,
+    new_flow_limit,
+    read_limit,
+)
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.limits import BodyBudget, new_flow_limit, read_limit
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
 from picker_fleet.intake import Intake

@@ -18,8 +18,7 @@ from picker_fleet.errors import ExpiredTtl
 from picker_fleet.ext_authz import server as ext_authz
 from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.extproc.context import ExchangeContext
-from picker_fleet.extproc.limits import STALLED_S
+from picker_fleet.extproc.context import STALLED_S, ExchangeContext
 from picker_tools.local_fleet import network
 
 BODY = b'{"model": "llama", "prompt": "hi"}'

@@ -31,8 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import ExchangeContext
-from picker_fleet.extproc.limits import STALLED_S, UploadDeadlines
+from picker_fleet.extproc.context import STALLED_S, ExchangeContext, UploadDeadlines
 from picker_fleet.extproc.server import SERVICE, ExchangeService, Server
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Outcome

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from picker_fleet.errors import BufferFull
 from picker_fleet.extproc import http2, native
+from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.http2 import (
     ACK,
     CONTINUATION,
@@ -37,7 +38,6 @@ from picker_fleet.extproc.http2 import (
     WINDOW_UPDATE,
     frame,
 )
-from picker_fleet.extproc.limits import BodyBudget
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import Handler, Stream
 

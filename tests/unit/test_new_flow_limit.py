@@ -15,9 +15,9 @@ from extproc_client import (
 
 from picker_fleet.config import parse
 from picker_fleet.errors import TooManyFlows
-from picker_fleet.extproc import limits
+from picker_fleet.extproc import context
+from picker_fleet.extproc.context import NewFlowLimit
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.limits import NewFlowLimit
 
 HERE = b"10.0.0.1"
 
@@ -82,8 +82,8 @@ def test_without_a_source_nothing_is_limited() -> None:
 
 
 def test_names_and_sources_without_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_MAX_FLOWS", 100)
-    monkeypatch.setattr(limits, "_MAX_SOURCES", 100)
+    monkeypatch.setattr(context, "_MAX_FLOWS", 100)
+    monkeypatch.setattr(context, "_MAX_SOURCES", 100)
     those = NewFlowLimit(1000, ["known"], 0, Clock())
     for n in range(1000):
         assert passes(those, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))

@@ -15,8 +15,7 @@ from picker_fleet.allowlist import NOT_LISTED
 from picker_fleet.errors import BadRequest, ClientGone, RequestError, TooManyReads, UnknownPath, Unsupported
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
-from picker_fleet.extproc.context import ExchangeContext
-from picker_fleet.extproc.limits import BodyBuffer
+from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
 from picker_fleet.intake import CONTENT_LENGTH, FORWARDED_FOR, ROUTE_TIMEOUT, read_body, read_subset
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER

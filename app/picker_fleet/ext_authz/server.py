@@ -18,8 +18,7 @@ import httptools
 from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.ext_authz.check import Answer, Check
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.context import ExchangeContext
-from picker_fleet.extproc.limits import STALLED_S, BodyBuffer
+from picker_fleet.extproc.context import STALLED_S, BodyBuffer, ExchangeContext
 from picker_fleet.units import split_host_port
 
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it

@@ -1,19 +1,241 @@
-"""What all exchanges of a replica share, and the gate that refuses requests once the replica drains."""
+"""What all requests of a replica share: limits of what clients take, the gate of a drain, and the context.
+
+A client that vanishes during its upload leaves no trace, and Envoy's own deadline would include the wait in
+the queue. Without a deadline here such an upload would keep its part of `extproc.max_buffered_bytes` for ever
+and delay every drain.
+"""
 
 import asyncio
-from collections.abc import Callable
+import ipaddress
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings
-from picker_fleet.errors import ShuttingDown
-from picker_fleet.extproc.limits import BodyBudget, NewFlowLimit
+from picker_fleet.errors import BufferFull, PayloadTooLarge, ShuttingDown, TooManyFlows
 from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates
 from picker_fleet.request import InferenceRequest, Placement
+from picker_fleet.sections import ExtProc
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
+
+SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
+_RESERVED_PART = 32  # one part in so many is kept for small bodies: a few slow large ones must not block them
+
+STALLED_S = 30.0  # without a byte
+_CHECKS = 6  # within that time
+
+_MAX_SOURCES = 10_000
+_MAX_FLOWS = 16_384  # remembered; a forgotten flow counts as new again
+_NETWORK_BITS = 64  # of an IPv6 address: what one customer has at least
+_MINUTE_S = 60.0
+_READ_BURST_S = 2.0  # unused reads are kept for this time
+
+
+class BodyBudget:
+    """The bytes of request bodies in this replica, `limit_bytes` at most.
+
+    A body counts from its first byte until its answer is sent, the wait in the queue included.
+    """
+
+    __slots__ = ("_for_large_bytes", "_limit_bytes", "held_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
+        self.held_bytes = 0
+
+    def take(self, size_bytes: int, body_bytes: int) -> None:
+        """Count `size_bytes` more of a body that has `body_bytes` with them.
+
+        Raises:
+            BufferFull: the budget is used up; nothing is counted.
+        """
+        limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
+        if self.held_bytes + size_bytes > limit_bytes:
+            raise BufferFull(f"this replica holds as many bytes of bodies as it may ({self._limit_bytes})")
+        self.held_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """Count `size_bytes` fewer."""
+        self.held_bytes -= size_bytes
+
+
+class BodyBuffer:
+    """The chunks of one request's body, counted in `budget`; `limit_bytes` is the most that a body may have.
+
+    `content_length` is what its header says, -1 if it says nothing.
+    """
+
+    __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
+
+    def __init__(self, budget: BodyBudget, limit_bytes: int) -> None:
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._chunks: list[bytes] = []
+        self._counted_bytes = 0
+        self.size_bytes = 0
+        self.content_length = -1
+
+    def expect(self, length: bytes) -> None:
+        """Take the body's length from its header.
+
+        Raises:
+            PayloadTooLarge: it is above the limit.
+        """
+        if length.isdigit():
+            self.content_length = int(length[:20])
+            if self.content_length > self._limit_bytes:
+                raise self._too_large()
+
+    def add(self, chunk: bytes) -> None:
+        """Keep one more chunk.
+
+        Raises:
+            PayloadTooLarge: the body is larger than the limit.
+            BufferFull: the replica's budget is used up.
+        """
+        size_bytes = len(chunk)
+        self.size_bytes += size_bytes
+        if self.size_bytes > self._limit_bytes:
+            raise self._too_large()
+        self._budget.take(size_bytes, self.size_bytes)
+        self._counted_bytes += size_bytes
+        self._chunks.append(chunk)
+
+    def join(self) -> bytes:
+        """The whole body, which is kept here no longer but counted until `release`."""
+        chunks, self._chunks = self._chunks, []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def release(self) -> None:
+        """Drop the body and count it no longer; may be called twice."""
+        if self._counted_bytes:
+            self._budget.give_back(self._counted_bytes)
+            self._counted_bytes = 0
+            self._chunks = []
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
+
+
+class Upload(Protocol):
+    """A stream that waits for more of its request."""
+
+    @property
+    def upload_began_s(self) -> float:
+        """When the request began to arrive, in seconds."""
+        ...
+
+
+class UploadDeadlines:
+    """Uploads that wait for more of their request, each with the task that reads it.
+
+    `clock` is in seconds. A wait ends after `stalled_s` without a byte, and when the upload has taken
+    `whole_s` in all.
+    """
+
+    def __init__(self, clock: Callable[[], float], whole_s: float, stalled_s: float = STALLED_S) -> None:
+        self._clock = clock
+        self._whole_s = whole_s
+        self._stalled_s = min(stalled_s, whole_s)
+        self._waiting: dict[Upload, tuple[float, asyncio.Task[Any]]] = {}
+        self._ended: set[Upload] = set()
+
+    def wait(self, upload: Upload, task: asyncio.Task[Any]) -> None:
+        """`task` is about to read more of the request; it may be cancelled from now on."""
+        self._waiting[upload] = self._clock(), task
+
+    def received(self, upload: Upload) -> None:
+        """It has received a message, or has ended."""
+        self._waiting.pop(upload, None)
+
+    def has_ended(self, upload: Upload) -> bool:
+        """Whether its task was cancelled because the upload took too long; true once."""
+        ended = upload in self._ended
+        self._ended.discard(upload)
+        return ended
+
+    async def run(self) -> None:
+        """End waits that are too long, until cancelled."""
+        while True:
+            await asyncio.sleep(self._stalled_s / _CHECKS)
+            now_s = self._clock()
+            silent_since_s, begun_before_s = now_s - self._stalled_s, now_s - self._whole_s
+            for upload, (at_s, task) in list(self._waiting.items()):
+                if at_s < silent_since_s or upload.upload_began_s < begun_before_s:
+                    del self._waiting[upload]
+                    self._ended.add(upload)
+                    task.cancel()
+
+
+class NewFlowLimit:
+    """Lets each source begin `per_minute` new flows a minute (docs/fairness.md, "Invented ids").
+
+    Each flow has its own fair part of the stock, so a client that invents names could take more. A known flow
+    costs one dictionary lookup; those of `configured` are never new. `hops` is how many proxies
+    between clients and Envoy append to x-forwarded-for. `clock` is in seconds.
+    """
+
+    def __init__(
+        self, per_minute: int, configured: Collection[str], hops: int, clock: Callable[[], float]
+    ) -> None:
+        self._per_minute = per_minute
+        self._hops = hops
+        self._seen: dict[str, None] = {}
+        self._configured = frozenset(configured)
+        self._rates = Rates(per_minute / _MINUTE_S, per_minute, _MAX_SOURCES, clock)
+
+    def check(self, flow: str, forwarded_for: bytes) -> None:
+        """Count `flow` if it is new; `forwarded_for` is the header as Envoy has it.
+
+        Raises:
+            TooManyFlows: it is new, and its source has begun as many as it may.
+        """
+        if flow in self._seen or flow in self._configured:
+            return
+        source = self._source(forwarded_for)
+        if source:  # else one client cannot be told from another
+            wait_s = self._rates.take(source)
+            if wait_s:
+                raise TooManyFlows(
+                    f"more than {self._per_minute} new flows a minute from one source",
+                    retry_after_s=max(1, math.ceil(wait_s)),
+                )
+        self._seen[flow] = None
+        if len(self._seen) > _MAX_FLOWS:
+            del self._seen[next(iter(self._seen))]
+
+    def _source(self, forwarded_for: bytes) -> str:
+        """The address from which the first trusted proxy was called; of IPv6 its network."""
+        if not forwarded_for:
+            return ""
+        entries = forwarded_for.split(b",")
+        text = entries[max(len(entries) - 1 - self._hops, 0)].strip().decode("latin-1")
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            return text[:64]
+        if isinstance(address, ipaddress.IPv4Address):
+            return text
+        return str(ipaddress.IPv6Network((address, _NETWORK_BITS), strict=False))
+
+
+def read_limit(settings: ExtProc, clock: Callable[[], float]) -> Rates:
+    """The limit of requests that go through without admission: one for all clients of the replica."""
+    return Rates(settings.read_rate, max(settings.read_rate * _READ_BURST_S, 1.0), 1, clock)
+
+
+def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLimit:
+    """The limit of flows that clients name."""
+    names = {model.name for model in settings.models}
+    queue = settings.fair_request_queue
+    return NewFlowLimit(queue.new_flows_per_minute, names, settings.extproc.trusted_hops, clock)
+
 
 _REFUSAL = "this replica is shutting down; try again"
 

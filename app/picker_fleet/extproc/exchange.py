@@ -34,8 +34,7 @@ from picker_fleet.errors import (
     Unsupported,
 )
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.context import ExchangeContext
-from picker_fleet.extproc.limits import BodyBuffer
+from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
 from picker_fleet.extproc.response import ModelRename, Response
 from picker_fleet.intake import (
     CONTENT_LENGTH,

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import hpack
 
-from picker_fleet.extproc.limits import BodyBudget
+from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.transport import Handler
 
 STREAMS: Final = 20_000  # open at once on one connection

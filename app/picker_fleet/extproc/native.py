@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from picker_fleet.errors import BufferFull, StartupError
+from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.http2 import (
     CANCEL,
     DATA,
@@ -28,7 +29,6 @@ from picker_fleet.extproc.http2 import (
     literal,
     start_of_frame,
 )
-from picker_fleet.extproc.limits import BodyBudget
 from picker_fleet.extproc.transport import Handler, RpcError, Status
 from picker_fleet.units import split_host_port
 

@@ -11,9 +11,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.errors import BufferFull
-from picker_fleet.extproc.context import DrainGate, ExchangeContext
+from picker_fleet.extproc.context import BodyBudget, DrainGate, ExchangeContext, UploadDeadlines
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.extproc.limits import BodyBudget, UploadDeadlines
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import (
     GrpcioTransport,

@@ -1,0 +1,127 @@
+"""The files that one request runs through, traced, are those that docs/architecture.md lists."""
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import grpc
+import redis.asyncio
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import body, headers
+from own_replica import ASK
+from own_valkey import own_valkey
+from page_server import serving
+
+import picker_fleet
+from picker_fleet.config import parse
+from picker_fleet.extproc.server import SERVICE
+from picker_fleet.serve import Bound, serve
+from picker_fleet.state.scripts import load_library
+from picker_tools.local_fleet import network
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(picker_fleet.__file__).parent
+PAGE = ROOT / "docs" / "architecture.md"
+HEADING = "## The path of one request"
+REQUESTS = 5  # what runs in each of them is the path; what runs in only some of them is other work
+MOST_LUA_FILES = 8
+TRACED = "traced-lua-files"
+_FUNCTION = re.compile(r"(\bfunction\b(?! builtins)[^\n(]*\([^)\n]*\))$", re.MULTILINE)
+
+
+def listed_files() -> set[str]:
+    """The paths under HEADING in the page, each at the beginning of an item: `app/...` or `lua/...`."""
+    section = PAGE.read_text(encoding="utf-8").split(f"{HEADING}\n", 1)[1].split("\n## ", 1)[0]
+    return set(re.findall(r"^\d+\. `((?:app|lua)/[\w/.]+)`", section, re.MULTILINE))
+
+
+def instrumented_library() -> str:
+    """The library of the scripts, whose functions each add their file to the set TRACED."""
+    source = load_library().source
+    for file in (ROOT / "lua").rglob("*.lua"):
+        text = file.read_text(encoding="utf-8")
+        assert text in source, f"{file} is not in the library as it is"
+        # Before the first call a function of the library has no pcall yet (lua/lib/storage.lua).
+        note = f"if pcall then redis.call('SADD', '{TRACED}', '{file.relative_to(ROOT)}') end"
+        source = source.replace(text, _FUNCTION.sub(rf"\1 {note}", text))
+    return source.replace("flags={'no-writes'}", "flags={}")  # the notes are writes
+
+
+@contextlib.asynccontextmanager
+async def quiet_replica(redis_url: str, endpoint: str) -> AsyncIterator[str]:
+    """A replica in this process whose background tasks are minutes apart; its ext_proc address."""
+    settings = parse({
+        "redis": {"url": redis_url},
+        "extproc": {"listen": "127.0.0.1:0"},
+        "admin": {"listen": "127.0.0.1:0"},
+        "discovery": {"static": [{"address": endpoint}]},
+        "scraping": {"interval": "300s"},
+        "request_queue_controller": {"expiry_cleanup_interval": "300s", "watermark_per_backend": 1000},
+        "leases": {"heartbeat": "60s", "replica_silence": "300s"},
+        "logging": {"level": "WARNING"},
+    })  # fmt: skip
+    bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
+    replica = asyncio.create_task(serve(settings, "traced", bound.set_result))
+    try:
+        yield (await bound).grpc
+    finally:
+        replica.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await replica
+
+
+async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
+    """Have one request placed, in lean mode, and end its stream as Envoy does; whether it was placed."""
+    process: Any = channel.stream_stream(
+        f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+    )
+    call = process(timeout=60)
+    await call.write(headers("lean", {"x-request-id": request_id}))
+    await call.write(body(ASK))
+    answer = await call.read()
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    return bool(answer.WhichOneof("response") == "request_headers")
+
+
+async def test_the_architecture_page_lists_the_files_that_one_request_runs_through(tmp_path: Path) -> None:
+    async with (
+        own_valkey(tmp_path) as valkey,
+        serving() as server,
+        redis.asyncio.Redis.from_url(valkey.url) as client,
+    ):
+        await client.execute_command("FUNCTION", "LOAD", "REPLACE", instrumented_library())
+        async with (
+            quiet_replica(valkey.url, server.address) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+
+            async def ready() -> bool | None:
+                return await ask(channel, "the first") or None
+
+            assert await network.until(ready, within_s=60)
+            python, lua = [], []
+            for number in range(REQUESTS):
+                ran: set[str] = set()
+
+                def note(frame: FrameType, event: str, argument: object, ran: set[str] = ran) -> None:
+                    if event == "call":
+                        ran.add(frame.f_code.co_filename)
+
+                await client.delete(TRACED)
+                sys.setprofile(note)
+                try:
+                    assert await ask(channel, f"request-{number}")
+                finally:
+                    sys.setprofile(None)
+                python.append({name for name in ran if name.startswith(str(PACKAGE))})
+                lua.append({name.decode() for name in await client.smembers(TRACED)})
+    files = {str(Path(name).relative_to(ROOT)) for name in set.intersection(*python)}
+    files |= set.intersection(*lua)
+    assert files == listed_files()
+    assert len([name for name in files if name.startswith("lua/")]) <= MOST_LUA_FILES
