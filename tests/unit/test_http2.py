@@ -421,7 +421,8 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
         piece = b"\0" + (size - 5).to_bytes(4, "big") + b"x" * (size - 5)
         count = WINDOW_BYTES // size
         await peer.send(peer.headers(1), *[frame(DATA, 0, 1, piece)] * count)
-        await until(lambda: server.budget.held_bytes == WINDOW_BYTES)
+        kept = count * (size - 5 + native._MESSAGE_COST)
+        await until(lambda: server.budget.held_bytes == kept)
         # No more is allowed: the next byte breaks the peer's window.
         for _ in range(count):
             reads.release()
@@ -517,6 +518,75 @@ async def test_streams_beyond_the_limit_are_refused_so_that_they_can_go_elsewher
         assert (reset.stream, reset.code) == (5, http2.REFUSED_STREAM)
 
 
+async def test_the_limit_of_streams_is_one_for_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "STREAMS", 2)
+    async with serving() as server, server.peer() as one, server.peer() as other:
+        await one.send(one.headers(1), one.headers(3))
+        await one.send(PING_FRAME)
+        await one.until(lambda got: got.kind == PING)
+        await other.send(other.headers(1))
+        assert (await other.until(lambda got: got.kind == RST_STREAM)).code == http2.REFUSED_STREAM
+        # A stream that ends, or is reset, makes room.
+        await one.send(frame(DATA, END_STREAM, 1, ASK), frame(RST_STREAM, 0, 3, b"\0\0\0\x08"))
+        await one.answer(1)
+        await other.send(other.headers(3), frame(DATA, END_STREAM, 3, ASK))
+        assert [got.payload for got in await other.answer(3) if got.kind == DATA] == [ASK]
+
+
+async def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "CONNECTIONS", 1)
+    async with serving() as server, server.peer() as first:
+        await first.until(lambda got: got.kind == SETTINGS)
+        async with server.peer() as second:
+            assert await second.read() is None
+        await first.send(PING_FRAME)
+        await first.until(lambda got: got.kind == PING)
+
+
+async def test_small_unread_messages_count_with_what_they_cost_in_memory() -> None:
+    async def deaf(stream: Stream) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    async with serving(deaf) as server, server.peer() as peer:
+        tiny = b"\0\0\0\0\2hi" * 1000
+        await peer.send(peer.headers(1), frame(DATA, 0, 1, tiny))
+        await until(lambda: server.budget.held_bytes == 1000 * (2 + native._MESSAGE_COST))
+        # The budget ends long before the stream's window does.
+        await peer.send(*[frame(DATA, 0, 1, tiny)] * 60)
+        await until(lambda: server.budget.held_bytes == 0)
+
+
+async def test_settings_that_change_without_end_close_the_connection() -> None:
+    changes = [frame(SETTINGS, 0, 0, struct.pack(">HL", 4, size)) for size in range(http2._SETTINGS + 1)]
+    async with serving() as server, server.peer() as peer:
+        await peer.send(*changes)
+        assert (await peer.ended()).code == http2.ENHANCE_YOUR_CALM
+        await works(server)
+
+
+async def test_many_window_updates_in_one_read_wake_each_waiting_writer_once() -> None:
+    woken = 0
+
+    class Blocked:
+        def wake_writer(self) -> None:
+            nonlocal woken
+            woken += 1
+
+    class Transport:
+        def set_write_buffer_limits(self, high: int) -> None: ...
+
+        def write(self, data: bytes) -> None: ...
+
+    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams())
+    connection.connection_made(Transport())
+    connection.blocked[1] = Blocked()  # type: ignore[assignment]
+    credit = frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1")
+    connection.data_received(PREFACE + frame(SETTINGS, 0, 0) + credit * 1000)
+    await asyncio.sleep(0)
+    assert woken == 1
+
+
 async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
     release = asyncio.Event()
 
@@ -566,7 +636,7 @@ async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not(
 
 async def test_a_peer_that_reads_no_replies_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_UNSENT_REPLIES", 100)
-    connection = http2.Connection({}, native.GrpcStream, set())
+    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams())
     written: list[bytes] = []
 
     class Transport:

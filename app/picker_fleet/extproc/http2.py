@@ -5,9 +5,9 @@ in a task of its own and gives it a `Stream`. Frames are parsed and written in t
 a reset cancels its handler in the same step and no message is copied between threads.
 
 Anyone who reaches the port may send anything. Damaged input ends in a reset of its stream or a GOAWAY. Memory
-is bounded: one frame and 32 KiB of headers a connection, `STREAMS` streams on it, and the replica's byte
-budget for all data that no handler has read yet. A stream's window opens again only when its handler has read
-every whole message.
+is bounded: one frame and 32 KiB of headers a connection, `STREAMS` streams on all of them, and the replica's
+byte budget for all data that no handler has read yet. A stream's window opens again only when its handler has
+read every whole message.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ import hpack
 from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.transport import Handler
 
-STREAMS: Final = 20_000  # open at once on one connection
+STREAMS: Final = 20_000  # open at once, on all connections together
+CONNECTIONS: Final = 4096
 WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
 FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
@@ -34,6 +35,7 @@ _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
 _END_S: Final = 5.0  # for a closed connection's last bytes
 _UNSENT_REPLIES: Final = 10_000  # to pings and settings of a peer that does not read
+_SETTINGS: Final = 100  # frames of a connection; each may cost a step for each of its streams
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream
@@ -160,8 +162,17 @@ class NewStream(Protocol):
     ) -> Stream: ...
 
 
+class OpenStreams:
+    """Counts the streams of all connections of a transport."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Connection(asyncio.Protocol):
-    """One peer's connection; `connections` is the transport's set of open ones.
+    """One peer's connection; `connections` is the transport's set of open ones, `open_streams` counts theirs.
 
     `handlers` are by path, each with the budget that counts data which it has not read yet.
     """
@@ -171,7 +182,9 @@ class Connection(asyncio.Protocol):
         handlers: Mapping[bytes, tuple[Handler, BodyBudget]],
         new_stream: NewStream,
         connections: "set[Connection]",
+        open_streams: OpenStreams,
     ) -> None:
+        self._open_streams = open_streams
         self._new_stream = new_stream
         self.send_window = 65_535
         self.paused = False
@@ -195,6 +208,8 @@ class Connection(asyncio.Protocol):
         self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
         self._block_of = (0, 0)  # their stream and flags
         self._unsent_replies = 0
+        self._settings = 0  # frames received
+        self._waking = False  # the writers that wait are woken later in this step
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._draining = False
@@ -204,6 +219,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        if len(self._connections) >= CONNECTIONS:
+            self._closed = True
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         self._connections.add(self)
         settings = ((_MAX_STREAMS, STREAMS), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES))
@@ -329,6 +348,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
+        self._open_streams.count -= 1
         stream.drop()
         if not remote_ended:
             self._remember(stream_id)
@@ -443,7 +463,7 @@ class Connection(asyncio.Protocol):
         self._last_id = stream_id
         if request.reset is not None:
             self.reset(stream_id, request.reset)
-        elif stream_id > self._refuse_after or len(self._streams) >= STREAMS:
+        elif stream_id > self._refuse_after or self._open_streams.count >= STREAMS:
             self.reset(stream_id, REFUSED_STREAM)
         elif request.handler is None or request.budget is None:
             remote_ended = bool(flags & END_STREAM)
@@ -455,6 +475,7 @@ class Connection(asyncio.Protocol):
             window, length = self._initial_send_window, request.content_length
             stream = self._new_stream(self, stream_id, window, length, request.budget)
             self._streams[stream_id] = stream
+            self._open_streams.count += 1
             if flags & END_STREAM:
                 self._end_remote(stream_id, stream)
             if stream_id in self._streams:
@@ -514,19 +535,24 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "malformed settings")
         if flags & ACK:
             return
+        self._settings += 1
+        if self._settings > _SETTINGS:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "settings change too often")
+        window = self._initial_send_window
         for name, value in _PAIR.iter_unpack(payload):
             if name == _INITIAL_WINDOW:
                 if value > _MAX_WINDOW:
                     raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
-                more = value - self._initial_send_window
-                self._initial_send_window = value
-                for stream in self._streams.values():
-                    stream.send_window += more
-                    if stream.send_window > _MAX_WINDOW:
-                        raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
-                self._wake_writers()
+                window = value
             elif (name == _ENABLE_PUSH and value > 1) or (name == _MAX_FRAME and not 16_384 <= value < 2**24):
                 raise ConnectionFault(PROTOCOL_ERROR, "a setting is out of range")
+        if window != self._initial_send_window:
+            more, self._initial_send_window = window - self._initial_send_window, window
+            for stream in self._streams.values():
+                stream.send_window += more
+                if stream.send_window > _MAX_WINDOW:
+                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
+            self._wake_writers()
         self._reply(frame(SETTINGS, ACK, 0))
 
     def _on_priority(self, stream_id: int, payload: bytes) -> None:
@@ -556,6 +582,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
+        self._open_streams.count -= 1
         stream.drop()
         if stream.task is not None:
             stream.task.cancel()
@@ -563,6 +590,13 @@ class Connection(asyncio.Protocol):
             stream.task.add_done_callback(self._cancelled.discard)
 
     def _wake_writers(self) -> None:
+        """Wake all writers that wait, once a step however many frames open the window."""
+        if self.blocked and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._waking = False
         for stream in list(self.blocked.values()):
             stream.wake_writer()
 

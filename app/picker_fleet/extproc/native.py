@@ -25,6 +25,7 @@ from picker_fleet.extproc.http2 import (
     WINDOW_BYTES,
     WINDOW_UPDATE,
     Connection,
+    OpenStreams,
     frame,
     literal,
     start_of_frame,
@@ -35,6 +36,8 @@ from picker_fleet.units import split_host_port
 _KEEPALIVE_S = 20.0  # a peer that sent nothing for so long is pinged
 _ANSWER_S = 10.0  # it has so long to answer
 _BACKLOG = 1024
+_MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
+_PAUSE_S = 1.0  # a sleep that took so much longer: this process stood still and has read nothing
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
 
@@ -123,7 +126,7 @@ class GrpcStream:
             finally:
                 self._reader = None
         message = self._messages.popleft()
-        self._release(len(message) + 5)
+        self._release(len(message) + _MESSAGE_COST)
         if not self._messages:
             self._give_credit()
         return message
@@ -266,7 +269,7 @@ class GrpcStream:
             if stop > end:
                 break
             self._messages.append(data[start + 5 : stop])
-            self._count(length + 5)
+            self._count(length + _MESSAGE_COST)
             if self._fault is not None:
                 return end
             start = stop
@@ -340,6 +343,7 @@ class NativeTransport:
         }
         self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
         self._connections: set[Connection] = set()
+        self._open_streams = OpenStreams()
         self._server: asyncio.Server | None = None
         self._keepalive: asyncio.Task[None] | None = None
 
@@ -375,7 +379,7 @@ class NativeTransport:
             self._keepalive.cancel()
 
     def _connection(self) -> Connection:
-        return Connection(self._handlers, self._new_stream, self._connections)
+        return Connection(self._handlers, self._new_stream, self._connections, self._open_streams)
 
     async def _keep_alive(self) -> None:
         """Find peers that vanished without a word, whose streams would stay open for ever."""
@@ -386,8 +390,13 @@ class NativeTransport:
             silent = [connection for connection in self._connections if not connection.received]
             for connection in silent:
                 connection.ping()
-            if silent:
-                await asyncio.sleep(_ANSWER_S)
+            if not silent:
+                continue
+            clock = asyncio.get_running_loop().time
+            pinged_s = clock()
+            await asyncio.sleep(_ANSWER_S)
+            if clock() - pinged_s > _ANSWER_S + _PAUSE_S:
+                continue  # their answers may have come and not been read
             for connection in silent:
                 if not connection.received:
                     connection.abort()
