@@ -209,7 +209,7 @@ class Connection(asyncio.Protocol):
         self._block_of = (0, 0)  # their stream and flags
         self._unsent_replies = 0
         self._settings = 0  # frames received
-        self._waking = False  # the writers that wait are woken later in this step
+        self._wake_scheduled = False  # the writers that wait are woken later in this step
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._draining = False
@@ -591,12 +591,12 @@ class Connection(asyncio.Protocol):
 
     def _wake_writers(self) -> None:
         """Wake all writers that wait, once a step however many frames open the window."""
-        if self.blocked and not self._waking:
-            self._waking = True
+        if self.blocked and not self._wake_scheduled:
+            self._wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._wake_all)
 
     def _wake_all(self) -> None:
-        self._waking = False
+        self._wake_scheduled = False
         for stream in list(self.blocked.values()):
             stream.wake_writer()
 
