@@ -7,12 +7,11 @@ this replica no bytes of its body.
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Final
 
 from picker_fleet.allowlist import NOT_LISTED
-from picker_fleet.errors import BadRequest, ClientGone, RequestError, TooManyReads, UnknownPath, Unsupported
+from picker_fleet.errors import BadRequest, ClientGone, RequestError, UnknownPath, Unsupported
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
 from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
@@ -106,7 +105,7 @@ class Check:
         if kind == "read":
             if body.size_bytes:
                 raise BadRequest("a GET with a body is not served")
-            self._take_read()
+            context.count_read()
             placement = await context.gate.route(subset)
             return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
         if not body.size_bytes:
@@ -131,14 +130,6 @@ class Check:
         if context.lines.debug:
             context.lines.placed(request, placement.endpoints, MODE, self._seconds())
         return self._placed(request, placement, codec.pressure(context.fill(), waited_s, request.ttl_s))
-
-    def _take_read(self) -> None:
-        wait_s = self._context.reads.take()
-        if wait_s:
-            raise TooManyReads(
-                f"more than {self._context.settings.extproc.read_rate:g} reads a second",
-                retry_after_s=max(1, math.ceil(wait_s)),
-            )
 
     def _placed(self, request: InferenceRequest | None, placement: Placement, pressure: str) -> Answer:
         settings = self._context.settings

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from picker_fleet.admission.gate import Gate
 from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings
-from picker_fleet.errors import BufferFull, PayloadTooLarge, ShuttingDown, TooManyFlows
+from picker_fleet.errors import BufferFull, PayloadTooLarge, ShuttingDown, TooManyFlows, TooManyReads
 from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates
 from picker_fleet.request import InferenceRequest, Placement
@@ -334,3 +334,16 @@ class ExchangeContext:
     lines: DecisionLines
     clock: Callable[[], float]
     fill: Callable[[], float]
+
+    def count_read(self) -> None:
+        """Count a request that goes through without admission.
+
+        Raises:
+            TooManyReads: there are more of them than the replica lets through.
+        """
+        wait_s = self.reads.take()
+        if wait_s:
+            raise TooManyReads(
+                f"more than {self.settings.extproc.read_rate:g} reads a second",
+                retry_after_s=max(1, math.ceil(wait_s)),
+            )

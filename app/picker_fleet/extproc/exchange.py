@@ -13,7 +13,6 @@ does. Driven by server.ExchangeService.
 
 import enum
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -29,7 +28,6 @@ from picker_fleet.errors import (
     BodyStalled,
     ClientGone,
     RequestError,
-    TooManyReads,
     UnknownPath,
     Unsupported,
 )
@@ -278,12 +276,7 @@ class Exchange:
             return False
         if not ended:
             raise BadRequest("a GET with a body is not served")
-        wait_s = self._context.reads.take()
-        if wait_s:
-            raise TooManyReads(
-                f"more than {self._context.settings.extproc.read_rate:g} reads a second",
-                retry_after_s=max(1, math.ceil(wait_s)),
-            )
+        self._context.count_read()
         return True
 
     def _keep(self, part: HttpBody) -> bool:
