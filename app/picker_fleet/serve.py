@@ -46,7 +46,8 @@ from picker_fleet.extproc.context import (
     new_flow_limit,
     read_limit,
 )
-from picker_fleet.extproc.server import ExchangeService, Server
+from picker_fleet.extproc.exchange import ExchangeService
+from picker_fleet.extproc.server import Server
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake
 from picker_fleet.replica.endpoint_health import Probes

@@ -32,7 +32,8 @@ from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc.codec import WHOLE_BYTES
 from picker_fleet.extproc.context import STALLED_S, ExchangeContext, UploadDeadlines
-from picker_fleet.extproc.server import SERVICE, ExchangeService, Server
+from picker_fleet.extproc.exchange import ExchangeService
+from picker_fleet.extproc.server import SERVICE, Server
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Outcome
 

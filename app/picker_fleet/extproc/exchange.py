@@ -1,4 +1,5 @@
-"""One ext_proc exchange as a state machine: Envoy's messages in, answers out. It knows no transport.
+"""One ext_proc exchange as a state machine, Envoy's messages in and answers out, and the service that runs
+one for each stream.
 
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
       └─ header-only request, headers mode ──────▲  └─── sent, lean and headers ──────────▲
@@ -8,9 +9,10 @@ The mode is what Envoy says it will send (`codec.mode_of`).
 No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry it
 at another replica (G7). A placed request is withdrawn if its whole answer cannot have reached Envoy. In
 `standard` the exchange settles the request exactly once at the end of the response (G6); else the access log
-does. Driven by server.ExchangeService.
+does. `server.Server` has the service on a transport.
 """
 
+import asyncio
 import enum
 import logging
 from collections.abc import Iterable, Sequence
@@ -21,19 +23,22 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     ProcessingRequest,
 )
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.allowlist import NOT_LISTED
 from picker_fleet.errors import (
     BadRequest,
     BodyStalled,
+    BufferFull,
     ClientGone,
     RequestError,
     UnknownPath,
     Unsupported,
 )
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
+from picker_fleet.extproc.context import BodyBudget, BodyBuffer, ExchangeContext, UploadDeadlines
 from picker_fleet.extproc.response import ModelRename, Response
+from picker_fleet.extproc.transport import RpcError, Status, Stream
 from picker_fleet.intake import (
     CONTENT_LENGTH,
     FORWARDED_FOR,
@@ -462,3 +467,70 @@ class Exchange:
         refusal = codec.refusal(error, overload, self._context.fill)
         self._status = refusal.status
         return codec.refused(refusal, error.code)
+
+
+class ExchangeService:
+    """Serves the streams of Envoy's `ext_proc` filter, an `Exchange` for each."""
+
+    def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
+        self._context = context
+        self._uploads = uploads
+
+    @property
+    def bodies(self) -> BodyBudget:
+        """The byte budget of request bodies."""
+        return self._context.bodies
+
+    async def quiet(self) -> None:
+        """Wait until no request is being handled, in any mode."""
+        await self._context.open_requests.none()
+
+    async def process(self, stream: Stream) -> bytes | None:
+        """Serve one stream of Envoy's; the last answer, None if there is none."""
+        exchange = Exchange(self._context)
+        task = asyncio.current_task()
+        assert task is not None
+        self._context.open_requests.began()
+        try:
+            # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
+            # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
+            while not exchange.done:
+                if exchange.uploading:
+                    self._uploads.wait(exchange, task)
+                try:
+                    data = await stream.read()
+                except BufferFull as fault:
+                    refusal = exchange.abandon(fault)
+                    exchange.before_last_write()
+                    return refusal
+                except asyncio.CancelledError:
+                    if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
+                        raise  # Envoy ended the stream
+                    refusal = exchange.fail_upload()
+                    exchange.before_last_write()
+                    return refusal
+                self._uploads.received(exchange)
+                if data is None or exchange.done:
+                    break
+                try:
+                    message = ProcessingRequest.FromString(data)
+                except DecodeError:
+                    raise RpcError(Status.INVALID_ARGUMENT, "no ProcessingRequest") from None
+                work = exchange.receive(message)
+                del message, data  # a request that waits must not hold the end of its body twice
+                answers = await work
+                last = None
+                for answer in answers:
+                    if last is not None:
+                        await stream.write(last)
+                    last = answer
+                if last is not None:
+                    exchange.before_last_write()
+                    if exchange.done:
+                        return last
+                    await stream.write(last)
+            return None
+        finally:
+            self._context.open_requests.ended()
+            self._uploads.received(exchange)
+            exchange.close()

@@ -1,4 +1,4 @@
-"""The replica's gRPC server: it drives exchanges, serves health and Envoy's other services, and drains.
+"""The replica's gRPC server: it serves exchanges, health and Envoy's other services, and drains.
 
 Made and run by `serve`, on the transport that `extproc.transport` names.
 """
@@ -7,22 +7,10 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
-
-from picker_fleet.errors import BufferFull
-from picker_fleet.extproc.context import BodyBudget, DrainGate, ExchangeContext, UploadDeadlines
-from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.extproc.context import DrainGate
+from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.native import NativeTransport
-from picker_fleet.extproc.transport import (
-    GrpcioTransport,
-    Handler,
-    Health,
-    RpcError,
-    Status,
-    Stream,
-    Transport,
-)
+from picker_fleet.extproc.transport import GrpcioTransport, Handler, Health, Transport
 from picker_fleet.sections import ExtProc
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -34,73 +22,6 @@ _ALIVE = ("liveness",)
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
 _FLUSH_S = 1.0  # for answers that are decided; then streams without end (access logs, EDS) are cut
 _STOP_S = 0.25
-
-
-class ExchangeService:
-    """Serves exchanges."""
-
-    def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
-        self._context = context
-        self._uploads = uploads
-
-    @property
-    def bodies(self) -> BodyBudget:
-        """The byte budget of request bodies."""
-        return self._context.bodies
-
-    async def quiet(self) -> None:
-        """Wait until no request is being handled, in any mode."""
-        await self._context.open_requests.none()
-
-    async def process(self, stream: Stream) -> bytes | None:
-        """Serve one stream of Envoy's; the last answer, None if there is none."""
-        exchange = Exchange(self._context)
-        task = asyncio.current_task()
-        assert task is not None
-        self._context.open_requests.began()
-        try:
-            # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
-            # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
-            while not exchange.done:
-                if exchange.uploading:
-                    self._uploads.wait(exchange, task)
-                try:
-                    data = await stream.read()
-                except BufferFull as fault:
-                    refusal = exchange.abandon(fault)
-                    exchange.before_last_write()
-                    return refusal
-                except asyncio.CancelledError:
-                    if not self._uploads.has_ended(exchange) or task.uncancel() > 0:
-                        raise  # Envoy ended the stream
-                    refusal = exchange.fail_upload()
-                    exchange.before_last_write()
-                    return refusal
-                self._uploads.received(exchange)
-                if data is None or exchange.done:
-                    break
-                try:
-                    message = ProcessingRequest.FromString(data)
-                except DecodeError:
-                    raise RpcError(Status.INVALID_ARGUMENT, "no ProcessingRequest") from None
-                work = exchange.receive(message)
-                del message, data  # a request that waits must not hold the end of its body twice
-                answers = await work
-                last = None
-                for answer in answers:
-                    if last is not None:
-                        await stream.write(last)
-                    last = answer
-                if last is not None:
-                    exchange.before_last_write()
-                    if exchange.done:
-                        return last
-                    await stream.write(last)
-            return None
-        finally:
-            self._context.open_requests.ended()
-            self._uploads.received(exchange)
-            exchange.close()
 
 
 class Server:
