@@ -8,7 +8,7 @@
 -- args[1] the calling replica
 -- args[2] its replica info, JSON
 -- args[3] silence_ms: a replica that is silent for so long is gone, as for dispatch and sweep
--- args[4] signing keys it offers (picker_fleet/signing.py), separated by blanks: a new one, then those it holds;
+-- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds;
 --   none from a caller that signs nothing
 -- args[5] and args[6] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown

@@ -6,9 +6,9 @@ import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 from picker_fleet.request import Endpoint
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 from picker_tools.audit.auditor import audit
 

@@ -9,7 +9,7 @@ from packed import doubles
 from script_backends import wire
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
-from picker_fleet.admission import accounting_token
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
 Call = Callable[[Replica], Awaitable[object]]

@@ -7,9 +7,9 @@ from decision_ledger import events_of
 from packed import doubles
 from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.request import Alive, Outcome
-from picker_fleet.signing import Keyring
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)

@@ -9,9 +9,9 @@ import pytest
 from script_backends import url_of, valkey, wire
 from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
+from picker_fleet.state import accounting_token
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import Decision
 from picker_tools.local_fleet.network import free_port

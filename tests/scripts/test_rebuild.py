@@ -10,9 +10,9 @@ from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, Server
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Alive, InferenceRequest, Placement
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
 # Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.

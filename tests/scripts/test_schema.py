@@ -6,8 +6,8 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, ask
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.request import Endpoint, Outcome
+from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
 
 ROOT = Path(__file__).parents[2]

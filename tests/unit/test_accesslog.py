@@ -10,10 +10,10 @@ from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import serving_on
 from metrics_page import page_of
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.extproc import accesslog
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
-from picker_fleet.signing import Keyring
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("transport")

@@ -16,7 +16,7 @@ from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.peers import BudgetTransfer
-from picker_fleet.signing import Keyring
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("transport")

@@ -13,7 +13,7 @@ from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, 
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.signing import Keyring
+from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 

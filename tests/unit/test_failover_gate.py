@@ -10,11 +10,11 @@ from local_requests import ask
 from metrics_page import page_of, samples
 from scripted_store import until
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.failover.peers import BudgetTransfer
 from picker_fleet.request import Alive, Band, Completion, Outcome
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
 PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is

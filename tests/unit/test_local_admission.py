@@ -10,7 +10,6 @@ from local_requests import ask, rules
 from metrics_page import samples
 from scripted_store import until
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Wait
 from picker_fleet.config import EffectiveConfig, parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
@@ -20,6 +19,7 @@ from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import LocalPlacement, OutageJournal
 from picker_fleet.request import Alive, Band, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
+from picker_fleet.state import accounting_token
 from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2, E3 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"

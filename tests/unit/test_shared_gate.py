@@ -7,7 +7,6 @@ import pytest
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
@@ -24,6 +23,7 @@ from picker_fleet.errors import (
     TotalCapacity,
 )
 from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 

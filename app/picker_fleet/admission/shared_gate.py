@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
@@ -28,7 +27,8 @@ from picker_fleet.errors import (
 )
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
-from picker_fleet.signing import Keyring
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.failure_detector import PauseDetector
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics

@@ -8,10 +8,10 @@ of a request's end, whichever it is, adds its span to the same trace.
 import asyncio
 from typing import Any
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.tracing import Traces
 

@@ -17,11 +17,11 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import Gate
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Alive, Completion, Outcome
-from picker_fleet.signing import NO_TOKEN, Keyring
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import NO_TOKEN, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"

@@ -15,7 +15,7 @@ import orjson
 
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.failover.peers import TRANSFER_WAIT_S
-from picker_fleet.signing import Keyring
+from picker_fleet.state.accounting_token import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
 _ASK: Final = f"/{SERVICE}/Ask"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import OutageStatus, Wait
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig
@@ -23,6 +22,7 @@ from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, PeerCli
 from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
+from picker_fleet.state import accounting_token
 from picker_fleet.state.failure_detector import FailureDetector
 from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from picker_fleet.admission import accounting_token
 from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.errors import ScriptFailed
 from picker_fleet.failover.local_gate import LocalGate, LocalPicker
 from picker_fleet.failover.peers import BudgetTransfer
 from picker_fleet.request import Alive, Completion, Placement
+from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from picker_fleet.scheduling.scorers import (
     LatencyWeights,
     PickRequest,
 )
-from picker_fleet.signing import LENGTH, Keyring
+from picker_fleet.state.accounting_token import LENGTH, Keyring
 
 if TYPE_CHECKING:
     from picker_fleet.scheduling.route_stream import RouteStream  # it brings Redis's client

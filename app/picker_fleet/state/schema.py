@@ -37,7 +37,7 @@ VIEW_LIMIT = 51
 # One arrival: texts that end in byte 0, then doubles (state/schema.py).
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
 ARRIVAL_NUMBERS = ("band", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
-# The accounting token (admission/accounting_token.py): fields joined by tabs. Those that follow are optional.
+# The accounting token (state/accounting_token.py): fields joined by tabs. Those that follow are optional.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
-from picker_fleet.signing import Keyring
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys, joined

@@ -204,7 +204,7 @@ class Metrics:
         self._entries.add((kind,), n)
 
     def access_log_rejected(self, reason: str) -> None:
-        """An entry was ignored for its accounting token; `reason` is one of `signing.FAULTS`."""
+        """An entry was ignored for its accounting token; `reason` is a code of state/accounting_token.py."""
         self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
