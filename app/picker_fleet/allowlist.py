@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["inference", "read"]  # needs a body and is admitted; has none and is not
-
 # Characters of a model's name; a slash within it may be percent-encoded, as may a colon, an at and a plus.
 _SEGMENT = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
 _MODEL_NAME = f"{_SEGMENT}(?:(?:/|%2[Ff]){_SEGMENT})*"
@@ -88,31 +86,6 @@ def path_rule(text: object) -> PathRule:
 def rules(configured: Iterable[PathRule]) -> tuple[PathRule, ...]:
     """The paths of every engine and those that `extproc.paths` adds, each once."""
     return tuple(dict.fromkeys((*DEFAULT_RULES, *configured)))
-
-
-class AllowedPaths:
-    """Says what a request's method and path are. A lookup in a dictionary for all but models' names."""
-
-    def __init__(self, configured: Iterable[PathRule] = ()) -> None:
-        self._exact: dict[tuple[bytes, bytes], Kind] = {}
-        self._patterns: list[tuple[bytes, re.Pattern[bytes], Kind]] = []
-        for rule in rules(configured):
-            kind: Kind = "inference" if rule.method == "POST" else "read"
-            if rule.is_exact:
-                self._exact[rule.method.encode(), rule.path.encode()] = kind
-            else:
-                self._patterns.append((rule.method.encode(), re.compile(rule.regex.encode()), kind))
-
-    def kind(self, method: bytes, path: bytes) -> Kind | None:
-        """What a request with these `:method` and `:path` is; None if no model server may see it."""
-        bare = path.partition(b"?")[0]
-        kind = self._exact.get((method, bare))
-        if kind is not None:
-            return kind
-        for wanted, pattern, kind in self._patterns:
-            if method == wanted and pattern.fullmatch(bare):
-                return kind
-        return None
 
 
 FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")

@@ -29,7 +29,6 @@ from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, load
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -38,6 +37,7 @@ from picker_fleet.errors import StartupError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.extproc import accesslog, budget_transfer, eds
 from picker_fleet.extproc.context import (
+    AllowedPaths,
     BodyBudget,
     DrainGate,
     ExchangeContext,

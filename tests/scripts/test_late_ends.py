@@ -10,10 +10,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from extproc_client import Counted, body, converse, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
-from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import parse
 from picker_fleet.extproc.codec import WHOLE_BYTES
 from picker_fleet.extproc.context import (
+    AllowedPaths,
     BodyBudget,
     DrainGate,
     ExchangeContext,

@@ -13,10 +13,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
-from picker_fleet.allowlist import AllowedPaths
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
 from picker_fleet.extproc.context import (
+    AllowedPaths,
     BodyBudget,
     DrainGate,
     ExchangeContext,

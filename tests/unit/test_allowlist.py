@@ -11,13 +11,13 @@ from picker_fleet.allowlist import (
     NEVER_TRUSTED,
     OBJECTIVE,
     REWRITE,
-    AllowedPaths,
     rules,
     trusted,
     untrusted,
 )
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
+from picker_fleet.extproc.context import AllowedPaths
 
 PATHS = AllowedPaths()
 

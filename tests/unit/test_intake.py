@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.body import _LARGE_BYTES as LARGE_BYTES
-from picker_fleet.body import Body
 from picker_fleet.config import parse
 from picker_fleet.errors import BadRequest
+from picker_fleet.intake import _LARGE_BYTES as LARGE_BYTES
 from picker_fleet.intake import (
     HEADERS,
     Ask,
+    Body,
     Intake,
     _name_fault,
     read_body,
@@ -285,7 +285,7 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
     # Both paths: a small body, and a large one that is not ASCII.
     for large_bytes in (LARGE_BYTES, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("picker_fleet.body._LARGE_BYTES", large_bytes)
+            patch.setattr("picker_fleet.intake._LARGE_BYTES", large_bytes)
             twice = {name for name in used if names.count(name) > 1}
             if twice:
                 with pytest.raises(BadRequest, match=f"has ({'|'.join(twice)}) twice"):

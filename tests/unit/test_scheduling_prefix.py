@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.body import Body
+from picker_fleet.intake import Body
 from picker_fleet.scheduling.endpoint_history import (
     BLOCK_BYTES,
     BYTES_PER_BLOCK,
@@ -40,7 +40,7 @@ def chat(*said: object, **more: object) -> dict[str, object]:
 
 def prompt_of(document: dict[str, object]) -> bytes:
     """The prompt of `document` as a body."""
-    return prompt_bytes(Body(orjson.dumps(document)))
+    return prompt_bytes(Body(orjson.dumps(document)).values)
 
 
 def user(text: str) -> dict[str, str]:

@@ -10,8 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from picker_fleet.allowlist import NOT_LISTED
-from picker_fleet.errors import BadRequest, ClientGone, RequestError, UnknownPath, Unsupported
+from picker_fleet.errors import RequestError, Unsupported
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
 from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
@@ -81,7 +80,7 @@ class Check:
             return self.refuse(RequestError("the picker failed on this request; its log says why"))
         except BaseException:
             if self._request is not None:
-                self._count_client_gone(self._request)
+                self._context.client_left(self._request, MODE, self._model, self._started_s)
             raise
         self._context.metrics.answered(MODE, self._model, "ok", self._seconds(), self._target_model)
         return answer
@@ -99,17 +98,9 @@ class Check:
     async def _place(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
         context = self._context
         subset = _subset(headers)
-        kind = context.paths.kind(method, path)
-        if kind is None:
-            raise UnknownPath(NOT_LISTED)
-        if kind == "read":
-            if body.size_bytes:
-                raise BadRequest("a GET with a body is not served")
-            context.count_read()
+        if context.is_read(method, path, has_body=body.size_bytes > 0):
             placement = await context.gate.route(subset)
             return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
-        if not body.size_bytes:
-            raise BadRequest("the request has no body; a JSON object with a model is needed")
         forwarded_for = headers.pop(FORWARDED_FOR, b"")
         headers.pop(CONTENT_LENGTH, None)
         headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
@@ -132,11 +123,7 @@ class Check:
         return self._placed(request, placement, codec.pressure(context.fill(), waited_s, request.ttl_s))
 
     def _placed(self, request: InferenceRequest | None, placement: Placement, pressure: str) -> Answer:
-        settings = self._context.settings
-        tries = 0
-        if request is not None and (request.subset is not None or request.selector):
-            # Only some endpoints may serve it, so the answer names as many as Envoy tries.
-            tries = 1 + settings.scheduling.fallbacks
+        tries = self._context.tries(None if request is None else request.subset, request)
         headers: Headers = [
             (codec.DESTINATION, codec.destinations(placement, tries)),
             (codec.PRESSURE, pressure),
@@ -151,11 +138,6 @@ class Check:
                     (TARGET_HEADER, TOKEN_MARK + request.target_model),
                 ]
         return Answer(self._context, 200, headers, b"", request, placement)
-
-    def _count_client_gone(self, request: InferenceRequest) -> None:
-        context, seconds = self._context, self._seconds()
-        context.metrics.client_gone(MODE, self._model, seconds, self._target_model)
-        context.lines.refused(request, ClientGone.code, ClientGone.status, MODE, seconds)
 
     def _seconds(self) -> float:
         return self._context.clock() - self._started_s

@@ -8,14 +8,24 @@ and delay every drain.
 import asyncio
 import ipaddress
 import math
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from picker_fleet.admission.gate import Gate
-from picker_fleet.allowlist import AllowedPaths
+from picker_fleet.allowlist import NOT_LISTED, PathRule, rules
 from picker_fleet.config import Settings
-from picker_fleet.errors import BufferFull, PayloadTooLarge, ShuttingDown, TooManyFlows, TooManyReads
+from picker_fleet.errors import (
+    BadRequest,
+    BufferFull,
+    ClientGone,
+    PayloadTooLarge,
+    ShuttingDown,
+    TooManyFlows,
+    TooManyReads,
+    UnknownPath,
+)
 from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates
 from picker_fleet.request import InferenceRequest, Placement
@@ -171,6 +181,34 @@ class UploadDeadlines:
                     del self._waiting[upload]
                     self._ended.add(upload)
                     task.cancel()
+
+
+Kind = Literal["inference", "read"]  # needs a body and is admitted; has none and is not
+
+
+class AllowedPaths:
+    """Says what a request's method and path are. A lookup in a dictionary for all but models' names."""
+
+    def __init__(self, configured: Iterable[PathRule] = ()) -> None:
+        self._exact: dict[tuple[bytes, bytes], Kind] = {}
+        self._patterns: list[tuple[bytes, re.Pattern[bytes], Kind]] = []
+        for rule in rules(configured):
+            kind: Kind = "inference" if rule.method == "POST" else "read"
+            if rule.is_exact:
+                self._exact[rule.method.encode(), rule.path.encode()] = kind
+            else:
+                self._patterns.append((rule.method.encode(), re.compile(rule.regex.encode()), kind))
+
+    def kind(self, method: bytes, path: bytes) -> Kind | None:
+        """What a request with these `:method` and `:path` is; None if no model server may see it."""
+        bare = path.partition(b"?")[0]
+        kind = self._exact.get((method, bare))
+        if kind is not None:
+            return kind
+        for wanted, pattern, kind in self._patterns:
+            if method == wanted and pattern.fullmatch(bare):
+                return kind
+        return None
 
 
 class NewFlowLimit:
@@ -335,15 +373,40 @@ class ExchangeContext:
     clock: Callable[[], float]
     fill: Callable[[], float]
 
-    def count_read(self) -> None:
-        """Count a request that goes through without admission.
+    def is_read(self, method: bytes, path: bytes, *, has_body: bool) -> bool:
+        """Whether it is a read, which has no body and is not admitted, and not inference. Counts the reads.
 
         Raises:
+            UnknownPath: no model server may be asked this.
+            BadRequest: it has a body where it may not, or none where it must.
             TooManyReads: there are more of them than the replica lets through.
         """
+        kind = self.paths.kind(method, path)
+        if kind is None:
+            raise UnknownPath(NOT_LISTED)
+        if kind == "inference":
+            if not has_body:
+                raise BadRequest("the request has no body; a JSON object with a model is needed")
+            return False
+        if has_body:
+            raise BadRequest("a GET with a body is not served")
         wait_s = self.reads.take()
         if wait_s:
             raise TooManyReads(
                 f"more than {self.settings.extproc.read_rate:g} reads a second",
                 retry_after_s=max(1, math.ceil(wait_s)),
             )
+        return True
+
+    def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
+        """How many endpoints an answer names: as many as Envoy tries if only some may serve it, else 0 for as
+        many as were chosen."""
+        if subset is None and (request is None or not request.selector):
+            return 0
+        return 1 + self.settings.scheduling.fallbacks
+
+    def client_left(self, request: InferenceRequest, mode: str, model: str, started_s: float) -> None:
+        """Count a request whose client left before the decision; `model` is what it asked for."""
+        seconds = self.clock() - started_s
+        self.metrics.client_gone(mode, model, seconds, request.target_model)
+        self.lines.refused(request, ClientGone.code, ClientGone.status, mode, seconds)

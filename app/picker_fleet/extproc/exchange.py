@@ -25,14 +25,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.allowlist import NOT_LISTED
 from picker_fleet.errors import (
     BadRequest,
     BodyStalled,
     BufferFull,
-    ClientGone,
     RequestError,
-    UnknownPath,
     Unsupported,
 )
 from picker_fleet.extproc import codec
@@ -210,10 +207,7 @@ class Exchange:
             return
         if self._request is not None and self._step in (_OPEN, _BODY, _PLACED):
             # Envoy ended the stream before the decision: the client has left.
-            context = self._context
-            seconds = context.clock() - self._started_s
-            context.metrics.client_gone(self._mode, self._model, seconds, self._target_model)
-            context.lines.refused(self._request, ClientGone.code, ClientGone.status, self._mode, seconds)
+            self._context.client_left(self._request, self._mode, self._model, self._started_s)
         self._release()
 
     def fail_upload(self) -> bytes:
@@ -258,30 +252,16 @@ class Exchange:
                 self._subset = read_subset(hint[codec.SUBSET])
         headers = message.request_headers
         self._headers = codec.read_headers(headers, self._context.intake.headers)
-        if self._is_read(headers.end_of_stream):
+        method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
+        if method is None or path is None:
+            raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
+        if self._context.is_read(method, path, has_body=not headers.end_of_stream):
             return False
         self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
         self._body.expect(self._headers.pop(CONTENT_LENGTH, b""))
         if self._mode == "headers":
             return False
         self._step = _BODY
-        return True
-
-    def _is_read(self, ended: bool) -> bool:
-        """Whether it is a read, which has no body and is not admitted, and not inference."""
-        method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
-        if method is None or path is None:
-            raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
-        kind = self._context.paths.kind(method, path)
-        if kind is None:
-            raise UnknownPath(NOT_LISTED)
-        if kind == "inference":
-            if ended:
-                raise BadRequest("the request has no body; a JSON object with a model is needed")
-            return False
-        if not ended:
-            raise BadRequest("a GET with a body is not served")
-        self._context.count_read()
         return True
 
     def _keep(self, part: HttpBody) -> bool:
@@ -407,18 +387,14 @@ class Exchange:
         self, placement: Placement, request: InferenceRequest | None = None, length: int | None = None
     ) -> codec.Placed:
         """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
-        settings = self._context.settings
-        tries = 0
-        if self._subset is not None or (request is not None and request.selector):
-            # Only some endpoints may serve it, so the answer names as many as Envoy tries.
-            tries = 1 + settings.scheduling.fallbacks
+        context = self._context
         return codec.placed(
             placement,
             "" if request is None else request.id,
             length,
-            tries,
+            context.tries(self._subset, request),
             "" if request is None else request.target_model,
-            namespace=settings.extproc.metadata_namespace,
+            namespace=context.settings.extproc.metadata_namespace,
             pressure=self._pressure,
         )
 

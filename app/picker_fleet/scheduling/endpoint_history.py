@@ -14,12 +14,12 @@ may be megabytes.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+import msgspec
 from xxhash import xxh64_digest
 
-from picker_fleet.body import Body
 from picker_fleet.scheduling.scorers import LatencyStats
 
 BLOCK_BYTES: Final = 256  # about 64 tokens
@@ -37,8 +37,8 @@ _CLOSING = b']}"'
 _EMPTY = (b"", b"[]", b"{}", b'""', b"null", b"false")
 
 
-def prompt_bytes(body: Body, max_bytes: int = MAX_PROMPT_BYTES) -> bytes:
-    """The first `max_bytes` of the prompt in a request's body; b'' if it has none.
+def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview], max_bytes: int = MAX_PROMPT_BYTES) -> bytes:
+    """The first `max_bytes` of the prompt in a body with `members`, JSON texts by key; b'' if it has none.
 
     A longer prompt that begins with a shorter one gives bytes that begin with the shorter one's: a chat with
     one more message, a text with more text.
@@ -46,12 +46,12 @@ def prompt_bytes(body: Body, max_bytes: int = MAX_PROMPT_BYTES) -> bytes:
     parts: list[bytes] = []
     room = max_bytes
     for name in _BEFORE_MESSAGES:
-        text = memoryview(body.values.get(name, b""))
+        text = memoryview(members.get(name, b""))
         if room > 0 and text not in _EMPTY:
             parts.append(bytes(text[:room]) + b"\x1e")
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
-        text = memoryview(body.values.get(name, b""))
+        text = memoryview(members.get(name, b""))
         if text not in _EMPTY:
             open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
             parts.append(bytes(open_ended[: max(room, 0)]))
