@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import uvloop
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,6 +257,24 @@ async def test_a_connection_carries_one_request_after_the_other() -> None:
             connection.send(check(x_request_id=f"req-{number}"))
             reply = await connection.reply()
             assert reply.headers["x-picker-request-id"] == f"req-{number}"
+
+
+def test_the_next_request_may_come_at_once() -> None:
+    """On the replica's own event loop, from a thread that sends the next request when it has the answer."""
+
+    def ask(port: int) -> int:
+        answers = 0
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:
+            for _ in range(500):
+                connection.sendall(check())
+                answers += connection.recv(65536).startswith(b"HTTP/1.1 200")
+        return answers
+
+    async def main() -> int:
+        async with staged() as stage:
+            return await asyncio.to_thread(ask, stage.port)
+
+    assert uvloop.run(main()) == 500
 
 
 @pytest.mark.parametrize("apart", [True, False])

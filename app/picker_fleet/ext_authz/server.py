@@ -260,10 +260,12 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             answer.withdraw()
             return
+        self._task = None  # Envoy's next request can arrive before this task's callbacks run
         self._write_answer(answer, keep=keep)
 
     def _checked(self, task: asyncio.Task[None]) -> None:
-        self._task = None
+        if self._task is task:
+            self._task = None
         self._context.open_requests.ended()
         if not task.cancelled() and (fault := task.exception()) is not None:
             _log.error("an answer failed", exc_info=fault)
