@@ -139,6 +139,9 @@ def _endpoints_of(discovery: "Discovery") -> str:
         return f"file {discovery.file}"
     if discovery.dns is not None:
         return f"dns {discovery.dns.name}, port {discovery.dns.port}"
+    if discovery.kubernetes is not None:
+        named = discovery.kubernetes
+        return f"InferencePool {named.pool}, namespace {named.namespace or 'of the credentials'}"
     return f"static, {len(discovery.static)} listed" if discovery.static else "none"
 
 

@@ -59,6 +59,8 @@ TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
 MetadataNamespace = Annotated[
     str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
 ]
+# As RFC 1123 has it; it becomes a part of the API server's paths.
+KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
 AllowedPath = Annotated[
     PathRule,
     BeforeValidator(path_rule),
@@ -152,18 +154,27 @@ class Dns(Section):
     interval: Duration = Field(5.0, ge=0.05)
 
 
+class Kubernetes(Section):
+    """The InferencePool whose pods are the endpoints (inference.networking.k8s.io/v1)."""
+
+    pool: KubernetesName
+    namespace: KubernetesName | None = None  # null: that of the credentials
+
+
 class Discovery(Section):
     """At most one source; none at all means a pool without endpoints."""
 
     static: EndpointList | None = None
     file: FilePath | None = None  # as written in a configuration file it is relative to that file
     dns: Dns | None = None
+    kubernetes: Kubernetes | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        named = [name for name in ("static", "file", "dns") if getattr(self, name) is not None]
+        sources = ("static", "file", "dns", "kubernetes")
+        named = [name for name in sources if getattr(self, name) is not None]
         if len(named) > 1:
-            raise ValueError(f"give one of static, file, dns; {' and '.join(named)} are set")
+            raise ValueError(f"give one of {', '.join(sources)}; {' and '.join(named)} are set")
         return self
 
 

@@ -1,4 +1,5 @@
-"""Where the pool's endpoints come from: a static list, a watched file, or DNS (dns_source.py).
+"""Where the pool's endpoints come from: a static list, a watched file, DNS (dns_source.py), or an
+InferencePool of Kubernetes (kubernetes_source.py).
 
 serve.py runs the configured source. A source gives only the list; health, draining and load are known
 elsewhere. A file is YAML or JSON: a list of `{address: ip:port, labels: {…}, max_inflight: N}`. Its folder
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from watchfiles import awatch
 
 from picker_fleet.config import YamlFault, read_yaml
-from picker_fleet.errors import StartupError
+from picker_fleet.errors import MissingExtra, StartupError
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Discovery, EndpointList, StaticEndpoint
 
@@ -133,7 +134,11 @@ def listed(text: str) -> tuple[Endpoint, ...]:
 
 
 def source_of(settings: Discovery) -> Source:
-    """The source that `settings` names; an empty static list if it names none."""
+    """The source that `settings` names; an empty static list if it names none.
+
+    Raises:
+        MissingExtra: `settings` name an InferencePool, and the Kubernetes client is not installed.
+    """
     if settings.file is not None:
         return FileSource(settings.file)
     if settings.dns is not None:
@@ -142,4 +147,13 @@ def source_of(settings: Discovery) -> Source:
         )
 
         return DnsSource(settings.dns.name, settings.dns.port, interval_s=settings.dns.interval)
+    if settings.kubernetes is not None:
+        try:
+            from picker_fleet.endpoints.kubernetes_source import KubernetesSource
+        except ImportError as fault:
+            raise MissingExtra(
+                f"discovery.kubernetes needs {fault.name or fault}, which is not installed: "
+                "pip install 'picker-fleet[kubernetes]'"
+            ) from None
+        return KubernetesSource(settings.kubernetes.pool, settings.kubernetes.namespace)
     return Static(settings.static or ())

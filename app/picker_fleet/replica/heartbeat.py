@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from picker_fleet.admission.gate import OutageStatus
@@ -30,6 +31,7 @@ from picker_fleet.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _MAX_RETRY_S = 60
 _RENEWALS = 3  # of a lease, by the replica that owns the request's stream
+_OTHERS_PUBLISH_S = 0.2  # after the same change was seen here
 _UNKNOWN = "0"  # the epoch of a pool that nobody has published
 
 # A poll is one cheap command. Where wake-ups arrive it finds nothing; where none does, a grant is found
@@ -467,9 +469,11 @@ class Membership:
         await self._heartbeat.joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports; they are published at once if this replica publishes."""
+        """Take the endpoints that discovery reports. They are published at once if this replica publishes,
+        else read as soon as the other one should have published them."""
         self._publisher.discovered(endpoints)
         self.heartbeat_now()
+        asyncio.get_running_loop().call_later(_OTHERS_PUBLISH_S, partial(self.heartbeat_now, full=False))
 
     async def run(self) -> None:
         """Run everything until cancelled. Faults of Redis are waited out, never raised."""

@@ -1,0 +1,363 @@
+"""The Kubernetes API as its watchers use it: credentials, one connection pool, and the reflector.
+
+A `Reflector` keeps the objects of one collection as the API server last told them: it lists once and then
+watches (the terms are those of client-go). lightkube brings credentials, TLS and the HTTP client; what is
+read, when it is listed again and how long a retry waits is decided here.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import httpx2
+import msgspec
+from lightkube.config.client_adapter import AsyncClient, ConnectionParams, verify_cluster
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.config.models import User
+from lightkube.core.exceptions import ConfigError as CredentialsFault
+
+from picker_fleet.errors import StartupError
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_S = 3.0
+_ANSWER_S = 10.0  # a list of thousands of pods
+_WATCH_S: Final = (300, 600)  # the server ends a watch after a time between these, as client-go asks
+_LATE_S = 30.0  # past which a watch that the server has not ended is cut
+_RETRY_S: Final = (0.05, 1.0)  # first and longest pause after a fault; each is drawn from its upper half
+_REFUSED_S = 5.0  # the pause after an answer that another try will hardly change, such as 403
+_RELIST_S = 0.3  # replicas whose watches expire together list again within this time
+_CONNECTIONS = 8
+# A server that vanished without a word is noticed after 10 s.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, option)
+    ),
+]
+
+
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    """Of any object, without its version: an object is changed when something else of it is."""
+
+    name: str = ""
+    namespace: str = ""
+    generation: int = 0
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Version(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class _List(msgspec.Struct):
+    metadata: _Version
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    """Of a failed call, and of a bookmark as far as its version goes."""
+
+    code: int = 0
+    message: str = ""
+    metadata: _Version | None = None
+
+
+class _Versioned(msgspec.Struct):
+    metadata: _Version
+
+
+class KubernetesFault(Exception):
+    """A call that failed. `code` is the HTTP status, 0 if none came."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}" if code else text)
+        self.code = code
+
+
+_EXPIRED, _TOO_NEW = 410, 504  # of a resource version: no longer known, not known yet
+_ANSWERED_FOR_GOOD = range(400, 500)
+
+
+class Api:
+    """One API server with the credentials of this process."""
+
+    def __init__(self, client: httpx2.AsyncClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace  # that of the credentials
+
+    @classmethod
+    def of_environment(cls) -> "Api":
+        """The API server that `KUBECONFIG` names, else that of the service account, else of ~/.kube/config.
+
+        Raises:
+            StartupError: there are no credentials, or they cannot be used.
+        """
+        try:
+            named = os.environ.get("KUBECONFIG")
+            config = (KubeConfig.from_file(named) if named else KubeConfig.from_env()).get()
+            if config is None:
+                raise CredentialsFault("no context is chosen")
+            if config.user is None:
+                config = config._replace(user=User())
+            context = verify_cluster(config.cluster, config.user or User(), config.abs_file)
+            transport = httpx2.AsyncHTTPTransport(
+                verify=context,
+                limits=httpx2.Limits(max_connections=_CONNECTIONS),
+                socket_options=_KEEPALIVE,
+            )
+            timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
+            connection = ConnectionParams(timeout=timeout)
+            connection.transport = transport  # type: ignore[assignment]  # of both kinds, typed as one
+            client = AsyncClient(config, connection)
+        except (CredentialsFault, OSError, KeyError, ValueError, msgspec.MsgspecError) as fault:
+            raise StartupError(f"no credentials for the Kubernetes API: {fault}") from fault
+        return cls(client, config.namespace)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str, params: Mapping[str, str]) -> bytes:
+        """The body of the answer. Raises KubernetesFault."""
+        return await self._call("GET", path, params=params)
+
+    async def patch_status(self, path: str, patch: Mapping[str, Any]) -> None:
+        """Merge `patch` into the object's status. Raises KubernetesFault."""
+        await self._call(
+            "PATCH",
+            f"{path}/status",
+            content=msgspec.json.encode(patch),
+            headers={"content-type": "application/merge-patch+json"},
+        )
+
+    async def _call(self, method: str, path: str, **options: Any) -> bytes:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._client.request(method, path, **options)
+        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # TimeoutError is an OSError
+            raise KubernetesFault(0, _told(fault)) from fault
+        if answer.status_code != httpx2.codes.OK:
+            raise _refusal(answer.status_code, answer.content)
+        return answer.content
+
+    async def lines(
+        self, path: str, params: Mapping[str, str], limit_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """The lines of an answer that lasts until the server ends it, `limit_s` at most. The first one is
+        empty: the answer has begun.
+
+        Raises:
+            KubernetesFault: as `get`, at the begin or later.
+        """
+        timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
+        deadline_s = asyncio.get_running_loop().time() + limit_s
+        rest = b""
+        try:
+            request = self._client.build_request("GET", path, params=params, timeout=timeout)
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._client.send(request, stream=True)
+            try:
+                if answer.status_code != httpx2.codes.OK:
+                    raise _refusal(answer.status_code, await answer.aread())
+                yield b""
+                parts = answer.aiter_bytes().__aiter__()
+                while True:
+                    async with asyncio.timeout_at(deadline_s):
+                        part = await anext(parts, None)
+                    if part is None:
+                        return
+                    *whole, rest = (rest + part).split(b"\n")
+                    for line in whole:
+                        yield line
+            finally:
+                await answer.aclose()
+        except (httpx2.HTTPError, OSError, CredentialsFault) as fault:
+            raise KubernetesFault(0, _told(fault)) from fault
+
+
+def _told(fault: Exception) -> str:
+    return " ".join(str(fault).split())[:200] or type(fault).__name__
+
+
+def _refusal(code: int, body: bytes) -> KubernetesFault:
+    try:
+        text = msgspec.json.decode(body, type=_Status).message
+    except msgspec.MsgspecError:
+        text = body[:200].decode(errors="replace")
+    return KubernetesFault(code, " ".join(text.split())[:300])
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What is watched: the path of a collection, and which of its objects. `what` names it in the log."""
+
+    what: str
+    path: str
+    labels: Mapping[str, str] | None = None  # that objects must have
+    name: str | None = None  # of the only object
+
+    @property
+    def params(self) -> dict[str, str]:
+        found = {}
+        if self.labels:
+            found["labelSelector"] = ",".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
+        if self.name is not None:
+            found["fieldSelector"] = f"metadata.name={self.name}"
+        return found
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Reflector(Generic[Kind]):
+    """The objects of a collection by name, as the API server last told them.
+
+    Lists once and then watches from the list's version, across the ends of watches and outages of the server.
+    It lists again only when the server no longer knows the version (410), and then from the server's memory
+    and not older than what it knows. While the server is away `items` stay. `on_change` is called after each
+    change of `items`; one that `items` cannot hold is logged and passed over.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        collection: Collection,
+        kind: type[Kind],
+        on_change: Callable[[], None],
+        *,
+        draw: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._api, self._collection = api, collection
+        self._decoder = msgspec.json.Decoder(kind)
+        self._on_change, self._draw = on_change, draw
+        self.items: dict[str, Kind] = {}
+        self.listed = False  # `items` are what the server has told, though there may be none
+        self._version = ""
+        self._pause_s = _RETRY_S[0]
+        self._told = ""
+
+    async def run(self) -> None:
+        """Follow the collection until cancelled; faults are waited out."""
+        expired = True
+        while True:
+            try:
+                if expired:
+                    await self._list()
+                    expired = False
+                await self._watch()
+            except KubernetesFault as fault:
+                if fault.code == _EXPIRED:
+                    expired = True
+                    _log.info("the watch of %s expired; listing again", self._collection.what)
+                    await asyncio.sleep(self._draw(0, max(_RELIST_S, self._pause_s)))
+                    self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+                    continue
+                self._tell(fault)
+                refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
+                pause_s = _REFUSED_S if refused else self._pause_s
+                self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+                await asyncio.sleep(self._draw(pause_s / 2, pause_s))
+
+    async def _list(self) -> None:
+        # A list from the server's memory spares etcd; one after an expired watch must not go back in time.
+        versions = {"resourceVersion": self._version or "0"}
+        if self._version:
+            versions["resourceVersionMatch"] = "NotOlderThan"
+        path, selection = self._collection.path, self._collection.params
+        try:
+            body = await self._api.get(path, selection | versions)
+        except KubernetesFault as fault:
+            if not self._version or fault.code != _TOO_NEW:
+                raise
+            body = await self._api.get(path, selection)  # the server's data is from a backup
+        try:
+            found = msgspec.json.decode(body, type=_List)
+        except msgspec.MsgspecError as fault:
+            raise KubernetesFault(0, f"no list came: {_told(fault)}") from fault
+        items = {}
+        for raw in found.items or ():
+            decoded = self._decoded(raw)
+            if decoded is not None:
+                items[decoded[0]] = decoded[1]
+        self._version = found.metadata.resource_version
+        if not self.listed or items != self.items:
+            self.items, self.listed = items, True
+            self._on_change()
+
+    async def _watch(self) -> None:
+        lasts_s = int(self._draw(*_WATCH_S))
+        params = self._collection.params | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(lasts_s),
+        }
+        begun_s = asyncio.get_running_loop().time()
+        lines = self._api.lines(self._collection.path, params, lasts_s + _LATE_S)
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                if line:
+                    self._take(line)
+                    self._pause_s = _RETRY_S[0]
+                elif self._told:
+                    self._told = ""
+                    _log.info("%s: watched again", self._collection.what)
+        if asyncio.get_running_loop().time() - begun_s < _RETRY_S[1]:
+            raise KubernetesFault(0, "the watch ended as soon as it began")
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = msgspec.json.decode(line, type=_Event)
+            if event.type in ("BOOKMARK", "ERROR"):
+                status = msgspec.json.decode(event.object, type=_Status)
+                if event.type == "ERROR":
+                    raise KubernetesFault(status.code, status.message[:300])
+                if status.metadata is not None:
+                    self._version = status.metadata.resource_version or self._version
+                return
+        except msgspec.MsgspecError as fault:
+            raise KubernetesFault(0, f"no watch event came: {_told(fault)}") from fault
+        decoded = self._decoded(event.object)
+        if decoded is None:
+            return
+        name, item, version = decoded
+        self._version = version or self._version
+        if event.type == "DELETED":
+            changed = self.items.pop(name, None) is not None
+        else:
+            changed = self.items.get(name) != item
+            self.items[name] = item
+        if changed:
+            self._on_change()
+
+    def _decoded(self, raw: msgspec.Raw) -> tuple[str, Kind, str] | None:
+        try:
+            metadata = msgspec.json.decode(raw, type=_Versioned).metadata
+            return metadata.name, self._decoder.decode(raw), metadata.resource_version
+        except msgspec.MsgspecError as fault:
+            _log.warning("one of %s cannot be read and is passed over: %s", self._collection.what, fault)
+            return None
+
+    def _tell(self, fault: KubernetesFault) -> None:
+        """One line for each kind of fault, until the server answers again."""
+        if str(fault) != self._told:
+            self._told = str(fault)
+            stays = "what is known stays in use" if self.listed else "nothing is known yet"
+            _log.warning("%s: cannot be watched: %s; %s", self._collection.what, fault, stays)

@@ -1,0 +1,241 @@
+"""Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
+
+The pool is that of inference.networking.k8s.io/v1. A pod that runs and has an address is listed; it drains
+unless it is ready and stays. What is gone is no longer listed, and what still runs there stays counted.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from picker_fleet.endpoints.discovery import Report
+from picker_fleet.endpoints.kubernetes_api import Api, Collection, Kind, Metadata, Reflector
+from picker_fleet.request import Endpoint
+from picker_fleet.units import endpoint_address
+
+_log = logging.getLogger(__name__)
+
+POD_LABEL, NAMESPACE_LABEL, PORT_RANK_LABEL = (
+    "picker-fleet/pod",
+    "picker-fleet/namespace",
+    "picker-fleet/port-rank",
+)
+_ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"  # an annotation: the ports of this pod that serve
+_SETTLE_S = 0.05  # many pods change together; the first change is reported at once
+
+
+class _Port(msgspec.Struct, frozen=True):
+    number: int = 0
+
+
+class _Selector(msgspec.Struct, frozen=True, rename="camel"):
+    match_labels: dict[str, str] | None = None
+
+
+class _PickerRef(msgspec.Struct, frozen=True, rename="camel"):
+    failure_mode: str = "FailClose"
+
+
+class _PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
+    selector: _Selector = _Selector()
+    target_ports: list[_Port] = []
+    app_protocol: str = "http"
+    endpoint_picker_ref: _PickerRef = _PickerRef()
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """An InferencePool, as far as it is read."""
+
+    metadata: Metadata
+    spec: _PoolSpec = _PoolSpec()
+
+
+class _Condition(msgspec.Struct, frozen=True):
+    type: str = ""
+    status: str = ""
+
+
+class _PodStatus(msgspec.Struct, frozen=True):
+    phase: str = ""
+    podIP: str = ""
+    conditions: list[_Condition] | None = None
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """A pod, as far as it is read."""
+
+    metadata: Metadata
+    status: _PodStatus = _PodStatus()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests and is not about to end."""
+        conditions = self.status.conditions or ()
+        is_ready = any(each.type == "Ready" and each.status == "True" for each in conditions)
+        return is_ready and self.metadata.deletion_timestamp is None
+
+
+def endpoints_of_pods(pods: Iterable[Pod], ports: Iterable[int]) -> tuple[Endpoint, ...]:
+    """One endpoint for each pod that runs and each of `ports`, in order of their addresses.
+
+    Of two pods with one address (host network) the ready one counts, else the first by name.
+    """
+    numbers = tuple(dict.fromkeys(ports))
+    found: dict[str, Endpoint] = {}
+    for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+        if pod.status.phase != "Running" or not pod.status.podIP:
+            continue
+        active = _active_ports(pod)
+        for rank, port in enumerate(numbers):
+            if active is not None and port not in active:
+                continue
+            endpoint = _endpoint(pod, port, rank)
+            if endpoint is None:
+                continue
+            other = found.get(endpoint.address)
+            if other is None or (other.draining and not endpoint.draining):
+                found[endpoint.address] = endpoint
+    return tuple(found[address] for address in sorted(found))
+
+
+def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
+    host = pod.status.podIP
+    try:
+        address = endpoint_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except ValueError:
+        return None  # the API server checks both
+    own = {
+        POD_LABEL: pod.metadata.name,
+        NAMESPACE_LABEL: pod.metadata.namespace,
+        PORT_RANK_LABEL: str(rank),
+    }
+    return Endpoint(address=address, labels={**(pod.metadata.labels or {}), **own}, draining=not pod.ready)
+
+
+def _active_ports(pod: Pod) -> frozenset[int] | None:
+    """The ports of this pod that serve; None if it does not say."""
+    text = (pod.metadata.annotations or {}).get(_ACTIVE_PORTS)
+    if text is None:
+        return None
+    return frozenset(int(part) for part in text.split(",") if part.strip().isdecimal())
+
+
+class KubernetesSource:
+    """Follows the InferencePool `pool` and its pods; `namespace` is that of the credentials if None."""
+
+    def __init__(
+        self,
+        pool: str,
+        namespace: str | None,
+        *,
+        api: Callable[[], Api] = Api.of_environment,
+        draw: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._name, self._namespace = pool, namespace
+        self._api_of, self._draw = api, draw
+        self._changed = asyncio.Event()
+        self._told = ""
+
+    async def watch(self, report: Report) -> None:
+        """As Source.watch; nothing is reported until pool and pods are known.
+
+        Raises:
+            StartupError: there are no credentials for an API server.
+        """
+        api = self._api_of()
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._follow(api, report, group)
+        finally:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(1):
+                    await api.close()
+
+    async def _follow(self, api: Api, report: Report, group: asyncio.TaskGroup) -> None:
+        namespace = self._namespace or api.namespace
+        base = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
+        pools = self._reflector(api, Collection(f"InferencePool {self._name}", base, name=self._name), Pool)
+        group.create_task(pools.run())
+        pods: _Selected | None = None
+        following: _Selected | None = None  # lists the pods of a new selector
+        reported: tuple[Endpoint, ...] | None = None
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            pool = pools.items.get(self._name)
+            if not pools.listed:
+                continue
+            self._tell(pool)
+            labels = (pool.spec.selector.match_labels or {}) if pool is not None else {}
+            if pool is None or not labels:  # an empty selector selects nothing
+                for each in (pods, following):
+                    if each is not None:
+                        each.task.cancel()
+                pods = following = None
+                found: tuple[Endpoint, ...] = ()
+            else:
+                newest = following or pods
+                if newest is None or newest.labels != labels:
+                    if following is not None:
+                        following.task.cancel()
+                    following = self._select(api, namespace, labels, group)
+                if following is not None and following.reflector.listed:
+                    if pods is not None:
+                        pods.task.cancel()
+                    pods, following = following, None
+                if pods is None:
+                    continue
+                ports = [port.number for port in pool.spec.target_ports]
+                found = endpoints_of_pods(pods.reflector.items.values(), ports)
+            if found != reported:
+                draining = sum(endpoint.draining for endpoint in found)
+                _log.info(
+                    "InferencePool %s: %d endpoints, %d of them draining", self._name, len(found), draining
+                )
+                reported = found
+                report(found)
+                await asyncio.sleep(_SETTLE_S)
+
+    def _select(
+        self, api: Api, namespace: str, labels: Mapping[str, str], group: asyncio.TaskGroup
+    ) -> "_Selected":
+        collection = Collection(
+            f"pods of InferencePool {self._name}", f"/api/v1/namespaces/{namespace}/pods", labels=labels
+        )
+        reflector = self._reflector(api, collection, Pod)
+        return _Selected(dict(labels), reflector, group.create_task(reflector.run()))
+
+    def _reflector(self, api: Api, collection: Collection, kind: type[Kind]) -> Reflector[Kind]:
+        return Reflector(api, collection, kind, self._changed.set, draw=self._draw)
+
+    def _tell(self, pool: Pool | None) -> None:
+        """Log what the pool says, once for each change."""
+        if pool is None:
+            text, level = "is not there; it has no endpoints", logging.WARNING
+        elif not pool.spec.selector.match_labels:
+            text, level = "selects no pods: its selector is empty", logging.WARNING
+        else:
+            spec = pool.spec
+            ports = ", ".join(str(port.number) for port in spec.target_ports) or "none"
+            text, level = (
+                f"target ports {ports}, appProtocol {spec.app_protocol}, "
+                f"failureMode {spec.endpoint_picker_ref.failure_mode} (kept by the gateway)",
+                logging.INFO,
+            )
+        if text != self._told:
+            self._told = text
+            _log.log(level, "InferencePool %s: %s", self._name, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """The pods of one selector, and the task that follows them."""
+
+    labels: Mapping[str, str]
+    reflector: Reflector[Pod]
+    task: "asyncio.Task[None]"

@@ -1,0 +1,266 @@
+"""Discovery by Kubernetes: pods and their readiness, edits of the pool, an API server that goes away."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from kubernetes_server import PODS, POOLS, KubernetesServer, pod, pool
+from test_discovery import Lines
+
+from picker_fleet.config import parse
+from picker_fleet.endpoints.discovery import source_of
+from picker_fleet.endpoints.kubernetes_source import KubernetesSource, Pod, endpoints_of_pods
+from picker_fleet.errors import ConfigError, StartupError
+from picker_fleet.request import Endpoint
+
+
+class Listed:
+    """Receives a source's lists; `becomes` waits until the newest is as wanted."""
+
+    def __init__(self) -> None:
+        self.newest: tuple[Endpoint, ...] | None = None
+        self.lists = 0
+        self._changed = asyncio.Event()
+
+    def __call__(self, endpoints: tuple[Endpoint, ...]) -> None:
+        self.newest, self.lists = endpoints, self.lists + 1
+        self._changed.set()
+
+    async def becomes(self, **wanted: str) -> None:
+        """`wanted` is `ready` and `draining`: addresses, apart by spaces."""
+        ready, draining = wanted.get("ready", "").split(), wanted.get("draining", "").split()
+        async with asyncio.timeout(20):
+            while self.newest is None or (
+                [each.address for each in self.newest if not each.draining] != ready
+                or [each.address for each in self.newest if each.draining] != draining
+            ):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    lines = Lines()
+    logger = logging.getLogger("picker_fleet.endpoints")
+    logger.addHandler(lines)
+    yield lines
+    logger.removeHandler(lines)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[KubernetesServer]:
+    async with KubernetesServer() as running:
+        yield running
+
+
+@asynccontextmanager
+async def following(server: KubernetesServer) -> AsyncIterator[Listed]:
+    listed = Listed()
+    source = KubernetesSource("llm", None, api=server.api)
+    task = asyncio.create_task(source.watch(listed))
+    try:
+        yield listed
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+
+async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: KubernetesServer) -> None:
+    server.put(POOLS, pool(8000, 8001))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    server.put(PODS, pod("other", "10.0.0.9", app="other"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.1:8001")
+        assert listed.newest is not None
+        assert listed.newest[1].labels == {
+            "app": "llm",
+            "picker-fleet/pod": "a",
+            "picker-fleet/namespace": "models",
+            "picker-fleet/port-rank": "1",
+        }
+
+
+async def test_a_pod_that_is_unready_or_terminates_drains_and_a_deleted_one_is_gone(
+    server: KubernetesServer,
+) -> None:
+    server.put(POOLS, pool(8000))
+    for number in (1, 2, 3):
+        server.put(PODS, pod(f"p{number}", f"10.0.0.{number}"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000 10.0.0.3:8000")
+        server.put(PODS, pod("p1", "10.0.0.1", ready=False))
+        await listed.becomes(ready="10.0.0.2:8000 10.0.0.3:8000", draining="10.0.0.1:8000")
+        server.put(PODS, pod("p2", "10.0.0.2", deletionTimestamp="2026-01-01T00:00:00Z"))
+        await listed.becomes(ready="10.0.0.3:8000", draining="10.0.0.1:8000 10.0.0.2:8000")
+        server.delete(PODS, "p2")
+        server.put(PODS, pod("p1", "10.0.0.1"))
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.3:8000")
+
+
+async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(
+    server: KubernetesServer,
+) -> None:
+    server.put(POOLS, pool(8000))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    server.put(PODS, pod("b", "10.0.0.2", app="new"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000")
+        server.put(POOLS, pool(8000, app="new"))
+        await listed.becomes(ready="10.0.0.2:8000")
+        server.put(POOLS, pool(9000, app="new"))
+        await listed.becomes(ready="10.0.0.2:9000")
+        server.put(POOLS, pool(9000, app="nobody"))
+        await listed.becomes(ready="")
+        server.put(POOLS, pool(9000))
+        await listed.becomes(ready="10.0.0.1:9000")
+        server.delete(POOLS, "llm")
+        await listed.becomes(ready="")
+        server.put(POOLS, pool(8000))
+        await listed.becomes(ready="10.0.0.1:8000")
+
+
+async def test_an_api_server_that_is_away_changes_nothing_and_is_watched_again_without_a_list(
+    server: KubernetesServer, log: Lines
+) -> None:
+    server.put(POOLS, pool(8000))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000")
+        known = listed.lists
+        await server.stop()
+        assert "what is known stays in use" in await log.saying("cannot be watched")
+        server.put(PODS, pod("b", "10.0.0.2"))
+        assert listed.lists == known
+        await server.start()
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000")
+        assert server.kinds["list pods"] == server.kinds["list inferencepools"] == 1
+
+
+async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(server: KubernetesServer) -> None:
+    server.put(POOLS, pool(8000))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000")
+        server.delete(PODS, "a")
+        server.put(PODS, pod("b", "10.0.0.2"))
+        await listed.becomes(ready="10.0.0.2:8000")
+        server.delete(PODS, "b")
+        server.put(PODS, pod("c", "10.0.0.3"))
+        await server.expire()
+        await listed.becomes(ready="10.0.0.3:8000")
+        again = [params for _, path, params in server.calls if path == PODS and "watch" not in params][1:]
+        assert [each["resourceVersionMatch"] for each in again] == ["NotOlderThan"]
+
+
+async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server: KubernetesServer) -> None:
+    server.put(POOLS, pool(8000))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    async with following(server) as listed:
+        await listed.becomes(ready="10.0.0.1:8000")
+        for _ in range(5):
+            server.put("/elsewhere", pod("x", "10.9.9.9"))
+        server.bookmark(PODS)
+        server.bookmark(POOLS)
+        server.put(PODS, pod("b", "10.0.0.2"))
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000")
+        await server.cut()
+        server.put(PODS, pod("c", "10.0.0.3"))
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000 10.0.0.3:8000")
+        watches = [
+            int(params["resourceVersion"])
+            for _, path, params in server.calls
+            if "watch" in params and path == PODS
+        ]
+        assert len(watches) == 2
+        assert watches[1] > watches[0] + 5
+        assert server.kinds["list pods"] == 1
+
+
+async def test_a_refusal_names_its_reason_and_is_overcome(server: KubernetesServer, log: Lines) -> None:
+    server.refuse = (503, "no leader")
+    async with following(server) as listed:
+        assert "503: no leader; nothing is known yet" in await log.saying(
+            "InferencePool llm: cannot be watched"
+        )
+        server.put(POOLS, pool(8000))
+        server.put(PODS, pod("a", "10.0.0.1"))
+        server.refuse = None
+        await listed.becomes(ready="10.0.0.1:8000")
+
+
+async def test_an_object_that_cannot_be_read_is_named_and_the_others_count(
+    server: KubernetesServer, log: Lines
+) -> None:
+    server.put(POOLS, pool(8000))
+    server.put(PODS, pod("a", "10.0.0.1"))
+    server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
+    async with following(server) as listed:
+        await log.saying("one of pods of InferencePool llm cannot be read")
+        await listed.becomes(ready="10.0.0.1:8000")
+
+
+@pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "is not there")])
+async def test_a_pool_without_a_selector_or_that_is_not_there_has_no_endpoints(
+    server: KubernetesServer, log: Lines, labels: dict[str, str] | None, line: str
+) -> None:
+    if labels is not None:
+        empty = pool(8000)
+        empty["spec"]["selector"]["matchLabels"] = labels
+        server.put(POOLS, empty)
+    server.put(PODS, pod("a", "10.0.0.1"))
+    async with following(server) as listed:
+        await log.saying(line)
+        await listed.becomes(ready="")
+
+
+def _pod(
+    name: str, address: str, *, ready: bool = True, phase: str = "Running", ports: str | None = None
+) -> Pod:
+
+    item = pod(name, address, ready=ready)
+    item["status"]["phase"] = phase
+    if ports is not None:
+        item["metadata"]["annotations"] = {"inference.networking.k8s.io/active-ports": ports}
+    return msgspec.convert(item, Pod)
+
+
+def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
+    pods = [
+        _pod("pending", "", phase="Pending"),
+        _pod("failed", "10.0.0.1", phase="Failed"),
+        _pod("a-unready", "10.0.0.2", ready=False),
+        _pod("b-ready", "10.0.0.2"),
+        _pod("six", "fd00::1"),
+        _pod("broken", "nonsense"),
+    ]
+    found = endpoints_of_pods(pods, [8000, 8000])
+    assert [(each.address, each.draining) for each in found] == [
+        ("10.0.0.2:8000", False),
+        ("[fd00::1]:8000", False),
+    ]
+    assert found[0].labels["picker-fleet/pod"] == "b-ready"
+
+
+def test_a_pod_may_name_those_of_its_ports_that_serve() -> None:
+    pods = [_pod("a", "10.0.0.1", ports="8001, x,9999"), _pod("b", "10.0.0.2", ports="")]
+    found = endpoints_of_pods(pods, [8000, 8001])
+    assert [(each.address, each.labels["picker-fleet/port-rank"]) for each in found] == [
+        ("10.0.0.1:8001", "1")
+    ]
+
+
+def test_the_configuration_names_the_pool() -> None:
+    settings = parse({"discovery": {"kubernetes": {"pool": "llm", "namespace": "models"}}})
+    assert isinstance(source_of(settings.discovery), KubernetesSource)
+    with pytest.raises(ConfigError, match=r"discovery\.kubernetes\.pool"):
+        parse({"discovery": {"kubernetes": {"pool": "../secrets"}}})
+
+
+async def test_without_credentials_the_fault_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
+    with pytest.raises(StartupError, match=r"no credentials for the Kubernetes API: .*/nowhere/config"):
+        await KubernetesSource("llm", None).watch(lambda _: None)
