@@ -1,11 +1,14 @@
 """Envoy's side of ext_proc for tests: messages as Envoy builds them, and a scripted gate."""
 
 import asyncio
+import contextlib
+import copy
 import itertools
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
@@ -165,6 +168,15 @@ def headers(
     return message
 
 
+def mode_of(message: ProcessingRequest) -> str:
+    """The name of the mode that `message` asks for; '' if there is none."""
+    if not message.HasField("protocol_config"):
+        return "standard"
+    config = message.protocol_config
+    modes = (config.request_body_mode, config.response_body_mode)
+    return next((name for name, mode in MODES.items() if mode == modes), "")
+
+
 def body(chunk: bytes = b"", *, ended: bool = True) -> ProcessingRequest:
     message = ProcessingRequest()
     message.request_body.body = chunk
@@ -218,6 +230,69 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
             said.extend(map(ProcessingResponse.FromString, answers))
             exchange.before_last_write()
     return said
+
+
+class Refusal(NamedTuple):
+    """An immediate response."""
+
+    status: int
+    error: dict[str, Any]
+    headers: dict[str, str]
+
+    @property
+    def code(self) -> str:
+        return str(self.error["code"])
+
+
+def refusal(answers: Sequence[ProcessingResponse]) -> Refusal:
+    """The one answer, an immediate one."""
+    assert parts(answers) == ["immediate_response"]
+    immediate = answers[0].immediate_response
+    error = json.loads(immediate.body)["error"]
+    return Refusal(immediate.status.code, error, set_headers(immediate.headers))
+
+
+class Talk:
+    """An exchange over a scripted gate, with its context; `settings` is a configuration."""
+
+    def __init__(self, gate: ScriptedGate | None = None, settings: Mapping[str, Any] | None = None) -> None:
+        self.gate, self.metrics = gate or ScriptedGate(), Counted()
+        self.here = exchange_context(self.gate, self.metrics, parse(settings or {}))
+        self.exchange = Exchange(self.here)
+
+    def another(self) -> "Talk":
+        """A further exchange of the same replica."""
+        other = copy.copy(self)
+        other.exchange = Exchange(self.here)
+        return other
+
+    async def say(self, *messages: ProcessingRequest) -> list[ProcessingResponse]:
+        return await converse(self.exchange, *messages)
+
+    async def refused(self, *messages: ProcessingRequest) -> Refusal:
+        """How the last of `messages` is refused; nothing is answered before."""
+        answer = refusal(await self.say(*messages))
+        assert self.exchange.done
+        return answer
+
+    async def leave(self, *messages: ProcessingRequest, once: asyncio.Event) -> None:
+        """Say `messages`, and end the stream once that happens."""
+        task = asyncio.create_task(self.say(*messages))
+        await once.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        self.close()
+
+    def wait_s(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.here.clock()
+
+    def close(self) -> None:
+        """End the stream; a second end changes nothing."""
+        self.exchange.close()
+        self.exchange.close()
 
 
 def parts(answers: Sequence[ProcessingResponse]) -> list[str]:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from local_requests import ask
-from scripted_store import ScriptedStore
+from metrics_page import samples
+from scripted_store import ScriptedStore, until
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
@@ -23,6 +25,8 @@ from picker_tools.local_fleet import network
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
 PULSE = HeartbeatReply("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
+FULL = replace(PULSE, stock=10.0)
+QUEUED = Decision("queued", "30000")
 
 
 class FickleStore(ScriptedStore):
@@ -32,8 +36,6 @@ class FickleStore(ScriptedStore):
         super().__init__()
         self.away = self.silent = self.deaf = False
         self.ages_s: list[float] = []
-        self.renewed: list[str] = []
-        self.notes: list[str] = []  # the accounting tokens of those renewals
         self.unsent: list[str] = []
         self.admitting = [Decision("placed", E1)]
 
@@ -50,16 +52,17 @@ class FickleStore(ScriptedStore):
     def renew(
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
-        self.renewed.append(request_id)
-        self.notes.append(accounting_token)
-        if self.deaf:
-            lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            lost.set_exception(StateUnavailable("away"))
-            return lost
-        return super().renew(request_id, attempt, served, accounting_token, ago_s)
+        renewed = super().renew(request_id, attempt, served, accounting_token, ago_s)
+        return _failed() if self.deaf else renewed
 
     def unsent_ends(self) -> list[str]:
         return self.unsent
+
+
+def _failed() -> asyncio.Future[str]:
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    lost.set_exception(StateUnavailable("away"))
+    return lost
 
 
 class NoPeers:
@@ -103,22 +106,22 @@ def gate_over(
 
 
 class Bench:
-    """The gate of replica `a` beside `b`, after one heartbeat. A resync waits up to `wait_s` for `b`."""
+    """The gate of replica `a` beside `b`, after one heartbeat. A resync waits up to `wait_s` for `b`. `away`,
+    Redis answers no decision."""
 
     def __init__(
         self,
         pulse: HeartbeatReply | None = PULSE,
         config: Mapping[str, Any] | None = None,
         wait_s: float = 2.0,
+        away: bool = False,
     ) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
+        self.store.away = away
         self.cell.publish(Snapshot("1", (Endpoint(E1), Endpoint(E2))))
         store = cast(Store, self.store)
-        self.pause_detector, self.failure_detector = (
-            PauseDetector(lambda: self.now_s, lambda: 0.0),
-            FailureDetector(1.0, 8.0),
-        )
+        self.pause_detector = PauseDetector(lambda: self.now_s, lambda: 0.0)
         self.pause_detector.tick()
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
@@ -126,25 +129,46 @@ class Bench:
         )  # fmt: skip
         self.pokes = 0
         self.gate = gate_over(
-            store,
-            self.shared,
-            self.metrics,
-            self.cell,
-            self.failure_detector,
-            self._poked,
-            config=config,
-            wait_s=wait_s,
-        )
+            store, self.shared, self.metrics, self.cell, FailureDetector(1.0, 8.0), self._poked,
+            config=config, wait_s=wait_s,
+        )  # fmt: skip
         if pulse is not None:
             self.tell_peers()
             self.gate.heartbeat_answered(pulse)
 
-    async def place(self, request_id: str = "r", **changes: Any) -> Placement:
-        return await self.gate.admit(ask(request_id, **changes), stream_owned=False)
+    async def place(self, request_id: str = "r", *, stream_owned: bool = False, **changes: Any) -> Placement:
+        return await self.gate.admit(ask(request_id, **changes), stream_owned=stream_owned)
 
     def start(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
         """`place` as a task, for a request that waits."""
         return asyncio.create_task(self.place(request_id, **changes))
+
+    async def wait_here(self, request_id: str = "r", **changes: Any) -> asyncio.Task[Placement]:
+        """A request that waits in the replica's own queue."""
+        queued, task = self.queued, self.start(request_id, **changes)
+        await until(lambda: self.queued == queued + 1)
+        return task
+
+    async def wait_in_redis(self, request_id: str = "r") -> asyncio.Task[Placement]:
+        """A request that waits in the shared queue."""
+        self.store.admitting = [QUEUED]
+        waiting, task = self.shared.waiting, self.start(request_id)
+        await until(lambda: self.shared.waiting == waiting + 1)
+        return task
+
+    def counted(self, name: str, label: str) -> dict[str, float]:
+        """What has been counted of a family, by the value of one of its labels."""
+        found = (
+            (dict(part.split("=") for part in key[1:]), n)
+            for key, n in samples(self.metrics).items()
+            if key[0] == name
+        )
+        return {labels[label]: n for labels, n in found if n}
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """How many waits have ended, by their success."""
+        return self.counted("epp_queue_latency_seconds_count", "success")
 
     def stand_still(self) -> None:
         """Nothing runs for a while, as between SIGSTOP and SIGCONT."""
@@ -198,6 +222,16 @@ async def watched(bench: Bench) -> AsyncIterator[None]:
     finally:
         running.cancel()
         await asyncio.wait((running,))
+
+
+@asynccontextmanager
+async def returned(bench: Bench) -> AsyncIterator[None]:
+    """Redis answers again, and the replica has resynced."""
+    async with watched(bench):
+        bench.store.away = False
+        bench.answer_heartbeats()
+        await eventually(lambda: not bench.gate.degraded)
+        yield
 
 
 @asynccontextmanager

@@ -5,15 +5,14 @@ from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
-from failover_bench import E1, E2, PULSE, Bench, eventually, resyncing, watched
-from local_requests import ask
-from metrics_page import page_of, samples
+from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, eventually, resyncing, returned, watched
+from metrics_page import samples
 from scripted_store import until
 
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.failover.peers import BudgetTransfer
-from picker_fleet.request import Alive, Band, Completion, Outcome
+from picker_fleet.request import Alive, Band, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
@@ -22,8 +21,7 @@ PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow
 
 async def test_without_redis_requests_are_placed_within_the_share() -> None:
     # 6 of 10 are free, for two replicas.
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
     # The three go where the load is least, with fallbacks and accounting tokens.
     assert bench.gate.state is FailoverState.LOCAL
@@ -34,8 +32,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     # The first may have reached Redis, so it is cancelled there.
     assert bench.store.cancelled == [("0", "cancelled")]
     # Any end admits the next request.
-    waiting = bench.start("next")
-    await until(lambda: bench.queued == 1)
+    waiting = await bench.wait_here("next")
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
     assert samples(bench.metrics)[("epp_degraded",)] == 1
@@ -43,8 +40,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
 
 async def test_without_redis_a_disabled_queue_places_everything() -> None:
     # The share is 3, and the queue is disabled.
-    bench = Bench(config={"request_queue_controller": {"enabled": False}})
-    bench.store.away = True
+    bench = Bench(config={"request_queue_controller": {"enabled": False}}, away=True)
     # All are placed, evenly as far as this replica knows.
     placed = [await bench.place(str(n)) for n in range(20)]
     status = bench.gate.status()
@@ -59,25 +55,24 @@ async def test_without_redis_a_disabled_queue_places_everything() -> None:
 
 
 async def test_access_log_of_a_refused_request_is_not_counted_as_a_completion() -> None:
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     placement = await bench.place("placed")
     bench.end("refused")
     for _ in range(2):
         bench.end("placed", placement)
-    assert sum(counted(bench, "epp_completions_total", "outcome").values()) == 1
-    async with watched(bench):
-        bench.answer_heartbeats()
-        await eventually(lambda: not bench.gate.degraded)
-    assert [name for name, *_ in bench.store.settled] == ["placed"]
+    assert sum(bench.counted("epp_completions_total", "outcome").values()) == 1
+    async with returned(bench):
+        assert [name for name, *_ in bench.store.settled] == ["placed"]
 
 
-async def test_a_replica_that_has_never_joined_refuses() -> None:
-    bench = Bench(pulse=None)
-    bench.store.away = True
+async def test_a_replica_that_has_never_joined_refuses_and_stays_shared() -> None:
+    bench = Bench(pulse=None, away=True)
     with pytest.raises(StateUnavailable):
         await bench.place()
     assert bench.gate.status() is None
+    bench.gate.redis_lost("refused", "not there yet")
+    bench.gate.heartbeat_answered(PULSE)
+    assert bench.gate.state is FailoverState.SHARED
 
 
 async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
@@ -90,7 +85,7 @@ async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
 
 
 async def test_ends_that_redis_has_not_seen_release_budget() -> None:
-    bench = Bench(replace(PULSE, stock=10.0))
+    bench = Bench(FULL)
     placement = await bench.place("r")
     # One end has not been sent; the other may have arrived.
     bench.store.answering = False
@@ -104,10 +99,8 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
 
 
 async def test_a_paused_fleet_places_nothing_without_redis() -> None:
-    bench = Bench(replace(PULSE, paused=True))
-    bench.store.away = True
-    task = bench.start()
-    await until(lambda: bench.queued == 1)
+    bench = Bench(replace(PULSE, paused=True), away=True)
+    task = await bench.wait_here()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -117,9 +110,7 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
     bench = Bench()
     async with watched(bench):
         # One waits in the shared queue; the admission of the other is not answered.
-        bench.store.admitting = [Decision("queued", "30000")]
-        queued = bench.start("queued")
-        await until(lambda: bench.shared.waiting == 1)
+        queued = await bench.wait_in_redis("queued")
         bench.store.silent = True
         asked = bench.start("asked")
         await until(lambda: bench.shared.waiting == 2)
@@ -173,9 +164,7 @@ async def test_answered_heartbeats_count_in_a_row() -> None:
 async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first: bool) -> None:
     bench = Bench()
     async with watched(bench):
-        bench.store.admitting = [Decision("queued", "30000")]
-        task = bench.start("r")
-        await until(lambda: bench.shared.waiting == 1)
+        task = await bench.wait_in_redis("r")
         cancels = [bench.shared.give_up, task.cancel]
         for cancel in reversed(cancels) if client_first else cancels:
             cancel()
@@ -185,45 +174,27 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
     assert bench.store.cancelled == [("r", "cancelled")]
 
 
-def counted(bench: Bench, name: str, label: str) -> dict[str, float]:
-    """What has been counted of a family, by the value of one of its labels."""
-    found = (
-        ({**dict(part.split("=") for part in key[1:])}, n)
-        for key, n in samples(bench.metrics).items()
-        if key[0] == name
-    )
-    return {labels[label]: n for labels, n in found if n}
-
-
-def waits(bench: Bench) -> dict[str, float]:
-    return counted(bench, "epp_queue_latency_seconds_count", "success")
-
-
 @pytest.mark.parametrize("notification", ["expired", "preempted", "evicted"])
 async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
-    bench.store.admitting = [Decision("queued", "30000")]
-    task = bench.start("r")
-    await until(lambda: bench.shared.waiting == 1)
+    task = await bench.wait_in_redis("r")
     bench.shared.on_notification(notification, "r")
     with pytest.raises(RequestError):
         await task
-    assert waits(bench) == {"false": 1}
+    assert bench.waits == {"false": 1}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
 async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome) -> None:
     # The stock is full, and the request waits in the shared queue.
-    bench = Bench(replace(PULSE, stock=10.0))
-    bench.store.admitting = [Decision("queued", "30000")]
-    task = bench.start("r")
-    await until(lambda: bench.shared.waiting == 1)
+    bench = Bench(FULL)
+    task = await bench.wait_in_redis("r")
     # Redis is lost, and the request waits in the local queue.
     bench.store.away = True
     other = bench.start("other")
     await until(lambda: bench.queued == 2)
     # Its wait is not over, so nothing is counted.
-    assert counted(bench, "epp_requests_cancelled_total", "model") == waits(bench) == {}
+    assert bench.counted("epp_requests_cancelled_total", "model") == bench.waits == {}
     # Redis is back and places it.
     bench.store.away = False
     bench.store.admitting = [Decision("placed", E1)]
@@ -232,33 +203,28 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
         placement = await task
         await other
     # It is no bypass, and its outcome is not known yet.
-    assert counted(bench, "epp_bypass_total", "model") == waits(bench) == {}
+    assert bench.counted("epp_bypass_total", "model") == bench.waits == {}
     waited_s = placement.waited_s
     assert waited_s is not None
     bench.gate.settle(
         Completion("r", outcome, 200, E1, 1, 1, 0.1, 0.1, "", placement.accounting_token, 0.1, waited_s, "m")
     )
-    await until(lambda: waits(bench))
-    assert waits(bench) == {"true" if outcome is Outcome.COMPLETED else "false": 1}
+    await until(lambda: bench.waits)
+    assert bench.waits == {"true" if outcome is Outcome.COMPLETED else "false": 1}
 
 
 @pytest.mark.parametrize("how", ["expired", "preempted", "left"])
 async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) -> None:
     # There is no budget, and room for one request in the queue.
-    config = {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}
-    bench = Bench(replace(PULSE, stock=10.0), config)
-    bench.store.away = True
-    waits_s = 1.0 if how == "expired" else 30.0
-    task = bench.start("r", band=Band.SHEDDABLE, ttl_s=waits_s)
-    await until(lambda: bench.queued == 1)
+    bench = Bench(FULL, {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}, away=True)
+    task = await bench.wait_here("r", band=Band.SHEDDABLE, ttl_s=1.0 if how == "expired" else 30.0)
+    other = bench.start("o", band=Band.CRITICAL) if how == "preempted" else None
     if how == "left":
         task.cancel()
-    elif how == "preempted":
-        other = bench.start("o", band=Band.CRITICAL)
     with pytest.raises((RequestError, asyncio.CancelledError)):
         await task
-    assert waits(bench) == {"false": 1}
-    if how == "preempted":
+    assert bench.waits == {"false": 1}
+    if other is not None:
         other.cancel()
 
 
@@ -292,8 +258,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
 
 
 async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost() -> None:
-    bench = Bench(wait_s=PATIENT_S)
-    bench.store.away = True
+    bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("r")
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -306,13 +271,11 @@ async def test_after_a_pause_a_resyncing_replica_goes_local_when_redis_is_lost()
 
 
 async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     placed = [await bench.place(str(n)) for n in range(3)]
     bench.end("over", placed[0])
     placed.append(await bench.place("3"))
-    waiting = bench.start("waits")
-    await until(lambda: bench.queued == 1)
+    waiting = await bench.wait_here("waits")
     bench.gate.renew(Alive("old", E1, placed[0].accounting_token))
     bench.tell_peers(b=True)
     async with watched(bench):
@@ -323,7 +286,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         await eventually(lambda: not bench.gate.degraded)
         # Redis has a tombstone of each end, and all that runs.
         assert bench.store.tombstones == ["over"]
-        assert sorted(bench.store.renewed) == ["0", "1", "2", "3", "old"]
+        assert sorted(name for name, _ in bench.store.alive) == ["0", "1", "2", "3", "old"]
         # While the other replica has not resynced, a request needs both the budget and Redis.
         assert bench.gate.state is FailoverState.RESYNCING
         assert not waiting.done()
@@ -342,21 +305,19 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
 
 async def test_each_bypass_counts_once_in_every_state() -> None:
     bench = Bench(wait_s=PATIENT_S)
-    # One is admitted by Redis, one without it.
+    # One is admitted by Redis, one without it, one while resyncing by the budget and Redis.
     await bench.place("shared")
     bench.store.away = True
     await bench.place("alone")
     async with resyncing(bench):
-        # One is admitted while resyncing, by the budget and Redis.
         await bench.place("both")
         assert bench.gate.state is FailoverState.RESYNCING
-    assert page_of(bench.metrics).count(b"epp_bypass_total{") == 1
-    assert b'epp_bypass_total{model="m",target_model="m"} 3.0' in page_of(bench.metrics)
+    counts = {key: n for key, n in samples(bench.metrics).items() if key[0] == "epp_bypass_total"}
+    assert counts == {("epp_bypass_total", "model=m", "target_model=m"): 3}
 
 
 async def test_losing_redis_while_resyncing_goes_local_again() -> None:
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     await bench.place("a")
     free = bench.free
     async with resyncing(bench):
@@ -369,31 +330,30 @@ async def test_losing_redis_while_resyncing_goes_local_again() -> None:
 
 async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None:
     # While resyncing, the replica receives more ends than its share of the bound.
-    bench = Bench(replace(PULSE, stock=10.0), wait_s=PATIENT_S)
+    bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("from before")
     bench.store.away = True
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await bench.place("alone")
+    tasks = [await bench.wait_here("alone")]
+    tasks[0].cancel()
     async with resyncing(bench):
         for n in range(8):
             bench.end(f"theirs {n}", placed)
         assert bench.free == 8
         # Redis, which has given that budget to others, is lost again.
-        bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
+        bench.gate.heartbeat_answered(FULL)
         bench.store.away = True
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await bench.place("once more")
+        tasks.append(await bench.wait_here("once more"))
         # The replica keeps its share of what was free.
         assert bench.gate.state is FailoverState.LOCAL
         assert bench.free == 0
+        tasks[1].cancel()
+    await asyncio.wait(tasks)
 
 
 @pytest.mark.parametrize("pulsed", [False, True])
 async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: bool) -> None:
     # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
-    full = replace(PULSE, stock=10.0)
+    full = FULL
     bench = Bench(full, wait_s=PATIENT_S)
     placed = await bench.place("before")
     bench.gate.redis_lost("silence", "it went")
@@ -414,11 +374,10 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
 @pytest.mark.parametrize("shared", [False, True])
 async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared: bool) -> None:
     # While resyncing, the whole budget is acquired by requests that wait in the shared queue.
-    bench = Bench(wait_s=PATIENT_S)
-    bench.store.away = True
+    bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("alone")
     async with resyncing(bench):
-        bench.store.admitting = [Decision("queued", "30000")]
+        bench.store.admitting = [QUEUED]
         free = int(bench.free)
         waiting = [bench.start(f"w{n}") for n in range(free)]
         await until(lambda: bench.shared.waiting == free > 0)
@@ -426,7 +385,7 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
             bench.tell_peers()
             await eventually(lambda: bench.gate.state is FailoverState.SHARED)
         # Redis, in which others have filled the stock, is lost again.
-        bench.gate.heartbeat_answered(replace(PULSE, stock=10.0))
+        bench.gate.heartbeat_answered(FULL)
         bench.gate.redis_lost("silence", "it went again")
         await until(lambda: bench.queued == free)
         # They have to acquire budget again.
@@ -436,24 +395,14 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
             task.cancel()
 
 
-async def test_a_replica_that_has_not_joined_stays_shared() -> None:
-    bench = Bench(pulse=None)
-    bench.gate.redis_lost("refused", "not there yet")
-    bench.gate.heartbeat_answered(PULSE)
-    assert bench.gate.state is FailoverState.SHARED
-
-
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
     # One is admitted by Redis, one without it.
     shared = await bench.place("shared")
     bench.store.away = True
     alone = await bench.place("alone")
-    assert not accounting_token.is_alone(shared.accounting_token)
-    assert accounting_token.is_alone(alone.accounting_token)
-    async with watched(bench):
-        bench.store.away = False
-        bench.answer_heartbeats()
+    assert [accounting_token.is_alone(each.accounting_token) for each in (shared, alone)] == [False, True]
+    async with returned(bench):
         await eventually(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.tombstones.clear()
         # The end of the second leaves a tombstone, so that no replica restores it.
@@ -463,8 +412,7 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
 
 
 async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     placement = await bench.place("r")
     free = bench.free
     bench.gate.withdraw("r", placement)
@@ -474,18 +422,16 @@ async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
 
 async def test_the_end_of_an_owned_stream_releases_its_cost() -> None:
     # The end of an owned stream (`standard`) has no accounting token.
-    bench = Bench(replace(PULSE, stock=10.0))
-    await bench.gate.admit(ask("stream"), stream_owned=True)
+    bench = Bench(FULL)
+    await bench.place("stream", stream_owned=True)
     bench.store.away = True
-    waiting = asyncio.create_task(bench.gate.admit(ask("next"), stream_owned=True))
-    await until(lambda: bench.queued == 1)
+    waiting = await bench.wait_here("next", stream_owned=True)
     bench.end("stream")
     assert (await waiting).endpoints
 
 
 async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
-    bench = Bench()
-    bench.store.away = True
+    bench = Bench(away=True)
     placement = await bench.place("r")
     failed = placement.endpoints[0]
     bench.gate.settle(
@@ -504,3 +450,51 @@ async def test_a_defect_in_a_task_of_an_outage_ends_the_replica(monkeypatch: pyt
     with pytest.raises(ExceptionGroup) as caught:
         await bench.gate.run()
     assert caught.group_contains(ZeroDivisionError)
+
+
+LEASE_S = 15.0  # as configured by default
+
+
+@pytest.mark.parametrize(("answer", "own"), [("renewed", True), ("unknown", False), ("waiting", False)])
+async def test_redis_says_whether_a_lease_is_still_its_requests_own(answer: str, own: bool) -> None:
+    bench = Bench()
+    placement = await bench.place("r")
+    bench.store.renewing = answer
+    assert await bench.gate.confirm("r", placement, 2.0) is own
+    # The call has no accounting token: a lost lease must not be restored past the bound.
+    assert bench.store.alive == [("r", "")]
+
+
+@pytest.mark.parametrize("age_s", [2.0, LEASE_S + 1.0])
+async def test_without_redis_a_shared_lease_is_valid_until_it_expires(age_s: float) -> None:
+    bench = Bench()
+    placement = await bench.place("r")
+    bench.store.deaf = True
+    assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
+    # It takes nothing of the local budget: it already counts as in flight.
+    assert bench.gate.state is FailoverState.LOCAL
+    free = bench.free
+    assert await bench.gate.confirm("r", placement, age_s) is (age_s < LEASE_S)
+    assert bench.free == free
+
+
+async def test_without_redis_and_a_known_bound_no_lease_can_be_confirmed() -> None:
+    bench = Bench(pulse=None)
+    bench.store.deaf = True
+    with pytest.raises(StateUnavailable):
+        await bench.gate.confirm("r", Placement((E1,), "", 1), 2.0)
+
+
+async def test_a_lease_of_the_local_budget_never_expires() -> None:
+    bench = Bench(wait_s=PATIENT_S, away=True)
+    placement = await bench.place("mine")
+    free = bench.free
+    assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
+    assert bench.free == free
+    # While resyncing, Redis counts it, and no shared lease that has expired.
+    async with resyncing(bench):
+        bench.store.renewing = "unknown"
+        bench.store.alive.clear()
+        assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
+        assert not await bench.gate.confirm("old", placement, 2 * LEASE_S)
+        assert bench.store.alive == [("mine", placement.accounting_token), ("old", "")]
