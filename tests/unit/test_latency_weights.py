@@ -5,7 +5,6 @@ from local_requests import ask
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot
-from picker_fleet.errors import ConfigError
 from picker_fleet.request import Endpoint
 from picker_fleet.serve import assemble
 
@@ -41,26 +40,3 @@ async def test_the_configured_weights_decide(latency: dict[str, float], first: s
     assert choice.candidates.split("=")[0] == first
     scores = parts.chooser.scores()
     assert max(scores, key=lambda address: scores[address]["latency"]) == first
-
-
-def test_default_weights_are_those_of_the_specification() -> None:
-    assert parse({}).scheduling.latency.model_dump() == {"alpha": 1.0, "beta": 0.5, "gamma": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("latency", "says"),
-    [
-        ({"alpha": -1}, "scheduling.latency.alpha: Input should be greater than or equal to 0 (got '-1')"),
-        ({"beta": "high"}, "scheduling.latency.beta: "),
-        ({"gamma": float("inf")}, "scheduling.latency.gamma: "),
-        ({"delta": 1}, "scheduling.latency.delta: unknown key; valid here: alpha, beta, gamma"),
-        (
-            {"alpha": 0, "beta": 0, "gamma": 0},
-            "scheduling.latency: one of alpha, beta and gamma must be above 0",
-        ),
-    ],
-)
-def test_impossible_weights_are_named(latency: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse({"scheduling": {"latency": latency}})
-    assert says in str(caught.value)

@@ -1,5 +1,6 @@
 """Live changes: which keys, what follows from them, and the faults between them."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -42,7 +43,15 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 
 def overridden(patch: dict[str, Any], settings: Settings = CONFIGURED) -> dict[str, object]:
-    return live_config.overrides(settings, live_config.merged({}, live_config.flattened(patch)))
+    return live_config.overrides(settings, changed(patch))
+
+
+def changed(*patches: dict[str, Any]) -> dict[str, Any]:
+    """The changes in force after `patches`."""
+    changes: dict[str, Any] = {}
+    for patch in patches:
+        changes = live_config.merged(changes, live_config.flattened(patch))
+    return changes
 
 
 def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
@@ -118,62 +127,46 @@ def test_the_configured_value_returns_when_a_change_is_taken_back() -> None:
     assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
 
-def test_changing_the_weight_of_a_flow_keeps_the_others() -> None:
-    changes = live_config.merged({}, live_config.flattened({"weights": {"a": 1, "b": 2}}))
-    changes = live_config.merged(changes, live_config.flattened({"weights": {"b": None, "c": 3}}))
+def test_changing_one_weight_keeps_the_others() -> None:
+    changes = changed({"weights": {"a": 1, "b": 2}}, {"weights": {"b": None, "c": 3}})
     assert live_config.overrides(CONFIGURED, changes) == {"weights": {"a": 1, "c": 3}}
 
+    def bands(weights: object) -> dict[str, Any]:
+        return {"fair_request_queue": {"band_weights": weights}}
 
-def test_changing_the_weight_of_a_band_keeps_the_others() -> None:
-    weights = {"Critical": 50, "Default": 40, "Sheddable": 10}
-    configured = parse({"fair_request_queue": {"band_weights": weights}})
-    changes = live_config.merged(
-        {}, live_config.flattened({"fair_request_queue": {"band_weights": {"critical": 60}}})
-    )
+    configured = parse(bands({"Critical": 50, "Default": 40, "Sheddable": 10}))
+    changes = changed(bands({"critical": 60}))
     assert live_config.overrides(configured, changes) == {"band_weights": [60, 40, 10]}
-    changes = live_config.merged(
-        changes, live_config.flattened({"fair_request_queue": {"band_weights": {"Default": 30}}})
-    )
+    changes = changed(bands({"critical": 60}), bands({"Default": 30}))
     assert live_config.overrides(configured, changes) == {"band_weights": [60, 30, 10]}
-    assert live_config.nested(changes) == {
-        "fair_request_queue": {"band_weights": {"Critical": 60, "Default": 30}}
-    }
+    assert live_config.nested(changes) == bands({"Critical": 60, "Default": 30})
     # So they are beside a whole mapping, as earlier versions kept it, in either order.
     whole = {"fair_request_queue.band_weights": {"critical": 80, "Default": 5}}
     for mixed in ({**whole, **changes}, {**changes, **whole}):
         assert live_config.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
     # Each is taken back by itself, or all.
-    one = live_config.merged(
-        changes, live_config.flattened({"fair_request_queue": {"band_weights": {"Critical": None}}})
-    )
+    one = live_config.merged(changes, live_config.flattened(bands({"Critical": None})))
     assert live_config.overrides(configured, one) == {"band_weights": [50, 30, 10]}
-    assert (
-        live_config.merged(changes, live_config.flattened({"fair_request_queue": {"band_weights": None}}))
-        == {}
-    )
+    assert live_config.merged(changes, live_config.flattened(bands(None))) == {}
 
 
 def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
-    def scorers(changes: dict[str, Any]) -> dict[str, float]:
-        return {
-            one.name: one.weight
-            for one in live_config.applied(configured, changes).settings.scheduling.scorers
-        }
+    def scorers(weights: object) -> dict[str, Any]:
+        return {"scheduling": {"scorers": weights}}
 
     named = [{"name": "prefix-affinity", "weight": 2}, {"name": "kv-cache", "weight": 1}]
     configured = parse({"scheduling": {"scorers": named, "fallbacks": 1}})
-    changes = live_config.merged(
-        {}, live_config.flattened({"scheduling": {"scorers": {"kv-cache": 0, "latency": 3}}})
-    )
-    assert scorers(changes) == {"prefix-affinity": 2, "latency": 3}
-    assert live_config.applied(configured, changes).settings.scheduling.fallbacks == 1
-    assert live_config.overrides(configured, changes) == {"live_weight": pytest.approx(1 / 6)}
-    # Each is taken back by itself, or all.
-    changes = live_config.merged(
-        changes, live_config.flattened({"scheduling": {"scorers": {"kv-cache": None}}})
-    )
-    assert scorers(changes) == {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}
-    assert live_config.merged(changes, live_config.flattened({"scheduling": {"scorers": None}})) == {}
+    off, back = scorers({"kv-cache": 0, "latency": 3}), scorers({"kv-cache": None})
+    for patches, weights in (
+        ([off], {"prefix-affinity": 2, "latency": 3}),
+        ([off, back], {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}),
+        ([off, scorers(None)], {"prefix-affinity": 2, "kv-cache": 1}),
+    ):
+        scheduling = live_config.applied(configured, changed(*patches)).settings.scheduling
+        assert {one.name: one.weight for one in scheduling.scorers} == weights
+        assert scheduling.fallbacks == 1
+    assert live_config.overrides(configured, changed(off)) == {"live_weight": pytest.approx(1 / 6)}
+    assert changed(off, scorers(None)) == {}
 
 
 @pytest.mark.parametrize(
@@ -245,21 +238,30 @@ def test_a_change_that_does_not_fit_names_its_key(patch: dict[str, Any], where: 
     assert says in message
 
 
-def test_a_capacity_below_the_critical_guarantees_is_err_too_many_flows() -> None:
-    settings = parse({"models": [{"name": name, "criticality": "Critical"} for name in ("a", "b")]})
-    assert "ErrTooManyFlows" in fault({"fair_request_queue": {"flow_capacity": 600}}, settings)
-
-
-def test_fairness_none_names_a_model_with_a_limit() -> None:
-    settings = parse({"models": [{"name": "a", "max_inflight_per_endpoint": 2}]})
-    assert "of models a cannot be kept" in fault({"fair_request_queue": {"fairness": "none"}}, settings)
-
-
-def test_fairness_none_names_an_objective_with_a_limit() -> None:
-    settings = parse({"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]})
-    assert "of objectives bulk cannot be kept" in fault(
-        {"fair_request_queue": {"fairness": "none"}}, settings
-    )
+@pytest.mark.parametrize(
+    ("configured", "queue", "says"),
+    [
+        (
+            {"models": [{"name": name, "criticality": "Critical"} for name in "ab"]},
+            {"flow_capacity": 600},
+            "ErrTooManyFlows",
+        ),
+        (
+            {"models": [{"name": "a", "max_inflight_per_endpoint": 2}]},
+            {"fairness": "none"},
+            "of models a cannot be kept",
+        ),
+        (
+            {"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]},
+            {"fairness": "none"},
+            "of objectives bulk cannot be kept",
+        ),
+    ],
+)
+def test_a_change_that_breaks_what_is_configured_names_it(
+    configured: dict[str, Any], queue: dict[str, Any], says: str
+) -> None:
+    assert says in fault({"fair_request_queue": queue}, parse(configured))
 
 
 json_values = st.recursive(
@@ -271,16 +273,12 @@ live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(k
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))
-def test_any_change_is_overrides_or_a_named_fault(
-    changes: list[tuple[tuple[str, str], Any]],
-) -> None:
+def test_any_change_is_overrides_or_a_named_fault(changes: list[tuple[tuple[str, str], Any]]) -> None:
     patch: dict[str, Any] = {}
     for (section, key), value in changes:
         patch.setdefault(section, {})[key] = value
-    message, found = "", None
-    try:
+    found = None
+    with contextlib.suppress(ConfigError):
         found = overridden(patch)
-    except ConfigError as caught:
-        message = str(caught)
-    assert (found is None) == bool(message)
+    assert found is not None or fault(patch)
     assert found is None or json.loads(json.dumps(found, allow_nan=False)) == found
