@@ -1,7 +1,19 @@
 """What every test shares."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+from redis_servers import Server, redis_server
 
 # How fast examples come says something about the machine, not about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Server]:
+    """A Valkey of the test's own, which it may kill, stop and start again."""
+    with redis_server(tmp_path / "valkey") as server:
+        yield server

@@ -51,6 +51,11 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
+    def url(self) -> str:
+        """Of a Redis behind it."""
+        return f"redis://{LOOPBACK}:{self.port}/0"
+
+    @property
     def stalled(self) -> bool:
         return not self._flowing.is_set()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redis.crc import key_slot
-from redis_servers import SILENCE_MS, Server, hosts, running, valkey_binary, wait
+from redis_servers import SILENCE_MS, Server, hosts, redis_server, wait
 
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK, free_port
@@ -52,15 +52,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def clustered(folder: Path, binary: str | None = None, *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
+def clustered(folder: Path, binary: str = "", *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
     """Six nodes whose Cluster serves every slot."""
-    binary = binary or valkey_binary()
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(6):
             options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(silence_ms))
             bus = ("--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
-            servers.append(stack.enter_context(running(binary, folder / str(number), *options, *bus)))
+            servers.append(
+                stack.enter_context(redis_server(folder / str(number), *options, *bus, binary=binary))
+            )
         _join(servers)
         yield Cluster(servers)
 

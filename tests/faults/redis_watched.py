@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from redis_servers import SILENCE_MS, Server, begun, debian, hosts, running, wait
+from redis_servers import SILENCE_MS, Server, begun, debian, hosts, redis_server, wait
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
@@ -45,9 +45,9 @@ def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterat
     server, sentinel = debian("redis-server"), debian("redis-sentinel")
     fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(running(server, folder / "0", *fast))
+        first = stack.enter_context(redis_server(folder / "0", *fast, binary=server))
         of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
-        second = stack.enter_context(running(server, folder / "1", *fast, *of_first))
+        second = stack.enter_context(redis_server(folder / "1", *fast, *of_first, binary=server))
         wait(lambda: second.info("replication")["master_link_status"] == "up", "a replica in step")
         sentinels = [
             stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))

@@ -1,11 +1,10 @@
 """Network faults between replicas and Redis: delays, stalls, lost messages, half-open connections."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from proxy import LOOPBACK, Proxy, proxy
+from proxy import LOOPBACK, Proxy
 from redis_servers import Server
 from script_fleet import Fleet, ask, ended, running, until
 
@@ -20,20 +19,10 @@ SHORT_S = 0.3
 PATIENT_S = 20.0
 
 
-@pytest.fixture
-async def between(redis7: Server) -> AsyncIterator[Proxy]:
-    async with proxy(redis7.port) as it:
-        yield it
-
-
-def url_of(between: Proxy) -> str:
-    return f"redis://{LOOPBACK}:{between.port}/0"
-
-
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
     # Every reply of Redis takes 50 ms more.
     between.delay_s = 0.05
-    async with running(url_of(between), pool, "a", "b", joined=JOINED, listening=True) as it:
+    async with running(between.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         # Under load nobody is refused and the bound is kept.
         async with loaded(it) as load:
             await load.served_more(100)
@@ -45,7 +34,7 @@ async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool:
 
 async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: Proxy, pool: str) -> None:
     # A replica's connections stall for longer than `redis.silence`.
-    through = {"a": url_of(between)}
+    through = {"a": between.url}
     async with running(
         redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
     ) as it:
@@ -69,7 +58,7 @@ async def test_stalls_of_a_second_leave_nothing_behind(redis7: Server, between: 
 async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
     # No wake-up reaches the replicas.
     between.drop_messages = True
-    async with running(url_of(between), pool, "a", "b", "c", joined=JOINED, listening=True) as it:
+    async with running(between.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
             await load.served_more(200)
         assert between.dropped > 0
@@ -85,7 +74,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     # A replica only waits, gets no wake-up, and sends a heartbeat twice a minute.
     between.drop_messages = True
     slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
-    async with running(url_of(between), pool, "a", "b", joined=slow, listening=True) as it:
+    async with running(between.url, pool, "a", "b", joined=slow, listening=True) as it:
         a, b = it.replicas
         for number in range(UPPER):
             await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
@@ -124,7 +113,7 @@ async def test_a_half_open_connection_is_noticed_and_replaced(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # A replica under load whose connection is half-open.
-    through = {"a": url_of(between)}
+    through = {"a": between.url}
     async with running(
         redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
     ) as it:
@@ -148,7 +137,7 @@ async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # A replica whose connection is half-open, while new ones work.
-    through = {"a": url_of(between)}
+    through = {"a": between.url}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         await a.admit("before")
@@ -167,7 +156,7 @@ async def test_connections_that_are_closed_at_once_count_as_refused(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # A replica whose connection breaks, behind a proxy of a dead server.
-    through = {"a": url_of(between)}
+    through = {"a": between.url}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         between.refusing = True
@@ -187,7 +176,7 @@ async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
     redis7: Server, between: Proxy, pool: str
 ) -> None:
     # Redis stalls on old connections and new ones.
-    through = {"a": url_of(between)}
+    through = {"a": between.url}
     async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
         (a,) = it.replicas
         made, between.stalled = between.connections, True
@@ -208,7 +197,7 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
     received: list[str] = []
     channel = Keys.of(pool).wake("a")
     listening = asyncio.create_task(
-        listen(url_of(between), channel, lambda what, request: received.append(request), check_s=SHORT_S)
+        listen(between.url, channel, lambda what, request: received.append(request), check_s=SHORT_S)
     )
     await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
     await until(lambda: received == ["one"])
@@ -225,7 +214,7 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
 
 
 async def test_route_and_metrics_streams_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
-    url, clock = url_of(between), asyncio.get_running_loop().time
+    url, clock = between.url, asyncio.get_running_loop().time
     routes = RouteStream(
         url, stream=Keys.of(pool).routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
     )

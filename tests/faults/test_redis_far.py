@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from proxy import LOOPBACK, Proxy, proxy
+from proxy import Proxy
 from redis_servers import Server
 from script_fleet import Fleet, running, until
 
@@ -13,16 +13,10 @@ PATIENT_S = 30.0
 
 
 @pytest.fixture
-async def between(redis7: Server) -> AsyncIterator[Proxy]:
-    async with proxy(redis7.port) as it:
-        yield it
-
-
-@pytest.fixture
 async def far(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
     """A fleet whose one replica is as far from Redis as `between` says."""
-    through = {"a": f"redis://{LOOPBACK}:{between.port}/0"}
-    async with running(redis7.url, pool, "a", through=through, silence_s=PATIENT_S, upper_per=8) as it:
+    far = {"a": between.url}
+    async with running(redis7.url, pool, "a", through=far, silence_s=PATIENT_S, upper_per=8) as it:
         yield it
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import LOOPBACK, Server, certificate, debian
-from redis_servers import running as serving
+from redis_servers import LOOPBACK, Server, certificate, debian, redis_server
 from script_fleet import Replica, running, until
 
 from picker_tools.audit.log import LogStream
@@ -21,7 +20,7 @@ def vouched(tmp_path: Path) -> Path:
 @pytest.fixture
 def secure(tmp_path: Path, vouched: Path) -> Iterator[Server]:
     """A Redis that speaks TLS only, to clients whose certificate it knows."""
-    with serving(debian("redis-server"), tmp_path / "redis", tls=vouched) as server:
+    with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=vouched) as server:
         yield server
 
 

@@ -1,32 +1,88 @@
 """`picker up` and its parts, forked from a process that has imported what they need.
 
-Two of three CPU seconds of a fleet's start are imports, and Envoy's first bootstrap. Here one process does
-both once, and forks itself for each fleet. Replicas and model servers are forks of their `picker up`:
-children that die with it, in a session and with a log of their own. What is not Python is executed, and so is
-everything where the kernel has no pidfd. tests/fleet/test_up.py starts `picker up` as its user does.
+Two of three CPU seconds of a fleet's start are imports, and Envoy's first bootstrap. Here one process, the
+fork server of `multiprocessing`, does both once (preloaded.py), and each fleet is a fork of it. Replicas and
+model servers are forks of their `picker up`: children that die with it, in a session and with a log of
+their own. What is not Python is executed, and so is everything where the kernel has no pidfd.
+tests/fleet/test_up.py starts `picker up` as its user does.
 """
 
 import asyncio
-import atexit
 import functools
-import json
+import multiprocessing
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, NoReturn
 
 from picker_tools.local_fleet import processes
 from picker_tools.local_fleet.die_with_parent import die_with_parent
 from picker_tools.local_fleet.processes import Process, picker_command
 
-_LONGEST_COMMAND = 1 << 20
 _executed = processes.start_process
+
+
+class ForkedUp:
+    """A running `picker up`, with the part of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        received, sent = multiprocessing.Pipe(duplex=False)
+        with received, sent:
+            self._process = _fork_server().Process(
+                target=_up, args=(list(arguments), dict(environment), sent), daemon=True
+            )
+            self._process.start()
+            self.stdout: IO[str] = open(os.dup(received.fileno()), encoding="utf-8")  # noqa: SIM115
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status (minus the signal that ended it); None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("picker up", timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    # The server finds modules by its environment alone.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _up(arguments: list[str], environment: dict[str, str], output: Connection) -> None:
+    with output:
+        _redirect(output.fileno())
+    processes.start_process = fork_process
+    sys.exit(_picker(["up", *arguments], environment))
 
 
 async def fork_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
@@ -38,7 +94,7 @@ async def fork_process(command: Sequence[str], output: IO[bytes], environment: M
     here = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(lambda: _part(output.fileno(), here), list(command[len(ours) :]), environment)
+        _part(list(command[len(ours) :]), environment, output.fileno(), here)
     return _Forked(pid)
 
 
@@ -70,142 +126,44 @@ class _Forked:
         self._ended.set()
 
 
-def _become(prepare: Callable[[], None], words: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run `picker WORDS…` in this fork after `prepare`, then exit."""
-    from picker_fleet import cli
-
-    status: int | str | None = 1
+def _part(words: list[str], environment: Mapping[str, str], output: int, parent: int) -> NoReturn:
+    """Detach from the `picker up` that forked this, and be `picker WORDS…` with `output` for both streams."""
+    status = 1
     try:
-        prepare()
-        os.environ.clear()
-        os.environ.update(environment)
-        tempfile.tempdir = None  # it may depend on the former environment
-        status = cli.main(words)
-    except SystemExit as end:
-        status = end.code
+        os.setsid()
+        die_with_parent(parent)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _redirect(output)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        asyncio._set_running_loop(None)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = _picker(words, environment)
     except BaseException:
         traceback.print_exc()
     finally:
-        if isinstance(status, str):
-            print(status, file=sys.stderr)
-            status = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status or 0)
+        os._exit(status)
 
 
-def _part(output: int, parent: int) -> None:
-    """Detach from the `picker up` that forked this, with `output` for both streams."""
-    os.setsid()
-    die_with_parent(parent)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for to, fd in enumerate((nothing, output, output)):
-        os.dup2(fd, to)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    asyncio._set_running_loop(None)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _picker(words: list[str], environment: Mapping[str, str]) -> int:
+    """The exit status of `picker WORDS…` in this process."""
+    from picker_fleet import cli
+
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it may depend on the former environment
+    try:
+        return cli.main(words)
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
 
 
-class ForkedUp:
-    """A running `picker up`, with the part of `subprocess.Popen` that the tests use."""
-
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        output_in, output_out = os.pipe()
-        status_in, status_out = os.pipe()
-        command = json.dumps([list(arguments), dict(environment)]).encode()
-        socket.send_fds(_forking_process(), [command], [output_out, status_out])
-        os.close(output_out)
-        os.close(status_out)
-        self.stdout: IO[str] = open(output_in, encoding="utf-8")  # noqa: SIM115 - closed by its user
-        self._status_in = open(status_in, encoding="ascii")  # noqa: SIM115 - closed with its last line
-        self.pid = int(self._status_in.readline())
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        """Its exit status (minus the signal that ended it); None while it runs."""
-        if self._status is None and select.select([self._status_in], [], [], 0)[0]:
-            self._end()
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status. Raises subprocess.TimeoutExpired."""
-        if self._status is None and not select.select([self._status_in], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("picker up", timeout or 0)
-        return self._status if self._status is not None else self._end()
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def _end(self) -> int:
-        self._status = int(self._status_in.readline())
-        self._status_in.close()
-        return self._status
-
-
-@functools.cache
-def _forking_process() -> socket.socket:
-    """The socket of the process that forks fleets, which ends with this one."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with there:
-        command = [sys.executable, "-P", __file__, str(there.fileno())]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()])
-
-    def end() -> None:
-        here.close()
-        child.wait()
-
-    atexit.register(end)
-    return here
-
-
-def _serve(commands: socket.socket) -> None:
-    from picker_fleet import serve  # noqa: F401 - what each part is to find imported
-    from picker_fleet.config import Settings
-    from picker_tools.local_fleet import envoy, up_command  # noqa: F401 - and each fleet
-    from picker_tools.simulator import command  # noqa: F401
-
-    processes.start_process = fork_process
-
-    nowhere = ("127.0.0.1", 0)
-    envoy.build_bootstrap(Settings(), mode="lean", listen=nowhere, admin=nowhere, pickers=[nowhere])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each fleet's keeper waits for it
-    while True:
-        line, fds, *_ = socket.recv_fds(commands, _LONGEST_COMMAND, 2)
-        if not line:
-            return
-        if os.fork() == 0:
-            commands.close()
-            _keep(*json.loads(line), *fds)
-        for fd in fds:
-            os.close(fd)
-
-
-def _keep(arguments: list[str], environment: dict[str, str], output_out: int, status_out: int) -> NoReturn:
-    """Run a fleet; write its process id, and its status when it has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
-    if pid == 0:
-        os.close(status_out)
-        _become(lambda: _redirect_output(output_out), ["up", *arguments], environment)
-    os.close(output_out)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fleet
-    os.write(status_out, f"{pid}\n".encode())
-    _, status = os.waitpid(pid, 0)
-    os.write(status_out, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-    os._exit(0)
-
-
-def _redirect_output(output_out: int) -> None:
-    os.dup2(output_out, 1)
-    os.dup2(output_out, 2)
-    os.close(output_out)
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def _redirect(output: int) -> None:
+    os.dup2(output, 1)
+    os.dup2(output, 2)

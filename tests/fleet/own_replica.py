@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import httpx
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import body, headers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from page_server import serving
 
+from picker_fleet.config import parse
 from picker_fleet.extproc.server import SERVICE
+from picker_fleet.serve import Bound, new_incarnation, serve
 from picker_tools.local_fleet import network
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
@@ -25,10 +29,15 @@ class Replica:
     """A replica's process, its gRPC services and its admin API."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, admin: httpx.AsyncClient
+        self,
+        process: asyncio.subprocess.Process,
+        channel: grpc.aio.Channel,
+        admin: httpx.AsyncClient,
+        endpoint: str,
     ) -> None:
         self.process = process
         self.admin = admin
+        self.endpoint = endpoint  # the address of its model server
         self._health = health_pb2_grpc.HealthStub(channel)
         self._process = channel.stream_stream(
             f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
@@ -42,6 +51,12 @@ class Replica:
     def exchange(self) -> Any:
         """A stream of ext_proc."""
         return self._process(timeout=PATIENT_S)
+
+    async def stopped(self) -> int:
+        """Its exit status after a SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENT_S):
+            return await self.process.wait()
 
     async def ready(self) -> None:
         """Wait until the admin API and the gRPC health service report readiness."""
@@ -64,30 +79,59 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def served(
-    config: dict[str, Any],
+    redis_url: str,
     folder: Path,
     *,
     command: Sequence[str] = (sys.executable, "-m", "picker_fleet.cli"),
+    config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Replica]:
-    """`COMMAND serve` under `config`, killed at the end; `options` are those of subprocess.Popen."""
-    file = folder / "replica.yaml"
-    file.write_text(json.dumps(config))
-    process = await asyncio.create_subprocess_exec(
-        *command, "serve", "--config", str(file), stdout=asyncio.subprocess.PIPE, **options
-    )
+    """`COMMAND serve` with one model server, killed at the end.
+
+    `config` are further sections, `options` those of subprocess.Popen.
+    """
+    async with serving() as page:
+        tree = {
+            "redis": {"url": redis_url},
+            "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
+            "admin": {"listen": "127.0.0.1:0"},
+            "discovery": {"static": [{"address": page.address}]},
+            **(config or {}),
+        }
+        file = folder / "replica.yaml"
+        file.write_text(json.dumps(tree))
+        process = await asyncio.create_subprocess_exec(
+            *command, "serve", "--config", str(file), stdout=asyncio.subprocess.PIPE, **options
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(PATIENT_S):
+                bound = json.loads(await process.stdout.readline())
+            async with (
+                grpc.aio.insecure_channel(bound["grpc"]) as channel,
+                httpx.AsyncClient(
+                    base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
+                ) as admin,
+            ):
+                yield Replica(process, channel, admin, page.address)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def served_here(tree: Mapping[str, Any]) -> AsyncIterator[Bound]:
+    """The addresses of a replica in this process under the configuration `tree`, on free ports."""
+    listen = {"listen": "127.0.0.1:0"}
+    whole = {**tree, "extproc": {**tree.get("extproc", {}), **listen}, "admin": listen}
+    bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
+    replica = asyncio.create_task(serve(parse(whole), new_incarnation(), bound.set_result))
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(PATIENT_S):
-            bound = json.loads(await process.stdout.readline())
-        async with (
-            grpc.aio.insecure_channel(bound["grpc"]) as channel,
-            httpx.AsyncClient(
-                base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
-            ) as admin,
-        ):
-            yield Replica(process, channel, admin)
+            await asyncio.wait((replica, bound), return_when=asyncio.FIRST_COMPLETED)
+        yield bound.result() if bound.done() else replica.result()
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        replica.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await replica

@@ -13,8 +13,7 @@ import yaml
 from extproc_client import body, headers, parts, trailers
 from metrics_page import samples_of
 from own_replica import Replica, served
-from own_valkey import OwnValkey
-from page_server import serving
+from redis_servers import Server
 
 from picker_fleet.config import parse
 from picker_tools.local_fleet import network
@@ -38,7 +37,7 @@ def limit_mib() -> int:
 
 
 @contextlib.asynccontextmanager
-async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
+async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
     """A replica with the memory limit of the manifests, behind a queue."""
     limit_bytes = limit_mib() * MIB
 
@@ -46,22 +45,13 @@ async def limited(folder: Path, *, requests_at_once: int) -> AsyncIterator[Repli
         resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # threads' stacks count whole, used or not
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
-    valkey = OwnValkey(folder)
-    await valkey.start()
-    try:
-        async with serving() as page:
-            config = {
-                "redis": {"url": valkey.url, "silence": "5s"},
-                "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
-                "admin": {"listen": "127.0.0.1:0"},
-                "discovery": {"static": [{"address": page.address}]},
-                "request_queue_controller": {"watermark_per_backend": requests_at_once},
-            }
-            async with served(config, folder, preexec_fn=limit) as replica:
-                await replica.ready()
-                yield replica
-    finally:
-        valkey.kill()
+    config = {
+        "redis": {"url": redis_url, "silence": "5s"},
+        "request_queue_controller": {"watermark_per_backend": requests_at_once},
+    }
+    async with served(redis_url, folder, config=config, preexec_fn=limit) as replica:
+        await replica.ready()
+        yield replica
 
 
 def mib(replica: Replica, what: str) -> int:
@@ -144,8 +134,10 @@ def hostile_bodies() -> list[bytes]:
     ]
 
 
-async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(tmp_path: Path) -> None:
-    async with limited(tmp_path, requests_at_once=1000) as replica:
+async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(
+    valkey: Server, tmp_path: Path
+) -> None:
+    async with limited(valkey.url, tmp_path, requests_at_once=1000) as replica:
         bodies = hostile_bodies()
         assert all(LARGEST * 0.9 < len(each) <= LARGEST for each in bodies)
         # Every kind, in both modes that read bodies, with and without trailers.
@@ -165,8 +157,10 @@ async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(tmp
         assert codes.keys() == {"ok", "bad_request", "buffer_full"}
 
 
-async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_allows(tmp_path: Path) -> None:
-    async with limited(tmp_path, requests_at_once=1) as replica:
+async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_allows(
+    valkey: Server, tmp_path: Path
+) -> None:
+    async with limited(valkey.url, tmp_path, requests_at_once=1) as replica:
         idle_mib = mib(replica, "VmRSS")
         assert parts([await replica.decide()]) == ["request_headers"]
         text = b'{"model":"llama","prompt":"%s"}' % (b"x" * (LARGEST - 100))

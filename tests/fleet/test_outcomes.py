@@ -10,7 +10,7 @@ from counting_servers import counting_servers
 from edge_envoy import Tree, edge, http_manager
 from fleet_load import PATIENT, Caller, at_rest, decisions, fresh
 from metrics_page import samples_of
-from own_valkey import own_valkey
+from redis_servers import Server
 from whole_fleet import exact_bounds, running
 
 DROPPED = "x-llm-d-request-dropped-reason"
@@ -107,8 +107,10 @@ async def test_the_route_timeout_of_another_envoy_is_the_clients_deadline(
     await at_rest(here)
 
 
-async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_gone(tmp_path: Path) -> None:
-    async with own_valkey(tmp_path) as valkey, counting_servers(1, service_s=0.6) as servers:
+async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_gone(
+    valkey: Server, tmp_path: Path
+) -> None:
+    async with counting_servers(1, service_s=0.6) as servers:
         config = {
             "discovery": {"static": [{"address": servers.addresses[0]}]},
             "request_queue_controller": exact_bounds(1),
@@ -123,7 +125,7 @@ async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_
                 valkey.kill()
                 await here.until_state(degraded=True)
                 await servers.until_served(2)
-                await valkey.start()  # empty, while some requests still wait
+                await asyncio.to_thread(valkey.revive)  # empty, while some requests still wait
                 await here.until_state(degraded=False)
             assert [task.result().status_code for task in asked] == [200] * 9
             expected = {

@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from counting_servers import CountingServers, counting_servers
 from fleet_load import PATIENT, at_rest, metric, shared
-from own_valkey import OwnValkey, own_valkey
+from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-Three = tuple[Fleet, OwnValkey, CountingServers]
+Three = tuple[Fleet, Server, CountingServers]
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
@@ -67,24 +67,25 @@ async def three(
 ) -> AsyncIterator[Three]:
     """Three replicas in a mode, their Redis and model servers. Tests leave them at rest."""
     folder = tmp_path_factory.mktemp("three")
-    async with own_valkey(folder) as valkey, counting_servers(SERVERS, SERVICE_S) as servers:
-        options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
-        config = {
-            "discovery": {"static": [{"address": address} for address in servers.addresses]},
-            # Fewer places than clients, so that the fleet, and each replica alone, refuses some.
-            "fair_request_queue": {"total_capacity": 6, "flow_capacity": 6},
-            "request_queue_controller": exact_bounds(EACH),
-        }
-        async with running(folder, *options, config=config) as here:
+    with redis_server(folder / "valkey") as valkey:
+        async with counting_servers(SERVERS, SERVICE_S) as servers:
+            options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
+            config = {
+                "discovery": {"static": [{"address": address} for address in servers.addresses]},
+                # Fewer places than clients, so that the fleet, and each replica alone, refuses some.
+                "fair_request_queue": {"total_capacity": 6, "flow_capacity": 6},
+                "request_queue_controller": exact_bounds(EACH),
+            }
+            async with running(folder, *options, config=config) as here:
 
-            async def counted() -> bool:
-                replicas = (await here.admin("/api/v1/replicas")).json()["replicas"]
-                return len(replicas) == 3 and all(
-                    each["started_s_ago"] > COUNTED_AFTER_S for each in replicas
-                )
+                async def counted() -> bool:
+                    replicas = (await here.admin("/api/v1/replicas")).json()["replicas"]
+                    return len(replicas) == 3 and all(
+                        each["started_s_ago"] > COUNTED_AFTER_S for each in replicas
+                    )
 
-            await here.eventually(counted, within_s=60, what="replicas that count")
-            yield here, valkey, servers
+                await here.eventually(counted, within_s=60, what="replicas that count")
+                yield here, valkey, servers
 
 
 @pytest.mark.parametrize("three", ["lean"], indirect=True)
@@ -102,7 +103,7 @@ async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without
     assert load.statuses <= {200, 503}
     # Requests that wait when Redis returns are served from the shared queue.
     async with loaded(here, CLIENTS):
-        await valkey.start()
+        await asyncio.to_thread(valkey.revive)
         await until_degraded(here, False)
         await servers.until_served(50)
     assert servers.peak <= BOUND
@@ -145,7 +146,7 @@ async def test_without_redis_every_replica_admits_within_the_last_bound(three: T
             assert (await here.admin("/readyz", replica)).status_code == 200
             assert await metric(here, "epp_degraded", replica) == 1
         if loss == "killed":
-            await valkey.start()
+            await asyncio.to_thread(valkey.revive)
         else:
             valkey.thaw()
         await until_degraded(here, False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import audited_log
 from fleet_load import PATIENT, complete, shared
-from redis_servers import LOOPBACK, certificate, debian, running
+from redis_servers import LOOPBACK, certificate, debian, redis_server
 
 import picker_fleet
 
@@ -20,7 +20,7 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     rules = next(line for line in page.splitlines() if line.startswith("user picker on")).split()[4:]
     files = certificate(tmp_path / "certificate")
-    with running(debian("redis-server"), tmp_path / "redis", tls=files) as server:
+    with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=files) as server:
         server.ask("ACL", "SETUSER", "picker", "on", ">secret", *rules)
         options = "&".join(f"ssl_{name}={files}/{file}.pem" for name, file in FILES)
         place = f"{LOOPBACK}:{server.port}/0?{options}"

@@ -1,10 +1,7 @@
 """The files that one request runs through, traced, are those that docs/architecture.md lists."""
 
-import asyncio
-import contextlib
 import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,14 +10,12 @@ import grpc
 import redis.asyncio
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import body, headers
-from own_replica import ASK
-from own_valkey import own_valkey
+from own_replica import ASK, served_here
 from page_server import serving
+from redis_servers import Server
 
 import picker_fleet
-from picker_fleet.config import parse
 from picker_fleet.extproc.server import SERVICE
-from picker_fleet.serve import Bound, serve
 from picker_fleet.state.scripts import load_library
 from picker_tools.local_fleet import network
 
@@ -52,27 +47,13 @@ def instrumented_library() -> str:
     return source.replace("flags={'no-writes'}", "flags={}")  # the notes are writes
 
 
-@contextlib.asynccontextmanager
-async def quiet_replica(redis_url: str, endpoint: str) -> AsyncIterator[str]:
-    """A replica in this process whose background tasks are minutes apart; its ext_proc address."""
-    settings = parse({
-        "redis": {"url": redis_url},
-        "extproc": {"listen": "127.0.0.1:0"},
-        "admin": {"listen": "127.0.0.1:0"},
-        "discovery": {"static": [{"address": endpoint}]},
-        "scraping": {"interval": "300s"},
-        "request_queue_controller": {"expiry_cleanup_interval": "300s", "watermark_per_backend": 1000},
-        "leases": {"heartbeat": "60s", "replica_silence": "300s"},
-        "logging": {"level": "WARNING"},
-    })  # fmt: skip
-    bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()
-    replica = asyncio.create_task(serve(settings, "traced", bound.set_result))
-    try:
-        yield (await bound).grpc
-    finally:
-        replica.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await replica
+# Background tasks are minutes apart.
+QUIET: dict[str, Any] = {
+    "scraping": {"interval": "300s"},
+    "request_queue_controller": {"expiry_cleanup_interval": "300s", "watermark_per_backend": 1000},
+    "leases": {"heartbeat": "60s", "replica_silence": "300s"},
+    "logging": {"level": "WARNING"},
+}
 
 
 async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
@@ -89,16 +70,13 @@ async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
     return bool(answer.WhichOneof("response") == "request_headers")
 
 
-async def test_the_architecture_page_lists_the_files_that_one_request_runs_through(tmp_path: Path) -> None:
-    async with (
-        own_valkey(tmp_path) as valkey,
-        serving() as server,
-        redis.asyncio.Redis.from_url(valkey.url) as client,
-    ):
+async def test_the_architecture_page_lists_the_files_that_one_request_runs_through(valkey: Server) -> None:
+    async with serving() as server, redis.asyncio.Redis.from_url(valkey.url) as client:
         await client.execute_command("FUNCTION", "LOAD", "REPLACE", instrumented_library())
+        endpoints = {"static": [{"address": server.address}]}
         async with (
-            quiet_replica(valkey.url, server.address) as address,
-            grpc.aio.insecure_channel(address) as channel,
+            served_here({"redis": {"url": valkey.url}, "discovery": endpoints, **QUIET}) as address,
+            grpc.aio.insecure_channel(address.grpc) as channel,
         ):
 
             async def ready() -> bool | None:

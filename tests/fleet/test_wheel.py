@@ -1,8 +1,6 @@
 """The wheel, installed into a virtual environment of its own: what a replica has in production."""
 
-import asyncio
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 from extproc_client import parts
 from own_replica import served
-from own_valkey import own_valkey
-from page_server import serving
+from redis_servers import Server
 
 ROOT = Path(__file__).parents[2]
 READY_S = 30.0
@@ -58,21 +55,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 async def test_a_replica_from_the_wheel_decides_and_drains_without_any_extra(
-    installed: Installed, tmp_path: Path
+    installed: Installed, tmp_path: Path, valkey: Server
 ) -> None:
-    async with own_valkey(tmp_path) as valkey, serving() as page:
-        config = {
-            "redis": {"url": valkey.url},
-            "extproc": {"listen": "127.0.0.1:0", "drain_grace": "0s"},
-            "admin": {"listen": "127.0.0.1:0"},
-            "discovery": {"static": [{"address": page.address}]},
-        }
-        async with served(config, tmp_path, command=[installed.picker], **installed.options) as replica:
-            await replica.ready()
-            assert parts([await replica.decide()]) == ["request_headers"]
-            replica.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(READY_S):
-                assert await replica.process.wait() == 0
+    async with served(valkey.url, tmp_path, command=[installed.picker], **installed.options) as replica:
+        await replica.ready()
+        assert parts([await replica.decide()]) == ["request_headers"]
+        assert await replica.stopped() == 0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_case import FULL, Case
+from proxy import Proxy, proxy
+from redis_servers import Server
 from whole_fleet import Fleet, started, stop_all
 
 _PROJECT = Path(__file__).parents[3]
@@ -57,6 +59,13 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     except BaseException:
         case.ended_well = False
         raise
+
+
+@pytest.fixture
+async def between(valkey: Server) -> AsyncIterator[Proxy]:
+    """A proxy to the test's own Valkey, which can fail."""
+    async with proxy(valkey.port) as it:
+        yield it
 
 
 class TwoVersions:

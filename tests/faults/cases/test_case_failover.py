@@ -22,7 +22,7 @@ from counting_servers import CountingServers
 from fault_case import FULL, Case
 from fleet_load import shared
 from redis_clustered import Cluster, clustered
-from redis_servers import Server, debian, valkey_binary, wait
+from redis_servers import Server, debian, wait
 from redis_watched import Watched, watched
 
 from picker_tools.load.client_history import closed_loop, requests_of_flows
@@ -36,7 +36,7 @@ LOOKS, LOOK_S = 10, 0.03
 IN_STEP_S = 60.0  # for a former primary to follow; Sentinels delay a second failover too
 KINDS = {
     "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
-    "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder, valkey_binary())),
+    "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder)),
     "cluster_7": (
         "Cluster of six, Redis 7: the slot's owner",
         lambda folder: clustered(folder, debian("redis-server")),

@@ -4,13 +4,12 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_with_retry_after
 from fault_case import FULL, Case
-from own_valkey import OwnValkey, own_valkey
+from redis_servers import Server
 
 from picker_tools.load.client_history import ClientRecord, closed_loop, requests_of_flows
 
@@ -25,27 +24,19 @@ ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
 REFUSED_WITHIN_S = 1.0  # after its TTL
 PAUSE_S = 0.25
 SHARED_S = 5.0  # after Redis answers, at most
-LOSSES: dict[str, tuple[str, Callable[[OwnValkey], None]]] = {
-    "killed": ("SIGKILL of Redis, back empty", OwnValkey.kill),
-    "stopped": ("SIGSTOP of Redis, then SIGCONT", OwnValkey.freeze),
+LOSSES: dict[str, tuple[str, Callable[[Server], None]]] = {
+    "killed": ("SIGKILL of Redis, back empty", Server.kill),
+    "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES if FULL else ["killed"])
-async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path, loss: str) -> None:
+async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server, loss: str) -> None:
     fault, lose = LOSSES[loss]
     away_s, beside_s = case.size(4, 60), case.size(1, 15)
     case.describe(f"{fault} after {away_s} s")
-    async with (
-        own_valkey(tmp_path) as valkey,
-        counted(
-            *(faulty, valkey.url),
-            servers=SERVERS,
-            each=EACH,
-            service_s=SERVICE_S,
-            fair_request_queue=ROOM,
-        ) as (here, servers),
-    ):
+    size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
+    async with counted(faulty, valkey.url, **size, fair_request_queue=ROOM) as (here, servers):
         # There are more clients than room in the queue.
         async with closed_loop(
             here.url, clients=CLIENTS, make_request=requests_of_flows(3), pause_s=PAUSE_S
@@ -59,7 +50,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, tmp_path: Path
             servers.forget_peak()
             await asyncio.sleep(away_s)
             if loss == "killed":
-                await valkey.start()
+                await asyncio.to_thread(valkey.revive)
             else:
                 valkey.thaw()
             back_s, meanwhile = time.monotonic(), servers.peak

@@ -3,15 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, format_ms, quantile
 from fault_case import FULL, Case
-from own_valkey import own_valkey
 from paced import paced
-from proxy import Proxy, proxy
+from proxy import Proxy
 from whole_fleet import Fleet
 
 pytestmark = pytest.mark.alone
@@ -54,46 +52,41 @@ FAULTS: dict[str, tuple[str, Callable[[Proxy, float], Awaitable[None]]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_redis_slow(faulty: Callable[..., Any], case: Case, tmp_path: Path, fault: str) -> None:
+async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy, fault: str) -> None:
     what, inject = FAULTS[fault]
     well_s, ill_s = case.size(2, 20), case.size(5, 60)
     case.describe(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
-    async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
-        url = f"redis://127.0.0.1:{between.port}/0"
-        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=0.0) as (
-            here,
-            servers,
-        ):
-            # Requests at a steady pace; how long they take without the fault.
-            async with paced(here.url, PER_S) as load:
-                await here.eventually(lambda: _answered(load, PER_S), what="requests that warm everything up")
-                first, quick = len(load.history), await _decisions(here)
-                await asyncio.sleep(well_s)
-                usual = sorted(record.took_s for record in load.history[first:])
-                # Redis has the fault for a while.
-                before, since_s = await _decisions(here), time.monotonic()
-                await inject(between, ill_s)
-                after, until_s = await _decisions(here), time.monotonic()
-            ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
-            # Each request is answered, none with an error.
-            failed = [record for record in load.history if not record.served]
-            case.report(f"{len(failed)} of {len(load.history)} answers not 200")
-            # Decisions are in time, by the replicas' own clocks.
-            median_s = quantile(usual, 0.5)
-            slow, decided = after[0] - before[0], after[1] - before[1]
-            case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
-            case.report(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
-            case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
-            case.report(f"less its median {format_ms(took_s - median_s for took_s in ill)}")
-            departures = await _departures(here)
-            case.report(f"replicas went by themselves {departures} times")
-            assert failed == []
-            assert departures == 0
-            assert slow <= decided * 0.01 or not FULL
-            # After the fault the counts are exact.
-            await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
-            await all_at_rest(here, servers)
-            assert servers.peak <= SERVERS * EACH
+    async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
+        # Requests at a steady pace; how long they take without the fault.
+        async with paced(here.url, PER_S) as load:
+            await here.eventually(lambda: _answered(load, PER_S), what="requests that warm everything up")
+            first, quick = len(load.history), await _decisions(here)
+            await asyncio.sleep(well_s)
+            usual = sorted(record.took_s for record in load.history[first:])
+            # Redis has the fault for a while.
+            before, since_s = await _decisions(here), time.monotonic()
+            await inject(between, ill_s)
+            after, until_s = await _decisions(here), time.monotonic()
+        ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
+        # Each request is answered, none with an error.
+        failed = [record for record in load.history if not record.served]
+        case.report(f"{len(failed)} of {len(load.history)} answers not 200")
+        # Decisions are in time, by the replicas' own clocks.
+        median_s = quantile(usual, 0.5)
+        slow, decided = after[0] - before[0], after[1] - before[1]
+        case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
+        case.report(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
+        case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
+        case.report(f"less its median {format_ms(took_s - median_s for took_s in ill)}")
+        departures = await _departures(here)
+        case.report(f"replicas went by themselves {departures} times")
+        assert failed == []
+        assert departures == 0
+        assert slow <= decided * 0.01 or not FULL
+        # After the fault the counts are exact.
+        await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
+        await all_at_rest(here, servers)
+        assert servers.peak <= SERVERS * EACH
 
 
 async def _answered(load: Any, count: float) -> bool:

@@ -10,9 +10,8 @@ import pytest
 from case_fleet import log_of
 from counted_fleet import all_at_rest, counted, refused_with_retry_after
 from fault_case import FULL, Case
-from own_valkey import own_valkey
 from proxy import Proxy, proxy
-from redis_servers import debian
+from redis_servers import debian, redis_server
 
 from picker_tools.load.client_history import ClientRequest, closed_loop
 
@@ -30,17 +29,13 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
     losses, dice = case.size(30, 300), random.Random(8)
     how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "the same message's again, too"}[form]
     case.describe(f"{losses} replies lost after the script ran, three replicas, {how}")
-    binary = debian("redis-server") if form == "redis_7" else None
-    async with own_valkey(tmp_path, binary) as valkey, proxy(valkey.port) as between:
-        between.spared = FORMS[form]
-        url = f"redis://127.0.0.1:{between.port}/0"
-        async with counted(
-            faulty,
-            url,
-            servers=SERVERS,
-            each=EACH,
-            service_s=SERVICE_S,
-        ) as (here, servers):
+    binary = debian("redis-server") if form == "redis_7" else ""
+    with redis_server(tmp_path / "redis", binary=binary) as redis:
+        async with (
+            proxy(redis.port) as between,
+            counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=SERVICE_S) as (here, servers),
+        ):
+            between.spared = FORMS[form]
             # Three replicas behind one proxy, under load that fills the pool.
             async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
                 await load.wait_for_served(2 * CLIENTS)

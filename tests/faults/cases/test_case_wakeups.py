@@ -7,15 +7,13 @@ had its grants by heartbeat alone would have a third.
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from case_fleet import log_of
 from counted_fleet import all_at_rest, counted, quantile
 from fault_case import FULL, Case
-from own_valkey import own_valkey
-from proxy import proxy
+from proxy import Proxy
 
 from picker_tools.load.client_history import ClientRecord, ClientRequest, ClosedLoop, closed_loop
 
@@ -31,45 +29,46 @@ ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
 
 @pytest.mark.parametrize("service_s", ROUNDS if FULL else [0.1])
 async def test_every_wakeup_dropped(
-    faulty: Callable[..., Any], case: Case, tmp_path: Path, service_s: float
+    faulty: Callable[..., Any], case: Case, between: Proxy, service_s: float
 ) -> None:
     turns = case.size(2, 4)
     count = BOUND * (ROUNDS[service_s] if FULL else 5)
     case.describe(f"every wake-up dropped, answers of {service_s * 1000:.0f} ms, pool full")
-    async with own_valkey(tmp_path) as valkey, proxy(valkey.port) as between:
-        url = f"redis://127.0.0.1:{between.port}/0"
-        async with counted(faulty, url, servers=SERVERS, each=EACH, service_s=service_s) as (here, servers):
-            # A full pool, and clients that wait.
-            async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
-                await load.wait_for_served(2 * CLIENTS)
-                with_wakeups: list[_Stretch] = []
-                without_wakeups: list[_Stretch] = []
-                for _ in range(turns):
-                    # Wake-ups arrive for one stretch, and none for the next.
-                    between.drop_messages = False
-                    with_wakeups.append(await _stretch(load, count))
-                    between.drop_messages = True
-                    without_wakeups.append(await _stretch(load, count))
-            # Nobody is refused, each is served, and the bound is kept.
-            case.report(f"{between.dropped} wake-ups dropped")
-            assert between.dropped > 0
-            assert load.failed == []
-            assert servers.peak == BOUND
-            # The throughput is nearly the same.
-            with_s, without_s = _pace_s(with_wakeups), _pace_s(without_wakeups)
-            case.report(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
-            ratio = with_s / without_s
-            each = [a.pace_s / b.pace_s for a, b in zip(with_wakeups, without_wakeups, strict=True)]
-            case.report(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
-            assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
-            assert max(each) >= SHORT_RATIO
-            # Nobody waits a heartbeat longer.
-            waits, longer = _waits(with_wakeups, service_s), _waits(without_wakeups, service_s)
-            extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
-            case.report(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
-            assert (max(extra) if FULL else extra[0]) <= HEARTBEAT_S
-            await all_at_rest(here, servers)
-            assert case.check(load.history, await log_of(here)).faults == ()
+    async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=service_s) as (
+        here,
+        servers,
+    ):
+        # A full pool, and clients that wait.
+        async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
+            await load.wait_for_served(2 * CLIENTS)
+            with_wakeups: list[_Stretch] = []
+            without_wakeups: list[_Stretch] = []
+            for _ in range(turns):
+                # Wake-ups arrive for one stretch, and none for the next.
+                between.drop_messages = False
+                with_wakeups.append(await _stretch(load, count))
+                between.drop_messages = True
+                without_wakeups.append(await _stretch(load, count))
+        # Nobody is refused, each is served, and the bound is kept.
+        case.report(f"{between.dropped} wake-ups dropped")
+        assert between.dropped > 0
+        assert load.failed == []
+        assert servers.peak == BOUND
+        # The throughput is nearly the same.
+        with_s, without_s = _pace_s(with_wakeups), _pace_s(without_wakeups)
+        case.report(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
+        ratio = with_s / without_s
+        each = [a.pace_s / b.pace_s for a, b in zip(with_wakeups, without_wakeups, strict=True)]
+        case.report(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
+        assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
+        assert max(each) >= SHORT_RATIO
+        # Nobody waits a heartbeat longer.
+        waits, longer = _waits(with_wakeups, service_s), _waits(without_wakeups, service_s)
+        extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
+        case.report(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
+        assert (max(extra) if FULL else extra[0]) <= HEARTBEAT_S
+        await all_at_rest(here, servers)
+        assert case.check(load.history, await log_of(here)).faults == ()
 
 
 class _Stretch:
