@@ -27,7 +27,7 @@ from bench.overhead.cases import MODEL, PROMPT_BYTES, Prompt
 from bench.rig.load import Driver, Load, WrongAnswer
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import T_95, interval, table
-from picker_fleet.state import connection
+from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
 
 READY_S = 90.0
@@ -71,9 +71,7 @@ class Fleet:
 
     async def read(self) -> tuple[int, int, int, int, int]:
         """CPU of pickers, Valkey and Envoy so far, in nanoseconds; script calls and all commands so far."""
-        async with connection.client(
-            self._redis_url, Keys.of("default").pool, decode_responses=True
-        ) as client:
+        async with primary.client(self._redis_url, Keys.of("default").pool, decode_responses=True) as client:
             stats = await client.info("commandstats")
         counts = {name.removeprefix("cmdstat_"): int(each["calls"]) for name, each in stats.items()}
         return (

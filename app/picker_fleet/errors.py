@@ -133,7 +133,7 @@ class DeadlineExceeded(RequestError):
 
 
 class StateFault(RequestError):
-    """The shared state did not do what it was asked. Errors of Redis: state/connection.py."""
+    """The shared state did not do what it was asked. Errors of Redis: state/error_replies.py."""
 
 
 class StateUnavailable(StateFault):

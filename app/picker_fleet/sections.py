@@ -21,7 +21,7 @@ from picker_fleet.allowlist import PathRule, path_rule, trusted_name
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Band
 from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name
-from picker_fleet.state.connection import redis_url
+from picker_fleet.state.primary import redis_url
 from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
 from picker_fleet.units import (
     LEAST_WEIGHT,

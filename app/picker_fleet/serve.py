@@ -60,7 +60,7 @@ from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
 from picker_fleet.sections import engine_of
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs

@@ -22,7 +22,7 @@ from bench.fairness.scenarios import Job
 from bench.rig.child import Child
 from bench.rig.machine import describe_machine
 from bench.rig.server import server
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics

@@ -15,7 +15,7 @@ from bench.lifecycle.workload import BATCH, MANY, Size, Workload
 from bench.rig.machine import describe_machine
 from bench.rig.page import table
 from bench.rig.server import Server, server
-from picker_fleet.state.calls import MAX_BATCH
+from picker_fleet.state.batching import MAX_BATCH
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROUNDS = 3

@@ -11,7 +11,7 @@ import hiredis
 
 from bench.lifecycle.workload import BATCH, Size, Workload, upkeep
 from bench.rig.server import Server
-from picker_fleet.state.calls import HEAD
+from picker_fleet.state.batching import HEAD
 from picker_tools.local_fleet.network import LOOPBACK
 
 _DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 import hiredis
 
 from bench.rig.server import Server
-from picker_fleet.state.calls import MAX_BATCH
+from picker_fleet.state.batching import MAX_BATCH
 from picker_fleet.state.schema import pack_arrival
 
 BATCH = 16  # requests a call

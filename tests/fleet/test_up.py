@@ -11,7 +11,7 @@ import h11
 import psutil
 import pytest
 
-from picker_fleet.state import connection
+from picker_fleet.state import primary
 from picker_tools.local_fleet.parts import Valkey
 
 MODES = ["standard", "lean", "headers"]
@@ -52,7 +52,7 @@ async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -
     # The file names a port, and the replica uses a socket of the same server.
     assert any_mode.state["redis"].startswith("redis://127.0.0.1:")
     assert url.startswith("unix:///")
-    async with any_mode.redis() as there, connection.client(url, "default") as here:
+    async with any_mode.redis() as there, primary.client(url, "default") as here:
         assert (await here.info("server"))["run_id"] == (await there.info("server"))["run_id"]
 
 

@@ -24,7 +24,7 @@ import yaml
 from crowd import Crowd
 from forked_up import ForkedUp
 
-from picker_fleet.state import connection
+from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Fleet:
 
     def redis(self) -> redis.asyncio.Redis:
         """A client of the fleet's Redis; to be closed by its user (`async with`)."""
-        return connection.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
+        return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
     async def admin(
         self, path: str, replica: int = 0, *, method: str = "GET", patient: bool = True

@@ -20,7 +20,7 @@ from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import Resync
 from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 

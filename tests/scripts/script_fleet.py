@@ -15,9 +15,9 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
-from picker_fleet.state.connection import client
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.primary import client
 from picker_fleet.state.store import Decision, HeartbeatReply, Store, SweepReply
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics

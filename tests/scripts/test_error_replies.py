@@ -20,8 +20,8 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
 from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.state.connection import ERROR_REPLIES
-from picker_fleet.state.failure_detector import FailureDetector
+from picker_fleet.state.connection import FailureDetector
+from picker_fleet.state.error_replies import ERROR_REPLIES
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]

@@ -13,7 +13,7 @@ from picker_fleet.config import parse
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.request import Alive, Endpoint, Placement
-from picker_fleet.state.failure_detector import FailureDetector
+from picker_fleet.state.connection import FailureDetector
 
 (E1,) = addresses(1)
 CONFIG: Mapping[str, Any] = {

@@ -11,7 +11,7 @@ from script_fleet import Fleet, Replica, ask, ended, running, until
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
 from picker_fleet.failover.gate import FailoverState
-from picker_fleet.state.failure_detector import FailureDetector
+from picker_fleet.state.connection import FailureDetector
 
 ROOM = 400_000  # bytes for what is to wait
 UPPER = 2

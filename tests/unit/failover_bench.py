@@ -18,7 +18,7 @@ from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTime
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet import network

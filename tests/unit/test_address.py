@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.state.connection import Address
+from picker_fleet.state.primary import Address
 
 NODES = st.lists(
     st.tuples(st.text(string.ascii_lowercase, min_size=1, max_size=8), st.integers(1, 65535)),

@@ -21,7 +21,7 @@ from picker_fleet.errors import (
     WritesRefused,
 )
 from picker_fleet.extproc import codec
-from picker_fleet.state.connection import ERROR_REPLIES
+from picker_fleet.state.error_replies import ERROR_REPLIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from picker_fleet.state.failure_detector import (
+from picker_fleet.state.connection import (
     CALM_S,
     TICK_S,
     FailureDetector,

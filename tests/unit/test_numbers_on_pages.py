@@ -16,7 +16,7 @@ from picker_fleet.failover import local_gate, outage
 from picker_fleet.failover.gate import FailoverTimes
 from picker_fleet.replica import heartbeat
 from picker_fleet.scheduling import endpoint_history as history
-from picker_fleet.state import batching, calls, reads
+from picker_fleet.state import batching, error_replies, reads
 from picker_fleet.telemetry import series
 from picker_tools.local_fleet import envoy, listener
 
@@ -41,7 +41,7 @@ SENTENCES = [
     ("architecture", f"one that dies meanwhile is waited for {reads.CLAIM_MS / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.CLAIM_MS / 1000:g} s if it came to no end"),
-    ("redis", f"a script call carries {calls.MAX_BATCH} requests at most"),
+    ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
     ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
     ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
@@ -69,7 +69,7 @@ SENTENCES = [
     ("without-redis", f"{spaced(outage.MAX_ENTRIES)} requests and as many ends are remembered"),
     ("without-redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
-    ("errors", f"{calls._LOG_LINES_PER_S} lines a second at most"),
+    ("errors", f"{error_replies._LOG_LINES_PER_S} lines a second at most"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
     ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),

@@ -29,7 +29,7 @@ from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.failure_detector import PauseDetector
+from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 

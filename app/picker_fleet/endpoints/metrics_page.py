@@ -22,7 +22,7 @@ import httptools
 from picker_fleet.endpoints.readings import NONE, EndpointMetrics
 from picker_fleet.errors import PickerError
 from picker_fleet.sections import Engine
-from picker_fleet.state.connection import raise_if_cancelled
+from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.units import split_host_port
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')

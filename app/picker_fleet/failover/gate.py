@@ -23,7 +23,7 @@ from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
-from picker_fleet.state.failure_detector import FailureDetector
+from picker_fleet.state.connection import FailureDetector
 from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -66,7 +66,7 @@ class FailoverState(enum.Enum):
 
 
 class FailoverEvent(enum.Enum):
-    """REDIS_LOST: Redis refuses, its silence is proven (state/failure_detector.py), or a decision failed.
+    """REDIS_LOST: Redis refuses, its silence is proven (state/connection.py), or a decision failed.
     REDIS_ANSWERS: enough heartbeats in a row were answered. ALL_RESYNCED: every replica that was live has
     resynced, or 3.5 s have passed.
     """

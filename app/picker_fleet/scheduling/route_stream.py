@@ -26,7 +26,7 @@ from typing import Final
 
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
-from picker_fleet.state.connection import raise_if_cancelled
+from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.state.subscriptions import Command, CommandClient
 
 FLUSH_S: Final = 0.02  # between two writes, at least

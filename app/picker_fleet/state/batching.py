@@ -15,7 +15,7 @@ Order, guaranteed:
 
 Failure: a message waits while Redis is slow. If its connection breaks, is stuck, or leads to a server that is
 not the primary, its unanswered calls are sent once more on a new connection (scripts are idempotent by
-request id). Redis is unavailable when its silence is proven (state/failure_detector.py), when a new
+request id). Redis is unavailable when its silence is proven (state/connection.py), when a new
 connection is refused, or when one is lost before anything was read from it. Then items fail with
 StateUnavailable; durable ones stay pending until Redis has taken them.
 """
@@ -23,40 +23,41 @@ StateUnavailable; durable ones stay pending until Redis has taken them.
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import hiredis
 from redis import exceptions as redis_errors
 
-from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
-from picker_fleet.state.calls import UNREACHABLE, Argument, Call, DelayedCalls, ErrorLog, Item, Pending, Reply
+from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
     DOWN,
-    NO_ANSWER,
-    Meaning,
-    RedisConnection,
-    connections,
-    meaning_of,
-    raise_if_cancelled,
-)
-from picker_fleet.state.failure_detector import (
     LONG_PAUSE_S,
     ConnectionMonitor,
     FailureDetector,
     PauseDetector,
+    RedisConnection,
 )
+from picker_fleet.state.error_replies import NO_ANSWER, ErrorLog, Meaning, meaning_of
+from picker_fleet.state.primary import connections, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
+Reply = Any
+Argument = str | int | float | bytes
+
+HEAD = 4  # epoch, notifications, attempts, successes: the first elements of every batched reply
+MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or a delayed script for others
+_RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("settle", "renew")  # nobody waits for their replies
 _DECISIONS = ("admit", "place")
-_OTHERS_THAN_ENDS = tuple(name for name in NAMES if name not in ENDS)
 _RECONNECT_PAUSE_S = 0.05
 _TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # of connecting: nobody refused
+_UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
 _MAX_LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
 _DENIED_RETRY_S = 0.05
@@ -70,10 +71,143 @@ class CallMetrics(Protocol):
 
     def redis_error(self, script: str, kind: str) -> None: ...
 
-    def redis_silence(self, seconds: float, paused_s: float) -> None:
-        """Nothing was read for `seconds`; this replica has been paused for `paused_s` in all."""
+    def redis_silence(self, seconds: float, paused_s: float) -> None: ...
 
     def strays(self, n: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One submission. `durable`: kept until Redis has taken it. `tried`: Redis may have seen it."""
+
+    args: tuple[Argument, ...]
+    answer: asyncio.Future[Reply]
+    durable: bool
+    tried: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One function call or plain command, and the items that its reply answers: none, one, or a batch."""
+
+    name: str
+    command: tuple[Any, ...]
+    items: list[Item]
+    batched: bool = False
+    head: int = 0  # words of `command` before the items' own
+    denied: bool = False  # once before
+
+    @property
+    def answered(self) -> bool:
+        return all(item.answer.done() for item in self.items)
+
+    def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
+        """Give each item its part of `reply`, then the head of a batched one to `on_batch`."""
+        parts = reply[HEAD:] if self.batched else [reply] * len(self.items)
+        for item, part in zip(self.items, parts, strict=True):
+            if not item.answer.done():
+                item.answer.set_result(part)
+        if self.batched:
+            on_batch(reply[:HEAD])
+
+    def split(self) -> list["Call"]:
+        """One call for each item that has no answer."""
+        head = self.command[: self.head]
+        return [
+            Call(self.name, (*head, *item.args), [item], self.batched, self.head, self.denied)
+            for item in self.items
+            if not item.answer.done()
+        ]
+
+    def mark_tried(self) -> None:
+        for item in self.items:
+            item.tried = True
+
+    def fail(self, fault: type[StateFault], why: str) -> None:
+        """Fail every item that has no answer."""
+        for item in self.items:
+            if not item.answer.done():
+                item.answer.set_exception(fault(why, retry_after_s=1))
+                item.answer.exception()  # a caller that has gone must not raise a warning
+
+
+class Pending:
+    """What waits to be sent: items by script, and calls by themselves.
+
+    `functions` are the scripts' names as FCALL knows them, `key` is the pool's, `caller` the replica.
+    """
+
+    def __init__(self, functions: Mapping[str, str], key: str, caller: str) -> None:
+        self._heads = {name: ("FCALL", functions[name], 1, key, caller) for name in NAMES}
+        self._batched: dict[str, deque[Item]] = {}
+        self._single: deque[Call] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._batched or self._single)
+
+    def add(self, name: str, item: Item) -> None:
+        self._batched.setdefault(name, deque()).append(item)
+
+    def add_call(self, call: Call) -> None:
+        self._single.append(call)
+
+    def count(self, name: str) -> int:
+        return len(self._batched.get(name, ()))
+
+    def unsent(self, name: str) -> list[tuple[Argument, ...]]:
+        """The arguments of the items of script `name` that Redis cannot have seen."""
+        return [item.args for item in self._batched.get(name, ()) if not item.tried]
+
+    def take(self, names: Collection[str] = NAMES, *, single: bool = True) -> list[Call]:
+        """The items of the scripts `names`, as calls of at most MAX_BATCH items, in the order of NAMES; then
+        the single calls, unless they stay."""
+        calls: list[Call] = []
+        for name in sorted(self._batched, key=_RANK.__getitem__):
+            if name not in names:
+                continue
+            items, head = self._batched.pop(name), self._heads[name]
+            while items:
+                batch = [items.popleft() for _ in range(min(MAX_BATCH, len(items)))]
+                args = [arg for item in batch for arg in item.args]
+                calls.append(Call(name, (*head, *args), batch, batched=True, head=len(head)))
+        if single:
+            calls += self._single
+            self._single.clear()
+        return calls
+
+    def put_back(self, calls: list[Call], why: str) -> None:
+        """Put the durable items of `calls` back where they came from; the others fail."""
+        for call in reversed(calls):  # so that what is kept stays in order
+            kept = [item for item in call.items if item.durable and not item.answer.done()]
+            if kept:
+                self._batched.setdefault(call.name, deque()).extendleft(reversed(kept))
+            call.items = [item for item in call.items if item not in kept]
+            call.fail(StateUnavailable, _UNREACHABLE.format(why))
+
+
+class DelayedCalls:
+    """Hands over its calls, except those answered meanwhile, `delay_s` after the first of them was added."""
+
+    def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
+        self._delay_s, self._on_due = delay_s, on_due
+        self._calls: list[Call] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, *calls: Call) -> None:
+        self._calls += calls
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._due)
+
+    def take(self) -> list[Call]:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        calls, self._calls = self._calls, []
+        return calls
+
+    def _due(self) -> None:
+        if calls := [call for call in self.take() if not call.answered]:
+            self._on_due(calls)
 
 
 class MessageState(enum.Enum):
@@ -118,20 +252,15 @@ class Message:
         self.awaiting = deque(self.calls)
 
     @property
-    def items(self) -> int:
-        return sum(len(call.items) for call in self.calls)
-
-    @property
     def unanswered(self) -> list[Call]:
         return [call for call in self.calls if not call.answered]
 
     def retry_apart(self, call: Call) -> None:
         """Retry each item of `call` by itself, if it is one of this message's own calls."""
-        for at, each in enumerate(self.calls):
-            if each is call:
-                self.calls[at : at + 1] = single = call.split()
-                self.retry += single
-                return
+        if call in self.calls:
+            at = self.calls.index(call)
+            self.calls[at : at + 1] = single = call.split()
+            self.retry += single
 
     def begin_retry(self, load: Call | None, others: Iterable["Message"]) -> None:
         """Await the calls in `retry` again, behind `load`, and then every end of this message and of
@@ -142,13 +271,8 @@ class Message:
         if load is not None:
             self.loads += 1
             self.awaiting.appendleft(load)
-        retried = {id(call) for call in self.retry}
-        self.awaiting.extend(
-            call
-            for message in (self, *others)
-            for call in message.calls
-            if call.name in ENDS and id(call) not in retried
-        )
+        sent_ends = (call for message in (self, *others) for call in message.calls if call.name in ENDS)
+        self.awaiting.extend(call for call in sent_ends if call not in self.retry)
         self.retry, self.library_missing = [], False
 
 
@@ -173,7 +297,8 @@ class BatchingClient:
         on_batch: Callable[[Sequence[Any]], None],
         on_unavailable: Callable[[str, str], object],
     ) -> None:
-        self._pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
+        pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
+        self._connect = partial(RedisConnection.connect, pool)
         self._key = key
         self._connect_timeout_s = connect_timeout_s
         self._failure_detector, self._pause_detector = failure_detector, pause_detector
@@ -259,7 +384,7 @@ class BatchingClient:
         finally:
             calls = (*self._drop(), *self._pending.take(), *self._refused.take(), *self._denied.take())
             for call in calls:
-                call.fail(StateUnavailable, UNREACHABLE.format("the replica has stopped"))
+                call.fail(StateUnavailable, _UNREACHABLE.format("the replica has stopped"))
             await self._disconnect()
 
     async def _reconnect(self) -> None:
@@ -294,13 +419,9 @@ class BatchingClient:
             self._pending.put_back(self._drop(), self._fault)
             # The new server may be as silent as the last, and then nobody would know whether it has the ends
             # that were sent to it: they wait for its first answer. All else goes out.
-            self._send(self._pending.take(_OTHERS_THAN_ENDS) or [Call("ping", ("PING",), [])])
+            others = [name for name in NAMES if name not in ENDS]
+            self._send(self._pending.take(others) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
-
-    async def _connect(
-        self, on_reply: Callable[[Any], None], on_lost: Callable[[str], None]
-    ) -> RedisConnection:
-        return await RedisConnection.connect(self._pool, on_reply, on_lost)
 
     async def _disconnect(self) -> None:
         self._open = False
@@ -326,7 +447,7 @@ class BatchingClient:
         # Ends are in one message at most, so that it is known which of them Redis cannot have seen
         # (`unsent`).
         exclusive = not any(message.exclusive for message in self._in_flight)
-        calls = self._pending.take() if exclusive else self._pending.take_batched(_DECISIONS)
+        calls = self._pending.take() if exclusive else self._pending.take(_DECISIONS, single=False)
         if calls:
             self._send(calls, exclusive=exclusive)
 
@@ -390,7 +511,7 @@ class BatchingClient:
             if len(call.items) > 1:
                 message.retry_apart(call)
             else:
-                self._error_log.write(call, error)
+                self._error_log.write(call.name, (item.args for item in call.items), error)
                 call.fail(ScriptFailed, f"the shared state refused {call.name}: {error}")
         elif any(item.durable for item in call.items):
             call.mark_tried()
@@ -428,7 +549,8 @@ class BatchingClient:
             self._in_flight.append(message)
             self._write(message.awaiting)
             return
-        self._metrics.redis_call(message.calls[0].name, took_s, message.items)
+        items = sum(len(call.items) for call in message.calls)
+        self._metrics.redis_call(message.calls[0].name, took_s, items)
         self._failure_detector.record_reply_time(took_s)
         self._fault = ""
         if self._pending and (message.exclusive or self._timer is None or not self._in_flight):
@@ -465,20 +587,20 @@ class BatchingClient:
         self._in_flight.clear()
         return calls
 
-    def _count_errors(self) -> None:
-        for message in self._in_flight:
-            for call in message.calls:
-                self._metrics.redis_error(call.name, NO_ANSWER)
+    def _count_errors(self, calls: Iterable[Call] | None = None) -> None:
+        """Count `calls`, or all that are in flight, as unanswered."""
+        in_flight = (call for message in self._in_flight for call in message.calls)
+        for call in in_flight if calls is None else calls:
+            self._metrics.redis_error(call.name, NO_ANSWER)
 
     def _declare_unavailable(self, cause: str) -> None:
         """Fail what is pending and in flight, except what is durable."""
         self._on_unavailable(cause, self._fault)
         self._count_errors()
         self._pending.put_back(self._drop(), self._fault)
-        calls = self._pending.take()
-        for call in calls:
-            self._metrics.redis_error(call.name, NO_ANSWER)
-        self._pending.put_back(calls, self._fault)
+        pending = self._pending.take()
+        self._count_errors(pending)
+        self._pending.put_back(pending, self._fault)
 
     def _report_silence(self) -> None:
         last_s = max(self.last_reply_s, self._monitor.answered_s)

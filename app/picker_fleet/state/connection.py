@@ -1,481 +1,49 @@
-"""Connections to the Redis server that holds a pool's keys. The rest of state/ connects through this module.
+"""One connection to Redis, and what its silence proves: that Redis is unavailable, or slow, or only this
+connection stuck, or this replica itself was paused.
 
-`redis.url` is one of:
+- RedisConnection writes messages and hands over replies.
+- PauseDetector measures for how long this process did not run.
+- FailureDetector decides from awake time what a silence proves. Pure; all its seconds are awake time.
+- ConnectionMonitor runs both for state/batching.py: it ticks, and probes on other connections.
 
-    redis://[USER:PASSWORD@]HOST[:PORT][/DB]                        one server (PORT 6379, DB 0)
-    rediss://…                                                      the same over TLS
-    unix://[USER:PASSWORD@]/PATH[?db=DB]                            one server's socket
-    redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
-    redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
-
-What follows a `?` is an option: `username`, `password`, `db`, where not given before; `ssl=true` for TLS with
-Sentinels or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`,
-`ssl_cert_reqs`; for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
-
-One server is where its URL says. Sentinels are asked for the primary that most of them name. Nodes of a
-Cluster are asked for the owner of the pool's slot: all keys and channels of a pool carry one hash tag, so a
-replica needs a plain connection to that node only.
-
-The primary is looked up for each new connection, and a connection to a server that is not the primary counts
-as lost. So reconnecting after a fault follows the primary.
-"""
+Silence is time in which something waits for Redis and nothing is read from it; any reply ends it. So a slow
+Redis that answers is waited for. A silent one is SUSPECT after the time that its replies really take: the
+retransmission timeout of RFC 6298, SRTT + 4 RTTVAR. It is then probed on other connections. If those are
+answered, the connection is STUCK, and replaced. If they stay unanswered for `unavailable_after_s`, Redis is
+UNAVAILABLE: `floor_s`, or the retransmission timeout if that is longer, doubled each time this replica fails
+over again within `CALM_S` of a recovery, up to `ceiling_s`. The answered heartbeats in a row before it
+recovers double likewise, from two to sixteen. So no Redis, however slow, makes a replica flap."""
 
 import asyncio
 import contextlib
 import enum
-import random
-import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+import math
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
 
 import hiredis
 from redis import exceptions as redis_errors
-from redis.asyncio import Redis
-from redis.asyncio.connection import (
-    Connection,
-    ConnectionPool,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
-from redis.crc import key_slot
+from redis.asyncio.connection import Connection, ConnectionPool
 
-
-def raise_if_cancelled() -> None:
-    """Raise the CancelledError that the current task is due. Call it after connecting and after a handled
-    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and a
-    fault of closing one can replace it."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
-Kind = Literal["server", "socket", "sentinel", "cluster"]
-
-_KINDS: Mapping[str, Kind] = {
-    "redis": "server", "rediss": "server", "unix": "socket",
-    "redis+sentinel": "sentinel", "redis+cluster": "cluster",
-}  # fmt: skip
-_PORTS: Mapping[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
-_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
-_ANY = ("username", "password", "db")
-_OWN: Mapping[Kind, tuple[str, ...]] = {
-    "server": _ANY,
-    "socket": _ANY,
-    "sentinel": (*_ANY, "ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
-    "cluster": (*_ANY, "ssl"),
-}
-_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_DEMANDS = ("none", "optional", "required")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A parsed URL. `nodes`: the server, the Sentinels, or nodes of the Cluster. `tls`: redis-py's options
-    for checking certificates; None without TLS."""
-
-    kind: Kind
-    nodes: tuple[tuple[str, int], ...] = ()
-    path: str = ""
-    service: str = ""
-    db: int = 0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    tls: Mapping[str, str | bool] | None = None
-    sentinel_username: str | None = None
-    sentinel_password: str | None = field(default=None, repr=False)
-    sentinel_tls: bool = False
-
-    @classmethod
-    def parse(cls, url: str) -> "Address":
-        """Raises ValueError, which names the fault without user and password."""
-        scheme, separator, _ = url.partition("://")
-        kind = _KINDS.get(scheme)
-        if kind is None or not separator:
-            raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
-        try:
-            parts = urlsplit(url)
-        except ValueError as fault:
-            raise ValueError(f"is not a URL: {fault}") from None
-        if parts.fragment:
-            raise ValueError("a # must be written %23")
-        options = _options(parts.query, kind, encrypted=scheme == "rediss")
-        credentials, _, hosts = parts.netloc.rpartition("@")
-        username, _, password = (unquote(part) for part in credentials.partition(":"))
-        path, service, db = _path(parts, kind, options)
-        encrypted = scheme == "rediss" or _flag(options, "ssl", False)
-        return cls(
-            kind,
-            nodes=() if kind == "socket" else _nodes(hosts, kind),
-            path=path,
-            service=service,
-            db=db,
-            username=username or options.get("username") or None,
-            password=password or options.get("password") or None,
-            tls=_tls_options(options) if encrypted else None,
-            sentinel_username=options.get("sentinel_username"),
-            sentinel_password=options.get("sentinel_password"),
-            sentinel_tls=_flag(options, "sentinel_ssl", encrypted),
-        )
-
-
-def redis_url(url: str) -> str:
-    """`url` as it is. Raises ValueError as `Address.parse` does."""
-    Address.parse(url)
-    return url
-
-
-def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
-    """The options behind the `?`, each name known and given once."""
-    pairs = parse_qsl(query, keep_blank_values=True)
-    options = dict(pairs)
-    can_encrypt = encrypted or "ssl" in _OWN[kind]
-    valid = (*_OWN[kind], *(_TLS if can_encrypt else ()))
-    for name in options:
-        if name in _TLS and not can_encrypt:
-            raise ValueError(f"option {name} needs TLS: rediss://")
-        if name not in valid:
-            raise ValueError(f"unknown option {name[:40]!r}; valid here: {', '.join(valid) or 'none'}")
-    if len(pairs) > len(options):
-        raise ValueError("an option is given twice")
-    if any(name in _TLS for name in options) and not (
-        encrypted or _flag(options, "ssl", False) or _flag(options, "sentinel_ssl", False)
-    ):
-        raise ValueError("options ssl_… need ssl=true")
-    return options
-
-
-def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
-    text = options.get(name)
-    if text is None:
-        return default
-    if text.lower() not in _FLAGS:
-        raise ValueError(f"option {name} must be true or false")
-    return _FLAGS[text.lower()]
-
-
-def _tls_options(options: Mapping[str, str]) -> dict[str, str | bool]:
-    found: dict[str, str | bool] = {name: options[name] for name in _TLS if name in options}
-    demand = options.get("ssl_cert_reqs", "required")
-    if demand not in _DEMANDS:
-        raise ValueError(f"option ssl_cert_reqs must be one of {', '.join(_DEMANDS)}")
-    if ("ssl_certfile" in found) < ("ssl_keyfile" in found):
-        raise ValueError("option ssl_keyfile needs ssl_certfile")
-    # The host name is checked only with the certificate.
-    found["ssl_check_hostname"] = _flag(options, "ssl_check_hostname", demand != "none")
-    if demand == "none" and found["ssl_check_hostname"]:
-        raise ValueError("ssl_check_hostname cannot be true where ssl_cert_reqs is none")
-    return found
-
-
-def _nodes(hosts: str, kind: Kind) -> tuple[tuple[str, int], ...]:
-    texts = hosts.split(",")
-    if kind == "server" and len(texts) > 1:
-        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
-    if kind == "server" and not hosts:
-        return (("localhost", _PORTS[kind]),)
-    return tuple(_node(text, _PORTS[kind]) for text in texts)
-
-
-def _node(text: str, default_port: int) -> tuple[str, int]:
-    try:
-        parts = urlsplit(f"//{text}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or port == 0 or text.endswith(":"):
-        raise ValueError("a host must be written HOST, HOST:PORT or [IPV6]:PORT, several with commas between")
-    return unquote(host), port or default_port
-
-
-def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[str, str, int]:
-    """Path of the socket, name of the service, number of the database."""
-    if kind == "socket":
-        if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
-            raise ValueError("a socket is written unix:///path/to/it")
-        return unquote(parts.path), "", _db("", options)
-    steps = parts.path.strip("/").split("/")
-    service = unquote(steps.pop(0)) if kind == "sentinel" else ""
-    if kind == "sentinel" and not service:
-        raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE/DB")
-    if len(steps) > 1:
-        raise ValueError("the path has too many parts")
-    db = _db(steps[0] if steps else "", options)
-    if kind == "cluster" and db:
-        raise ValueError("a Cluster has database 0 only")
-    return "", service, db
-
-
-def _db(text: str, options: Mapping[str, str]) -> int:
-    if text and "db" in options:
-        raise ValueError("the database is given twice")
-    text = text or options.get("db", "")
-    if text and not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise ValueError("the database must be a number")
-    return int(text or 0)
-
-
-class Meaning(enum.Enum):
-    """What an error reply means. docs/errors.md shows the same table.
-
-    ELSEWHERE: retried on a new connection, which leads to the primary by then.
-    DENIED: retried a moment later. If either lasts, Redis counts as unavailable for the call.
-    FULL: Redis takes no writes for now.
-    ITEM: a script failed, on a damaged record for example.
-    """
-
-    ELSEWHERE = "elsewhere"
-    DENIED = "denied"
-    FULL = "full"
-    ITEM = "item"
-
-
-ERROR_REPLIES = (
-    # This server is not the primary, or serves nobody now.
-    ("MOVED ", "elsewhere"),
-    ("ASK ", "elsewhere"),
-    ("TRYAGAIN ", "elsewhere"),
-    ("READONLY ", "elsewhere"),
-    ("MASTERDOWN ", "elsewhere"),
-    ("UNBLOCKED ", "elsewhere"),
-    ("NOREPLICAS ", "elsewhere"),  # `min-replicas-to-write`: another primary may have been chosen
-    ("CLUSTERDOWN ", "elsewhere"),
-    ("LOADING ", "elsewhere"),
-    ("NOAUTH ", "elsewhere"),
-    ("DENIED ", "elsewhere"),
-    ("ERR max number of clients", "elsewhere"),
-    # The primary, but it runs this for nobody.
-    ("BUSY ", "denied"),
-    ("NOPERM ", "denied"),
-    ("ERR ACL failure in script", "denied"),
-    ("ERR unknown command", "denied"),
-    ("ERR Function not found", "denied"),  # and it cannot be given the library
-    # The primary, but it takes no writes that need memory, or none at all.
-    ("OOM ", "full"),
-    ("MISCONF ", "full"),
-)
-NO_ANSWER = "no-answer"  # a kind of error in the metrics, beside the meanings of error replies
-
-
-def meaning_of(error: str) -> Meaning:
-    """The meaning of the error reply `error`; ITEM unless it is in ERROR_REPLIES."""
-    return next(
-        (Meaning(meaning) for prefix, meaning in ERROR_REPLIES if error.startswith(prefix)), Meaning.ITEM
-    )
-
-
-Node = tuple[str, int]
-
-_ASK_S = 0.3  # how long most servers have to agree; then the answers so far count
-_MAX_ASKED = 5  # nodes of a Cluster
-_CONNECT_S = 1.0
-_TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)
-_FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
-# The kernel notices a vanished peer within about 11 s.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-
-
-def connections(url: str, key: str, **options: Any) -> ConnectionPool:
-    """A pool whose connections lead to the server that holds `key`; `options` are those of redis-py's
-    connections. They have no retries and no timeout of replies: callers set deadlines.
-
-    Raises:
-        ValueError: the URL is not valid.
-    """
-    address = Address.parse(url)
-    options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
-    # Without CLIENT SETINFO: an ACL need not allow it.
-    options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
-    options |= {"username": address.username, "password": address.password}
-    if address.kind == "socket":
-        return ConnectionPool(_Socket, path=address.path, **options)
-    options |= _tcp_options()
-    kind: type[Connection] = _Plain
-    if address.tls is not None:
-        kind, options = _Encrypted, options | dict(address.tls)
-    return ConnectionPool(kind, find=_finder(address, key), **options)
-
-
-def client(url: str, key: str, **options: Any) -> Redis:
-    """redis-py's client over `connections`; closing it closes them."""
-    return Redis.from_pool(connections(url, key, **options))
-
-
-async def find_primary(url: str, key: str) -> Node:
-    """Host and port of the server that holds `key` now.
-
-    Raises:
-        redis-py's ConnectionError: no server names it; its TimeoutError: some did not answer.
-    """
-    return await _finder(Address.parse(url), key)()
-
-
-class _Following(Connection):
-    """Connects to the server that `find` names; an answer of a server that is not the primary ends it."""
-
-    def __init__(self, *, find: Callable[[], Awaitable[Node]] | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self._find = find
-
-    async def connect(self) -> None:
-        if self._find is not None and not self.is_connected:
-            self.host, self.port = await self._find()
-        await super().connect()  # type: ignore[no-untyped-call]
-
-    async def read_response(self, *args: Any, **options: Any) -> Any:
-        try:
-            return await super().read_response(*args, **options)
-        except (
-            redis_errors.AskError,  # and MOVED
-            redis_errors.ClusterDownError,  # and MASTERDOWN
-            redis_errors.TryAgainError,
-            redis_errors.ReadOnlyError,
-        ) as fault:
-            await self.disconnect(nowait=True)
-            raise redis_errors.ConnectionError(f"not the primary: {fault}") from None
-
-
-class _Plain(_Following):
-    pass
-
-
-class _Encrypted(_Following, SSLConnection):
-    pass
-
-
-class _Socket(UnixDomainSocketConnection):
-    pass
-
-
-def _tcp_options() -> dict[str, Any]:
-    known = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
-    return {"socket_keepalive": True, "socket_keepalive_options": known}
-
-
-def _finder(address: Address, key: str) -> Callable[[], Awaitable[Node]]:
-    if address.kind == "sentinel":
-        return _Sentinels(address)
-    if address.kind == "cluster":
-        return _Nodes(address, key)
-
-    async def the_server() -> Node:
-        return address.nodes[0]
-
-    return the_server
-
-
-class _Sentinels:
-    """Asks all Sentinels at once: a dead one costs nobody its deadline while the others agree."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-
-    async def __call__(self) -> Node:
-        return await _agreed([self._ask(node) for node in self._address.nodes])
-
-    async def _ask(self, node: Node) -> Node:
-        address = self._address
-        reply = await _answer(
-            node,
-            ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", address.service),
-            username=address.sentinel_username,
-            password=address.sentinel_password,
-            tls=dict(address.tls or {}) if address.sentinel_tls else None,
-        )
-        if reply is None:
-            raise redis_errors.ConnectionError(f"the Sentinels know no service {address.service!r}")
-        return reply[0], int(reply[1])
-
-
-class _Nodes:
-    """Asks some nodes of a Cluster who owns the slot of `key`, and remembers the nodes that they name."""
-
-    def __init__(self, address: Address, key: str) -> None:
-        self._address = address
-        self._slot = key_slot(key.encode())
-        self._known: set[Node] = set(address.nodes)
-
-    async def __call__(self) -> Node:
-        asked = random.sample(sorted(self._known), min(_MAX_ASKED, len(self._known)))
-        try:
-            return await _agreed([self._ask(node) for node in asked])
-        except (redis_errors.ConnectionError, redis_errors.TimeoutError):
-            self._known |= set(self._address.nodes)
-            raise
-
-    async def _ask(self, node: Node) -> Node:
-        address = self._address
-        tls = None if address.tls is None else dict(address.tls)
-        slots = await _answer(
-            node, ("CLUSTER", "SLOTS"), username=address.username, password=address.password, tls=tls
-        )
-        ranges = [(first, last, _named(primary, node)) for first, last, primary, *_ in slots]
-        self._known = {primary for _, _, primary in ranges} | set(self._address.nodes)
-        for first, last, primary in ranges:
-            if first <= self._slot <= last:
-                return primary
-        raise redis_errors.ConnectionError(f"no node of the Cluster serves slot {self._slot}")
-
-
-def _named(entry: Sequence[Any], asked: Node) -> Node:
-    """A node of a CLUSTER SLOTS reply; a node that does not know its own name is the asked one."""
-    host = entry[0] or asked[0]
-    return (asked[0] if host == "?" else host), int(entry[1])
-
-
-async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
-    """The answer of more than half of those asked, or of most that answer in time."""
-    pending = {asyncio.ensure_future(ask) for ask in asks}
-    votes: Counter[Node] = Counter()
-    fault, silent = "no answer in time", False
-    end = asyncio.get_running_loop().time() + _ASK_S
-    try:
-        while pending and not any(count > len(asks) // 2 for count in votes.values()):
-            left_s = end - asyncio.get_running_loop().time()
-            done, pending = await asyncio.wait(
-                pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                silent = True
-                break
-            for task in done:
-                try:
-                    votes[task.result()] += 1
-                except _TIMEOUTS:
-                    silent = True
-                except _FAULTS as error:
-                    fault = str(error) or fault
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    raise_if_cancelled()
-    if not votes:
-        # A slow server is no proof that there is no primary.
-        kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
-        raise kind(f"the primary cannot be found: {fault}")
-    return votes.most_common(1)[0][0]
-
-
-async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | None, **options: Any) -> Any:
-    """One node's reply to one command, on a connection of its own."""
-    kind: type[Connection] = Connection if tls is None else SSLConnection
-    connection = kind(
-        host=node[0], port=node[1], protocol=2, socket_timeout=None, socket_connect_timeout=_ASK_S,
-        decode_responses=True, encoding_errors="replace", driver_info=None, **(tls or {}), **options,
-    )  # fmt: skip
-    try:
-        await connection.connect()  # type: ignore[no-untyped-call]
-        await connection.send_command(*command)
-        return await connection.read_response()
-    finally:
-        with contextlib.suppress(*_FAULTS):
-            await connection.disconnect(nowait=True)
-
+from picker_fleet.state.primary import raise_if_cancelled
 
 DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
+
+TICK_S = 0.1
+# After so long a pause, requests granted or streams begun before it may be another replica's: Envoy has
+# given up on this one. Shorter than the shortest lease, 2 s.
+LONG_PAUSE_S = 1.0
+_RECENT_S = 1.0  # for how long a process counts as just resumed
+_BACKLOG_S = 0.05
+CALM_S = 30.0
+_ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
+_SUSPECTED = 0.1  # of the floor, at least
+_STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
+_MAX_REPEATS = 4
+_PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
+_MAX_PROBES = 8  # at a time; the oldest makes room
 
 
 class RedisConnection(asyncio.Protocol):
@@ -556,3 +124,305 @@ class RedisConnection(asyncio.Protocol):
             self._closed = True
             self._transport.abort()
             self._on_lost(why)
+
+
+class PauseDetector:
+    """A process is paused when its event loop is late (SIGSTOP, a frozen machine, a long callback), when it
+    is ready to run and another has the core (the kernel's run-queue delay), or when the hypervisor runs
+    another machine (steal). What passes beyond the expected time of the next tick is a pause. The kernel
+    reports the other two; it is asked only while Redis is suspected.
+
+    `clock` is monotonic seconds, `delayed` the total time for which the kernel kept this thread from running.
+    `tick` is called every `TICK_S`; the rest at any time. One event loop."""
+
+    def __init__(
+        self, clock: Callable[[], float] | None = None, delayed: Callable[[], float] | None = None
+    ) -> None:
+        self._clock = clock or asyncio.get_running_loop().time
+        self._delayed = delayed or KernelDelay().read
+        self._last_tick_s = math.inf
+        self._resumed_s = -math.inf
+        self._total_s = 0.0
+        self._delayed_s: float | None = None  # as of the last tick; None: it was not asked
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds of all pauses."""
+        return self.paused_until(self._clock())
+
+    def paused_until(self, now_s: float) -> float:
+        """`paused_s` at `now_s` of the clock."""
+        late_s = now_s - self._last_tick_s - TICK_S
+        return self._total_s + late_s if late_s > 0.0 else self._total_s
+
+    @property
+    def resumed_recently(self) -> bool:
+        """Whether a long pause ended less than a second ago."""
+        now_s = self._clock()
+        if now_s - self._last_tick_s > TICK_S + LONG_PAUSE_S:
+            self._resumed_s = now_s
+        return now_s - self._resumed_s < _RECENT_S
+
+    async def wait_for_backlog(self) -> None:
+        """Let what arrived during the pause be read first: a stream may have begun and ended in it."""
+        await asyncio.sleep(_BACKLOG_S)
+
+    def tick(self, *, closely: bool = False) -> float:
+        """Awake seconds since the last tick; `closely` asks the kernel, too."""
+        now_s = self._clock()
+        elapsed_s = max(now_s - self._last_tick_s, 0.0)
+        lost_s = max(elapsed_s - TICK_S, 0.0)
+        if lost_s > LONG_PAUSE_S:
+            self._resumed_s = now_s
+        before_s, self._delayed_s = self._delayed_s, self._delayed() if closely else None
+        if before_s is not None and self._delayed_s is not None:
+            lost_s = min(max(lost_s, self._delayed_s - before_s), elapsed_s)
+        self._total_s += lost_s
+        self._last_tick_s = now_s
+        return elapsed_s - lost_s
+
+    def mark_resumed(self) -> None:
+        """A long pause was found otherwise."""
+        self._resumed_s = self._clock()
+
+
+class KernelDelay:
+    """For how long this thread was ready to run and did not, as Linux reports it; 0 where it does not."""
+
+    def __init__(self, schedstat: str = "/proc/thread-self/schedstat", stat: str = "/proc/stat") -> None:
+        self._schedstat, self._stat = schedstat, stat
+
+    def read(self) -> float:
+        """Seconds in all, of the thread that asks: its run-queue delay, and each core's mean steal."""
+        delayed_s = 0.0
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            delayed_s += _run_queue_s(_text(self._schedstat))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            delayed_s += _steal_s(_text(self._stat))
+        return delayed_s
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read(4096)
+
+
+def _run_queue_s(schedstat: str) -> float:
+    """Its fields: time on the core, time waited for one (both ns), and how often (proc_pid_schedstat(5))."""
+    return int(schedstat.split()[1]) / 1e9
+
+
+def _steal_s(stat: str) -> float:
+    """Of the line `cpu`, in ticks: user nice system idle iowait irq softirq steal (proc_stat(5))."""
+    return int(stat.split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+
+
+class Health(enum.Enum):
+    """SUSPECT: probe Redis. STUCK: replace the connection. UNAVAILABLE: fail over."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    STUCK = "stuck"
+    UNAVAILABLE = "unavailable"
+
+
+class RetransmissionTimeout:
+    """The retransmission timeout of RFC 6298 over the replies that came, between two limits."""
+
+    def __init__(self, least_s: float, most_s: float) -> None:
+        self._least_s, self._most_s = least_s, most_s
+        self._mean_s: float | None = None  # SRTT
+        self._deviation_s = 0.0  # RTTVAR
+
+    def record(self, seconds: float) -> None:
+        """A reply came after so long."""
+        if self._mean_s is None:
+            self._mean_s, self._deviation_s = seconds, seconds / 2
+            return
+        off_s = seconds - self._mean_s
+        self._deviation_s += _BETA * (abs(off_s) - self._deviation_s)
+        self._mean_s += _ALPHA * off_s
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a reply may take before Redis is suspected."""
+        found_s = 0.0 if self._mean_s is None else self._mean_s + _K * self._deviation_s
+        return min(max(found_s, self._least_s), self._most_s)
+
+
+class FailureDetector:
+    """Call `observe` regularly; after STUCK and UNAVAILABLE the observation starts over. `floor_s` and
+    `ceiling_s` limit `unavailable_after_s`."""
+
+    def __init__(self, floor_s: float, ceiling_s: float) -> None:
+        self._floor_s, self._ceiling_s = floor_s, max(floor_s, ceiling_s)
+        self._replies = RetransmissionTimeout(_SUSPECTED * floor_s, self._ceiling_s)
+        self.record_reply_time = self._replies.record
+        self._repeats = 0  # failovers in a row
+        self._recovered_s = -math.inf
+        self._begin()
+
+    def _begin(self) -> None:
+        self._silent_s = 0.0
+        self._unanswered_s: float | None = None  # since the first probe; None: not suspected
+        self._answered_s: float | None = None  # since a probe was answered
+        self._due = False  # the time was up at the last call; what was in the socket has been read since
+
+    @property
+    def suspected(self) -> bool:
+        return self._unanswered_s is not None
+
+    @property
+    def heartbeats_to_recover(self) -> int:
+        """Answered heartbeats in a row before a replica recovers."""
+        return 1 << max(self._repeats, 1)
+
+    def unavailable_after_s(self, now_s: float) -> float:
+        """For how long probes must stay unanswered."""
+        repeats = self._repeats if now_s - self._recovered_s < CALM_S else 0
+        return min(max(self._floor_s, self._replies.timeout_s) * 2.0**repeats, self._ceiling_s)
+
+    def record_failover(self, now_s: float) -> None:
+        """This replica goes on without Redis."""
+        again = now_s - self._recovered_s < CALM_S
+        self._repeats = min(self._repeats + 1, _MAX_REPEATS) if again else 1
+
+    def record_recovery(self, now_s: float) -> None:
+        """This replica uses Redis again."""
+        self._recovered_s = now_s
+
+    def observe(
+        self, now_s: float, awake_s: float, *, waiting: bool, received: bool, answered: bool
+    ) -> Health:
+        """Since the last call this replica was awake for `awake_s`; something is `waiting` for a reply; a
+        reply was `received` on the connection; a probe was `answered`."""
+        if received or not waiting:
+            self._begin()
+            return Health.HEALTHY
+        self._silent_s += awake_s
+        if self._unanswered_s is None:
+            if self._silent_s < self._replies.timeout_s:
+                return Health.HEALTHY
+            self._unanswered_s = 0.0
+            return Health.SUSPECT
+        self._unanswered_s += awake_s
+        if answered and self._answered_s is None:
+            self._answered_s = 0.0
+        elif self._answered_s is not None:
+            self._answered_s += awake_s
+        return self._suspicion(now_s)
+
+    def _suspicion(self, now_s: float) -> Health:
+        assert self._unanswered_s is not None
+        if self._answered_s is not None:
+            stuck_s = max(_STUCK * self._floor_s, self._replies.timeout_s)
+            health, up = Health.STUCK, self._answered_s >= stuck_s
+        else:
+            health, up = Health.UNAVAILABLE, self._unanswered_s >= self.unavailable_after_s(now_s)
+        due, self._due = self._due, up
+        if not (due and up):
+            return Health.SUSPECT
+        self._begin()
+        return health
+
+
+Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[RedisConnection]]
+
+
+class Watched(Protocol):
+    """The connection that is watched. Times are the event loop's."""
+
+    @property
+    def last_reply_s(self) -> float:
+        """When the last reply came."""
+        ...
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for Redis."""
+        ...
+
+    def on_stuck(self) -> None:
+        """This connection is silent while probes on others are answered."""
+
+    def on_silent(self) -> None:
+        """Redis is silent on every connection."""
+
+
+class ConnectionMonitor:
+    """Observes each tick; `connect` makes another connection to the same server. One event loop."""
+
+    def __init__(
+        self,
+        watched: Watched,
+        failure_detector: FailureDetector,
+        pause_detector: PauseDetector,
+        connect: Connect,
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._watched, self._failure_detector, self._pause_detector = (
+            watched,
+            failure_detector,
+            pause_detector,
+        )
+        self._connect, self._on_tick = connect, on_tick
+        self._loop = asyncio.get_running_loop()
+        self._looked_s = self._loop.time()
+        self._probes: deque[asyncio.Task[None]] = deque()
+        self._probed_s = 0.0
+        self._answered = False
+        self.answered_s = 0.0  # when a probe was answered last
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                self._look()
+                self._on_tick()
+        finally:
+            self._stop_probes()
+
+    def _look(self) -> None:
+        awake_s = self._pause_detector.tick(closely=self._failure_detector.suspected)
+        now_s, watched = self._loop.time(), self._watched
+        received, self._looked_s = watched.last_reply_s > self._looked_s, now_s
+        answered, self._answered = self._answered, False
+        health = self._failure_detector.observe(
+            now_s, awake_s, waiting=watched.waiting, received=received, answered=answered
+        )
+        if health is not Health.SUSPECT:
+            self._stop_probes()
+        elif now_s - self._probed_s >= _PROBE_PAUSE_S:
+            self._probed_s = now_s
+            if len(self._probes) == _MAX_PROBES:
+                self._probes.popleft().cancel()
+            self._probes.append(asyncio.create_task(self._probe(), name="redis-probe"))
+        if health is Health.STUCK:
+            watched.on_stuck()
+        elif health is Health.UNAVAILABLE:
+            watched.on_silent()
+
+    async def _probe(self) -> None:
+        """PING on a new connection; an error is an answer too."""
+        done = asyncio.Event()
+
+        def take(reply: Any) -> None:
+            self._answered, self.answered_s = True, self._loop.time()
+            done.set()
+
+        with contextlib.suppress(*DOWN):
+            async with asyncio.timeout(_PROBE_PAUSE_S * _MAX_PROBES):
+                connection = await self._connect(take, lambda why: done.set())
+                try:
+                    ping: tuple[Any, ...] = ("PING",)
+                    connection.write(hiredis.pack_command(ping))
+                    await done.wait()
+                finally:
+                    await connection.close()
+        raise_if_cancelled()
+
+    def _stop_probes(self) -> None:
+        self._answered = False
+        while self._probes:
+            self._probes.popleft().cancel()

@@ -12,7 +12,7 @@ from typing import Any
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
-from picker_fleet.state.failure_detector import FailureDetector, PauseDetector
+from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys, joined
 from picker_fleet.state.reads import QueueSnapshots, Reads
 from picker_fleet.state.schema import UNPICKABLE, pack_arrival

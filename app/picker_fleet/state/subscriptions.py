@@ -14,14 +14,9 @@ import hiredis
 from redis import exceptions as redis_errors
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.state.connection import (
-    DOWN,
-    Meaning,
-    RedisConnection,
-    connections,
-    meaning_of,
-    raise_if_cancelled,
-)
+from picker_fleet.state.connection import DOWN, RedisConnection
+from picker_fleet.state.error_replies import Meaning, meaning_of
+from picker_fleet.state.primary import connections, raise_if_cancelled
 
 CHECK_S = 1.0  # between two PINGs of a channel; each has as long to be answered
 _CONNECT_S = 2.0

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Band, Completion, Outcome
-from picker_fleet.state.connection import NO_ANSWER, Meaning
+from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.telemetry.series import OTHER, Counters, Gauges, Histograms, LabelCap, Page, PairCap
 
 PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the text
@@ -267,7 +267,7 @@ class Metrics:
         self._items.observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
-        """`kind`: no-answer, or the meaning of the error reply (state/connection.py)."""
+        """`kind`: no-answer, or the meaning of the error reply (state/error_replies.py)."""
         self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float) -> None:

@@ -16,8 +16,8 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from picker_fleet.errors import PickerError
-from picker_fleet.state.connection import Address, find_primary
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.primary import Address, find_primary
 
 TURN, GUARD = "turn", "guard"
 ENDS = frozenset({

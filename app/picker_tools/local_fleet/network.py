@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from picker_fleet.errors import StartupError
-from picker_fleet.state.connection import Address
+from picker_fleet.state.primary import Address
 
 LOOPBACK = "127.0.0.1"
 

@@ -1,0 +1,425 @@
+"""Finds the Redis server that holds a pool's keys, by `redis.url`. The rest of state/ connects through this
+module.
+
+`redis.url` is one of:
+
+    redis://[USER:PASSWORD@]HOST[:PORT][/DB]                        one server (PORT 6379, DB 0)
+    rediss://…                                                      the same over TLS
+    unix://[USER:PASSWORD@]/PATH[?db=DB]                            one server's socket
+    redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
+    redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
+
+What follows a `?` is an option: `username`, `password`, `db`, where not given before; `ssl=true` for TLS with
+Sentinels or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`,
+`ssl_cert_reqs`; for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
+
+One server is where its URL says. Sentinels are asked for the primary that most of them name. Nodes of a
+Cluster are asked for the owner of the pool's slot: all keys and channels of a pool carry one hash tag, so a
+replica needs a plain connection to that node only.
+
+The primary is looked up for each new connection, and a connection to a server that is not the primary counts
+as lost. So reconnecting after a fault follows the primary.
+"""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+from redis.asyncio.connection import (
+    Connection,
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
+from redis.crc import key_slot
+
+
+def raise_if_cancelled() -> None:
+    """Raise the CancelledError that the current task is due. Call it after connecting and after a handled
+    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and a
+    fault of closing one can replace it."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+Kind = Literal["server", "socket", "sentinel", "cluster"]
+
+_KINDS: Mapping[str, Kind] = {
+    "redis": "server", "rediss": "server", "unix": "socket",
+    "redis+sentinel": "sentinel", "redis+cluster": "cluster",
+}  # fmt: skip
+_PORTS: Mapping[Kind, int] = {"server": 6379, "sentinel": 26379, "cluster": 6379}
+_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
+_ANY = ("username", "password", "db")
+_OWN: Mapping[Kind, tuple[str, ...]] = {
+    "server": _ANY,
+    "socket": _ANY,
+    "sentinel": (*_ANY, "ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
+    "cluster": (*_ANY, "ssl"),
+}
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_DEMANDS = ("none", "optional", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed URL. `nodes`: the server, the Sentinels, or nodes of the Cluster. `tls`: redis-py's options
+    for checking certificates; None without TLS."""
+
+    kind: Kind
+    nodes: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    service: str = ""
+    db: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Mapping[str, str | bool] | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    sentinel_tls: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Raises ValueError, which names the fault without user and password."""
+        scheme, separator, _ = url.partition("://")
+        kind = _KINDS.get(scheme)
+        if kind is None or not separator:
+            raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
+        try:
+            parts = urlsplit(url)
+        except ValueError as fault:
+            raise ValueError(f"is not a URL: {fault}") from None
+        if parts.fragment:
+            raise ValueError("a # must be written %23")
+        options = _options(parts.query, kind, encrypted=scheme == "rediss")
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = (unquote(part) for part in credentials.partition(":"))
+        path, service, db = _path(parts, kind, options)
+        encrypted = scheme == "rediss" or _flag(options, "ssl", False)
+        return cls(
+            kind,
+            nodes=() if kind == "socket" else _nodes(hosts, kind),
+            path=path,
+            service=service,
+            db=db,
+            username=username or options.get("username") or None,
+            password=password or options.get("password") or None,
+            tls=_tls_options(options) if encrypted else None,
+            sentinel_username=options.get("sentinel_username"),
+            sentinel_password=options.get("sentinel_password"),
+            sentinel_tls=_flag(options, "sentinel_ssl", encrypted),
+        )
+
+
+def redis_url(url: str) -> str:
+    """`url` as it is. Raises ValueError as `Address.parse` does."""
+    Address.parse(url)
+    return url
+
+
+def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
+    """The options behind the `?`, each name known and given once."""
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    can_encrypt = encrypted or "ssl" in _OWN[kind]
+    valid = (*_OWN[kind], *(_TLS if can_encrypt else ()))
+    for name in options:
+        if name in _TLS and not can_encrypt:
+            raise ValueError(f"option {name} needs TLS: rediss://")
+        if name not in valid:
+            raise ValueError(f"unknown option {name[:40]!r}; valid here: {', '.join(valid) or 'none'}")
+    if len(pairs) > len(options):
+        raise ValueError("an option is given twice")
+    if any(name in _TLS for name in options) and not (
+        encrypted or _flag(options, "ssl", False) or _flag(options, "sentinel_ssl", False)
+    ):
+        raise ValueError("options ssl_… need ssl=true")
+    return options
+
+
+def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
+    text = options.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _FLAGS:
+        raise ValueError(f"option {name} must be true or false")
+    return _FLAGS[text.lower()]
+
+
+def _tls_options(options: Mapping[str, str]) -> dict[str, str | bool]:
+    found: dict[str, str | bool] = {name: options[name] for name in _TLS if name in options}
+    demand = options.get("ssl_cert_reqs", "required")
+    if demand not in _DEMANDS:
+        raise ValueError(f"option ssl_cert_reqs must be one of {', '.join(_DEMANDS)}")
+    if ("ssl_certfile" in found) < ("ssl_keyfile" in found):
+        raise ValueError("option ssl_keyfile needs ssl_certfile")
+    # The host name is checked only with the certificate.
+    found["ssl_check_hostname"] = _flag(options, "ssl_check_hostname", demand != "none")
+    if demand == "none" and found["ssl_check_hostname"]:
+        raise ValueError("ssl_check_hostname cannot be true where ssl_cert_reqs is none")
+    return found
+
+
+def _nodes(hosts: str, kind: Kind) -> tuple[tuple[str, int], ...]:
+    texts = hosts.split(",")
+    if kind == "server" and len(texts) > 1:
+        raise ValueError("several hosts need redis+sentinel:// or redis+cluster://")
+    if kind == "server" and not hosts:
+        return (("localhost", _PORTS[kind]),)
+    return tuple(_node(text, _PORTS[kind]) for text in texts)
+
+
+def _node(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port == 0 or text.endswith(":"):
+        raise ValueError("a host must be written HOST, HOST:PORT or [IPV6]:PORT, several with commas between")
+    return unquote(host), port or default_port
+
+
+def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[str, str, int]:
+    """Path of the socket, name of the service, number of the database."""
+    if kind == "socket":
+        if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
+            raise ValueError("a socket is written unix:///path/to/it")
+        return unquote(parts.path), "", _db("", options)
+    steps = parts.path.strip("/").split("/")
+    service = unquote(steps.pop(0)) if kind == "sentinel" else ""
+    if kind == "sentinel" and not service:
+        raise ValueError("the path must name the service that the Sentinels watch: …/SERVICE/DB")
+    if len(steps) > 1:
+        raise ValueError("the path has too many parts")
+    db = _db(steps[0] if steps else "", options)
+    if kind == "cluster" and db:
+        raise ValueError("a Cluster has database 0 only")
+    return "", service, db
+
+
+def _db(text: str, options: Mapping[str, str]) -> int:
+    if text and "db" in options:
+        raise ValueError("the database is given twice")
+    text = text or options.get("db", "")
+    if text and not (text.isascii() and text.isdigit() and len(text) < 6):
+        raise ValueError("the database must be a number")
+    return int(text or 0)
+
+
+Node = tuple[str, int]
+
+_ASK_S = 0.3  # how long most servers have to agree; then the answers so far count
+_MAX_ASKED = 5  # nodes of a Cluster
+_CONNECT_S = 1.0
+_TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)
+_FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
+# The kernel notices a vanished peer within about 11 s.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+def connections(url: str, key: str, **options: Any) -> ConnectionPool:
+    """A pool whose connections lead to the server that holds `key`; `options` are those of redis-py's
+    connections. They have no retries and no timeout of replies: callers set deadlines.
+
+    Raises:
+        ValueError: the URL is not valid.
+    """
+    address = Address.parse(url)
+    options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
+    # Without CLIENT SETINFO: an ACL need not allow it.
+    options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
+    options |= {"username": address.username, "password": address.password}
+    if address.kind == "socket":
+        return ConnectionPool(_Socket, path=address.path, **options)
+    options |= _tcp_options()
+    kind: type[Connection] = _Plain
+    if address.tls is not None:
+        kind, options = _Encrypted, options | dict(address.tls)
+    return ConnectionPool(kind, find=_finder(address, key), **options)
+
+
+def client(url: str, key: str, **options: Any) -> Redis:
+    """redis-py's client over `connections`; closing it closes them."""
+    return Redis.from_pool(connections(url, key, **options))
+
+
+async def find_primary(url: str, key: str) -> Node:
+    """Host and port of the server that holds `key` now.
+
+    Raises:
+        redis-py's ConnectionError: no server names it; its TimeoutError: some did not answer.
+    """
+    return await _finder(Address.parse(url), key)()
+
+
+class _Following(Connection):
+    """Connects to the server that `find` names; an answer of a server that is not the primary ends it."""
+
+    def __init__(self, *, find: Callable[[], Awaitable[Node]] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._find = find
+
+    async def connect(self) -> None:
+        if self._find is not None and not self.is_connected:
+            self.host, self.port = await self._find()
+        await super().connect()  # type: ignore[no-untyped-call]
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)
+        except (
+            redis_errors.AskError,  # and MOVED
+            redis_errors.ClusterDownError,  # and MASTERDOWN
+            redis_errors.TryAgainError,
+            redis_errors.ReadOnlyError,
+        ) as fault:
+            await self.disconnect(nowait=True)
+            raise redis_errors.ConnectionError(f"not the primary: {fault}") from None
+
+
+class _Plain(_Following):
+    pass
+
+
+class _Encrypted(_Following, SSLConnection):
+    pass
+
+
+class _Socket(UnixDomainSocketConnection):
+    pass
+
+
+def _tcp_options() -> dict[str, Any]:
+    known = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
+    return {"socket_keepalive": True, "socket_keepalive_options": known}
+
+
+def _finder(address: Address, key: str) -> Callable[[], Awaitable[Node]]:
+    if address.kind == "sentinel":
+        return _Sentinels(address)
+    if address.kind == "cluster":
+        return _Nodes(address, key)
+
+    async def the_server() -> Node:
+        return address.nodes[0]
+
+    return the_server
+
+
+class _Sentinels:
+    """Asks all Sentinels at once: a dead one costs nobody its deadline while the others agree."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    async def __call__(self) -> Node:
+        return await _agreed([self._ask(node) for node in self._address.nodes])
+
+    async def _ask(self, node: Node) -> Node:
+        address = self._address
+        reply = await _answer(
+            node,
+            ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", address.service),
+            username=address.sentinel_username,
+            password=address.sentinel_password,
+            tls=dict(address.tls or {}) if address.sentinel_tls else None,
+        )
+        if reply is None:
+            raise redis_errors.ConnectionError(f"the Sentinels know no service {address.service!r}")
+        return reply[0], int(reply[1])
+
+
+class _Nodes:
+    """Asks some nodes of a Cluster who owns the slot of `key`, and remembers the nodes that they name."""
+
+    def __init__(self, address: Address, key: str) -> None:
+        self._address = address
+        self._slot = key_slot(key.encode())
+        self._known: set[Node] = set(address.nodes)
+
+    async def __call__(self) -> Node:
+        asked = random.sample(sorted(self._known), min(_MAX_ASKED, len(self._known)))
+        try:
+            return await _agreed([self._ask(node) for node in asked])
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError):
+            self._known |= set(self._address.nodes)
+            raise
+
+    async def _ask(self, node: Node) -> Node:
+        address = self._address
+        tls = None if address.tls is None else dict(address.tls)
+        slots = await _answer(
+            node, ("CLUSTER", "SLOTS"), username=address.username, password=address.password, tls=tls
+        )
+        ranges = [(first, last, _named(primary, node)) for first, last, primary, *_ in slots]
+        self._known = {primary for _, _, primary in ranges} | set(self._address.nodes)
+        for first, last, primary in ranges:
+            if first <= self._slot <= last:
+                return primary
+        raise redis_errors.ConnectionError(f"no node of the Cluster serves slot {self._slot}")
+
+
+def _named(entry: Sequence[Any], asked: Node) -> Node:
+    """A node of a CLUSTER SLOTS reply; a node that does not know its own name is the asked one."""
+    host = entry[0] or asked[0]
+    return (asked[0] if host == "?" else host), int(entry[1])
+
+
+async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
+    """The answer of more than half of those asked, or of most that answer in time."""
+    pending = {asyncio.ensure_future(ask) for ask in asks}
+    votes: Counter[Node] = Counter()
+    fault, silent = "no answer in time", False
+    end = asyncio.get_running_loop().time() + _ASK_S
+    try:
+        while pending and not any(count > len(asks) // 2 for count in votes.values()):
+            left_s = end - asyncio.get_running_loop().time()
+            done, pending = await asyncio.wait(
+                pending, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                silent = True
+                break
+            for task in done:
+                try:
+                    votes[task.result()] += 1
+                except _TIMEOUTS:
+                    silent = True
+                except _FAULTS as error:
+                    fault = str(error) or fault
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    raise_if_cancelled()
+    if not votes:
+        # A slow server is no proof that there is no primary.
+        kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
+        raise kind(f"the primary cannot be found: {fault}")
+    return votes.most_common(1)[0][0]
+
+
+async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | None, **options: Any) -> Any:
+    """One node's reply to one command, on a connection of its own."""
+    kind: type[Connection] = Connection if tls is None else SSLConnection
+    connection = kind(
+        host=node[0], port=node[1], protocol=2, socket_timeout=None, socket_connect_timeout=_ASK_S,
+        decode_responses=True, encoding_errors="replace", driver_info=None, **(tls or {}), **options,
+    )  # fmt: skip
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]
+        await connection.send_command(*command)
+        return await connection.read_response()
+    finally:
+        with contextlib.suppress(*_FAULTS):
+            await connection.disconnect(nowait=True)
