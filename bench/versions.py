@@ -18,13 +18,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 import yaml
 
-from bench.overhead.cases import MODEL, PROMPT_BYTES, Prompt
-from bench.rig.load import Driver, Load, WrongAnswer
+from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load, WrongAnswer
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import T_95, interval, table
 from picker_fleet.state import primary
@@ -33,17 +31,13 @@ from picker_fleet.state.keys import Keys
 READY_S = 90.0
 STOP_S = 30.0
 _TAIL_S = 0.5  # by then the access log of a pass was processed
-_LIMIT_S = 120.0
 _WARM_UP_SHARE = 4
-_CONFIG = {
-    "request_queue_controller": {"watermark_per_backend": 100_000},
-    "fair_request_queue": {"total_capacity": 100_000, "flow_capacity": 100_000},
-}
-# Of a pass: prompt, tokens of the answer, requests, connections.
-_PASSES: tuple[tuple[Prompt, int, int, int], ...] = (
-    ("small", 1, 1500, 16),
-    ("small", 100, 1000, 16),
-    ("large", 1, 240, 8),
+_PLENTY = 100_000
+# Of a pass: bytes of the prompt, tokens of the answer, requests, connections.
+_PASSES: tuple[tuple[int, int, int, int], ...] = (
+    (SMALL_BYTES, 1, 1500, 16),
+    (SMALL_BYTES, 100, 1000, 16),
+    (LARGE_BYTES, 1, 240, 8),
 )
 
 
@@ -79,14 +73,12 @@ class Fleet:
             counts.get("fcall", 0), sum(counts.values()),
         )  # fmt: skip
 
-    async def measure(self, driver: Driver, prompt: Prompt, tokens: int, requests: int, conns: int) -> Cost:
-        at = urlsplit(self.url)
-        assert at.hostname is not None
-        assert at.port is not None
-        load = Load(
-            host=at.hostname, port=at.port, model=MODEL, connections=conns, requests=requests, tokens=tokens,
-            prompt_bytes=PROMPT_BYTES[prompt], pace_per_s=0, limit_s=_LIMIT_S,
-        )  # fmt: skip
+    async def measure(
+        self, driver: Driver, prompt_bytes: int, tokens: int, requests: int, conns: int
+    ) -> Cost:
+        load = Load.at(
+            self.url, connections=conns, requests=requests, tokens=tokens, prompt_bytes=prompt_bytes
+        )
         await driver.prepare(load)
         before = await self.read()
         await driver.go()
@@ -105,19 +97,25 @@ def package_of(source: Path) -> tuple[str, Path]:
 
 
 @contextlib.asynccontextmanager
-async def running(source: Path, replicas: int) -> AsyncIterator[Fleet]:
-    """A fleet of `source`, ready; it ends with the block.
+async def running(
+    source: Path, replicas: int, *, mode: str = "lean", watermark: int = _PLENTY
+) -> AsyncIterator[Fleet]:
+    """A fleet of `source`, ready; it ends with the block. `watermark` is that of each endpoint.
 
     Raises:
         WrongAnswer: it does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="picker-versions-") as folder:
         config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
-        config.write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
+        tree = {
+            "request_queue_controller": {"watermark_per_backend": watermark},
+            "fair_request_queue": {"total_capacity": _PLENTY, "flow_capacity": _PLENTY},
+        }
+        config.write_text(yaml.safe_dump(tree), encoding="utf-8")
         package, path = package_of(source)
         command = [
             *(sys.executable, "-P", "-m", f"{package}.cli", "up", "--port", "0", "--replicas", str(replicas)),
-            *("--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
+            *("--mode", mode, "--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
             *("--config", str(config), "--state-file", str(state)),
         ]
         with (Path(folder) / "output").open("wb") as output:
@@ -176,7 +174,7 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
     ]
     rows = []
     for (prompt, tokens, *_), pairs in zip(_PASSES, found, strict=True):
-        name = f"{PROMPT_BYTES[prompt]} B prompt, {tokens} token{'s' if tokens > 1 else ''}"
+        name = f"{prompt} B prompt, {tokens} token{'s' if tokens > 1 else ''}"
         for what, label in (
             ("picker_us", "CPU of replicas"), ("valkey_us", "CPU of Valkey"), ("envoy_us", "CPU of Envoy"),
             ("calls", "script calls"), ("commands", "commands"),

@@ -1,122 +1,221 @@
-"""What a request costs beside a constant picker (`make bench`): writes a page, its figures as JSON, a
-picture.
+"""What a request costs, beside a picker that answers a constant (`make bench`). Writes one page.
+
+The constant picker is built on grpc.aio, the usual gRPC server of Python. It answers as is usual in
+full-duplex mode (`constant`), or in `lean` with one message (`terse`), as the picker does.
 """
 
 import argparse
 import asyncio
-import dataclasses
-import json
-import signal
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bench.overhead import cases, figures, measure, report
-from bench.overhead.cases import Plan
-from bench.overhead.measure import Memory, SetupResult
+from bench.overhead import measure
+from bench.overhead.measure import LARGE, LONG, SETUPS, SHORT, Case, Reading, Result
 from bench.rig.load import Driver, WrongAnswer
 from bench.rig.machine import Machine, describe_machine
+from bench.rig.page import table
 from picker_fleet.errors import PickerError
 
-_QUICK_ROUNDS, _FULL_ROUNDS = 3, 5
-_INTERRUPTED = 130
+_ROUNDS = 5
+_THROUGHPUT = "throughput"
+
+_HOW = """\
+Every variant runs behind the same Envoy binary with a bootstrap of its own mode: `none` (no picker; Envoy
+balances by itself), `constant` and `terse` (a picker on grpc.aio that answers a constant, `terse` with one
+message, as the picker does in `lean`), and one replica of `picker` on an embedded Valkey over its socket,
+with bounds so high that nothing waits. They run side by side and take turns in each round, in changing
+order; each round starts new processes. A ratio is taken within each round; the table has its median, lowest
+and highest.
+
+CPU is that of all processes of a kind, by the requests of a pass at full speed over 16 connections (8 for
+400 KB and for 100 chunks), access logs included. Added latency is of a pass over 2 connections, up to the
+answer's headers, less that of `none`. Model servers answer at once; for 100 chunks with a token every 2 ms,
+so that each is a message to the picker in `standard`. Mode `http` has no constant picker on gRPC: it is
+compared with the terse one in `lean`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the first table: `values` are one a round. `limit` is the most, or with `at_least` the
+    least."""
+
+    what: str
+    limit: float
+    values: list[float]
+    at_least: bool = False
+
+    @property
+    def measured(self) -> str:
+        low, middle, high = min(self.values), statistics.median(self.values), max(self.values)
+        return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+    @property
+    def met(self) -> bool:
+        middle = statistics.median(self.values)
+        return middle >= self.limit if self.at_least else middle <= self.limit
+
+
+Figure = Callable[[Reading], float]
+
+
+def _cpu(reading: Reading) -> float:
+    return reading.picker_us
+
+
+def _cpu_with_valkey(reading: Reading) -> float:
+    return reading.picker_us + reading.valkey_us
+
+
+def _ratios(result: Result, case: Case, variant: str, baseline: str, figure: Figure) -> list[float]:
+    readings = result.readings[case.name]
+    return [figure(a) / figure(b) for a, b in zip(readings[variant], readings[baseline], strict=True)]
+
+
+def _added(result: Result, variant: str, baseline: str) -> list[float]:
+    """Added p50 of `variant` by that of `baseline`."""
+    readings = result.readings[SHORT.name]
+    found = []
+    for own, other, none in zip(readings[variant], readings[baseline], readings["none"], strict=True):
+        found.append((own.p50_ms - none.p50_ms) / max(other.p50_ms - none.p50_ms, 1e-9))
+    return found
+
+
+# Mode, setup, variant, baseline, and what is compared: case, limit, limit with Valkey.
+_COMPARED: tuple[tuple[str, str, str, str, tuple[tuple[Case, float, float | None], ...]], ...] = (
+    ("standard", "standard", "picker", "constant", ((SHORT, 0.38, 0.55),)),
+    ("standard", "chunks", "picker", "constant", ((LONG, 0.70, None),)),
+    ("lean", "lean", "picker", "terse", ((SHORT, 0.65, 0.90), (LARGE, 0.70, None))),
+    ("http", "lean", "picker, http", "terse", ((SHORT, 0.40, 0.60), (LARGE, 0.35, None))),
+)
+_ADDED = (
+    ("standard", "standard", "picker", "constant"),
+    ("headers", "headers", "picker", "constant"),
+    ("lean", "lean", "picker", "terse"),
+    ("http", "lean", "picker, http", "terse"),
+)
+_ADDED_LIMIT, _SCORERS_LIMIT, _REST_MS, _THROUGHPUT_LIMIT = 0.8, 1.10, 10.0, 2.0
+
+
+def rows(results: dict[str, Result], rates: Sequence[tuple[float, float]]) -> list[Row]:
+    """What was measured of the first table."""
+    found = []
+    for mode, setup, variant, baseline, cases in _COMPARED:
+        if setup not in results:
+            continue
+        for case, limit, limit_with_valkey in cases:
+            what = f"`{mode}`, {case.name}: CPU by that of `{baseline}`"
+            found.append(Row(what, limit, _ratios(results[setup], case, variant, baseline, _cpu)))
+            values = _ratios(results[setup], case, variant, baseline, _cpu_with_valkey)
+            if limit_with_valkey is not None:
+                found.append(Row(f"{what}, with Valkey's", limit_with_valkey, values))
+    for mode, setup, variant, baseline in _ADDED:
+        if setup in results:
+            values = _added(results[setup], variant, baseline)
+            found.append(Row(f"`{mode}`: added p50 by that of `{baseline}`, calm", _ADDED_LIMIT, values))
+    if "lean" in results:
+        values = _ratios(results["lean"], SHORT, "picker, scorers", "picker", _cpu)
+        found.append(Row(f"`lean`: CPU with {', '.join(measure.SCORERS)} by without", _SCORERS_LIMIT, values))
+        for name, mode in (("picker", "lean"), ("picker, http", "http")):
+            values = results["lean"].idle_ms[name]
+            found.append(Row(f"`{mode}`: a replica at rest, ms of CPU a second", _REST_MS, values))
+    if rates:
+        what = f"requests/s of `http` by those of `standard` at {measure.BASE[:7]}, closed loop of 16"
+        found.append(Row(what, _THROUGHPUT_LIMIT, [new / old for old, new in rates], at_least=True))
+    return found
+
+
+def page(
+    machine: Machine, rounds: int, results: dict[str, Result], rates: Sequence[tuple[float, float]]
+) -> str:
+    """The page as Markdown."""
+    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    limits = [
+        [
+            row.what,
+            f"{'≥' if row.at_least else '≤'} {row.limit:g}",
+            row.measured,
+            "met" if row.met else "**missed**",
+        ]
+        for row in rows(results, rates)
+    ]
+    figures = []
+    for setup, result in results.items():
+        for case, variants in result.readings.items():
+            none = variants.get("none", [])
+            for name, readings in variants.items():
+                middle = [
+                    statistics.median(getattr(each, what) for each in readings)
+                    for what in ("picker_us", "valkey_us", "envoy_us", "requests_per_s")
+                ]
+                added = ["–", "–"]
+                if none and name != "none":
+                    added = [
+                        f"{statistics.median(b - a for a, b in zip(low, high, strict=True)):.2f}"
+                        for low, high in (
+                            ([each.p50_ms for each in none], [each.p50_ms for each in readings]),
+                            ([each.p99_ms for each in none], [each.p99_ms for each in readings]),
+                        )
+                    ]
+                idle = f"{statistics.median(result.idle_ms[name]):.1f}"
+                figures.append([setup, case, name, *(f"{each:.0f}" for each in middle), *added, idle])
+    head = ["setup", "request", "variant", "picker µs", "Valkey µs", "Envoy µs", "requests/s"]
+    head += ["added p50 ms", "added p99 ms", "at rest, ms/s"]
+    parts = [
+        "# What a request costs",
+        f"`{machine.command}`, {machine.date}, {rounds} rounds. {machine.cores} cores ({machine.processor}, "
+        f"{machine.system}), load average {machine.load:.2f} before the start. {versions}.",
+        table(["what", "limit", "measured", ""], limits),
+        _HOW.rstrip(),
+        table(head, figures),
+    ]
+    if rates:
+        parts.append(
+            "Requests/s, `standard` before and `http` now: "
+            + ", ".join(f"{old:.0f} and {new:.0f}" for old, new in rates)
+            + "."
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+async def _measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Result], list[tuple[float, float]]]:
+    def log(line: str) -> None:
+        print(line, flush=True)
+
+    async with Driver.started() as driver:
+        results = {
+            setup.name: await measure.measure(setup, rounds, driver, log)
+            for setup in SETUPS
+            if setup.name in names
+        }
+        rates = await measure.throughput(rounds, driver, log) if _THROUGHPUT in names else []
+    return results, rates
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0 whatever the figures are, 1 if the measurement failed."""
-    args = _parser().parse_args(arguments)
-    rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _FULL_ROUNDS)
-    plan = cases.quick(rounds) if args.quick else cases.full(rounds)
-    options = [f"--{name}" for name in ("quick", "memory") if getattr(args, name)]
-    options += [f"--rounds {rounds}"] if args.rounds else []
-    if args.memory:
-        plan = Plan((), rounds, memory_requests=cases.MEMORY_REQUESTS)
-    machine = describe_machine("bench.overhead", options)
+    choices = (*(setup.name for setup in SETUPS), _THROUGHPUT)
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=choices, default=choices, help="default: all")
+    parser.add_argument("--rounds", type=int, choices=range(1, 101), default=_ROUNDS, metavar="N")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    machine = describe_machine("bench.overhead", arguments)
     try:
-        results, memory = asyncio.run(_measure(plan))
+        results, rates = asyncio.run(_measure(args.only, args.rounds))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return _INTERRUPTED
+    except KeyboardInterrupt:
+        return 130
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / "-".join(["overhead", *(name for name in ("quick", "memory") if getattr(args, name))])
-    _write(stem, machine, plan, results, memory)
+    (args.out / "overhead.md").write_text(page(machine, args.rounds, results, rates), encoding="utf-8")
+    for row in rows(results, rates):
+        print(f"{'met   ' if row.met else 'MISSED'} {row.measured} ({row.limit:g})  {row.what}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
-    add = parser.add_argument
-    add("--quick", action="store_true", help="fewer cases and rounds: about two minutes")
-    add("--memory", action="store_true", help="only the memory of a replica over 100 000 requests")
-    add("--rounds", type=int, choices=range(1, 101), metavar="N", help="of each case (default: 5; quick: 3)")
-    add("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="default: %(default)s")
-    return parser
-
-
-async def _measure(plan: Plan) -> tuple[list[SetupResult], Memory | None]:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Driver.started() as driver:
-        results = await measure.run(plan, driver, _log)
-        memory = await measure.run_memory(plan, driver, _log) if plan.memory_requests else None
-    return results, memory
-
-
-def _write(
-    stem: Path,
-    machine: Machine,
-    plan: Plan,
-    results: list[SetupResult],
-    memory: Memory | None,
-) -> None:
-    targets = figures.targets(results, memory)
-    page = report.markdown(machine, plan.rounds, results, memory, targets)
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    tree = {
-        "surroundings": dataclasses.asdict(machine),
-        "rounds": plan.rounds,
-        "targets": [{**dataclasses.asdict(target), "met": target.met} for target in targets],
-        "rigs": [_plain(result) for result in results],
-        "memory": dataclasses.asdict(memory) if memory is not None else None,
-    }
-    stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    report.draw(results, memory, stem.with_suffix(".png"))
-    for target in targets:
-        measured = target.measured.median
-        print(f"{'met   ' if target.met else 'MISSED'} {measured:5.2f} (≤ {target.limit:g})  {target.what}")
-    print(f"written: {stem}.md, .json, .png")
-
-
-def _plain(result: SetupResult) -> dict[str, Any]:
-    """Every reading of every round."""
-    return {
-        "mode": result.setup.mode,
-        "replicas": result.setup.replicas,
-        "bypassed": dict(result.bypassed),
-        "idle": {variant: dataclasses.asdict(each) for variant, each in result.idle.items()},
-        "paced": {
-            variant: {"short_us": short, "long_us": long} for variant, (short, long) in result.paced.items()
-        },
-        "cases": [
-            {
-                "prompt": case.prompt,
-                "tokens": case.tokens,
-                "readings": {
-                    variant: [dataclasses.asdict(reading) for reading in each]
-                    for variant, each in readings.items()
-                },
-            }
-            for case, readings in result.cases.items()
-        ],
-    }
-
-
-def _log(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
 import httptools
 import uvloop
 
 from bench.rig.child import end
 
+MODEL = "llama"
+SMALL_BYTES, LARGE_BYTES = 300, 400_000  # of a request's body
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
 _ORDERS_S = 3600.0  # without a command for so long it ends
@@ -28,20 +31,23 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`requests` requests over `connections`, each for a stream of `tokens`, within `limit_s`.
-
-    `pace_per_s` 0 sends each as soon as its connection is free; else they are sent at that rate.
-    """
+    """`requests` requests over `connections`, each for a stream of `tokens`, within `limit_s`."""
 
     host: str
     port: int
-    model: str
     connections: int
     requests: int
     tokens: int
     prompt_bytes: int
-    pace_per_s: float
-    limit_s: float
+    limit_s: float = 180.0
+
+    @classmethod
+    def at(cls, url: str, *, connections: int, requests: int, tokens: int, prompt_bytes: int) -> Self:
+        """The load for the Envoy at `url`."""
+        address = urlsplit(url)
+        assert address.hostname is not None
+        assert address.port is not None
+        return cls(address.hostname, address.port, connections, requests, tokens, prompt_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +125,7 @@ class Connection(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        due_in_s = self._pass.issue() if self._pass is not None else None
-        if due_in_s is None:
-            return
-        if due_in_s > 0:
-            asyncio.get_running_loop().call_later(due_in_s, self._send)
-        else:
-            self._send()
-
-    def _send(self) -> None:
-        if self._pass is not None and self._transport is not None:
+        if self._pass is not None and self._transport is not None and self._pass.issue():
             self._sent_at_ns = time.perf_counter_ns()
             self._transport.write(self._request)
 
@@ -143,22 +140,18 @@ class Connection(asyncio.Protocol):
 class Pass:
     """`requests` requests, shared by the connections that joined."""
 
-    def __init__(self, requests: int, pace_per_s: float) -> None:
+    def __init__(self, requests: int) -> None:
         self._left = self._open = requests
-        self._apart_s = 1 / pace_per_s if pace_per_s else 0.0
-        self._next_at_s = time.perf_counter()
         self.first_us: list[int] = []
         self.last_us: list[int] = []
         self._over = asyncio.get_running_loop().create_future()
 
-    def issue(self) -> float | None:
-        """Seconds until the next request is due, 0 or less for now; None if none is left."""
+    def issue(self) -> bool:
+        """Whether one more request is to be sent; it is counted."""
         if not self._left or self._over.done():
-            return None
+            return False
         self._left -= 1
-        due_in_s = self._next_at_s - time.perf_counter()
-        self._next_at_s += self._apart_s
-        return due_in_s
+        return True
 
     def took(self, first_us: int, last_us: int) -> None:
         self.first_us.append(first_us)
@@ -179,7 +172,7 @@ class Pass:
 
 def request_bytes(load: Load, number: int) -> bytes:
     """The request that connection `number` repeats: one of a few flows and workloads."""
-    tree = {"model": load.model, "prompt": "", "max_tokens": load.tokens, "stream": True}
+    tree = {"model": MODEL, "prompt": "", "max_tokens": load.tokens, "stream": True}
     room = load.prompt_bytes - len(json.dumps(tree))
     tree["prompt"] = ("the quick brown fox jumps over the lazy dog " * (room // 44 + 1))[: max(0, room)]
     body = json.dumps(tree).encode()
@@ -203,14 +196,14 @@ async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
                 make = partial(Connection, request_bytes(load, number), load.tokens)
                 _, connection = await loop.create_connection(make, load.host, load.port)
                 connections.append(connection)
-            warm_up = Pass(_WARM_UP_PER_CONNECTION * load.connections, pace_per_s=0)
+            warm_up = Pass(_WARM_UP_PER_CONNECTION * load.connections)
             await warm_up.run(connections)
         print(json.dumps({"ready": True}), flush=True)
         async with asyncio.timeout(_ORDERS_S):
             if await orders.readline() != b"go\n":
                 raise WrongAnswer("no go came")
         async with asyncio.timeout(load.limit_s):
-            measured = Pass(load.requests, load.pace_per_s)
+            measured = Pass(load.requests)
             started = time.perf_counter()
             await measured.run(connections)
             seconds = time.perf_counter() - started
