@@ -91,7 +91,13 @@ async def test_the_official_client_gets_whole_answers() -> None:
         answer = await api.chat.completions.create(model="llama", messages=HI, max_completion_tokens=7)
         assert len(completion.choices[0].text.split()) == 5
         assert completion.choices[0].finish_reason == "length"
-        usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        details = {"cached_tokens": 0}
+        usage = {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "total_tokens": 8,
+            "prompt_tokens_details": details,
+        }
         assert completion.usage.model_dump(exclude_unset=True) == usage
         assert answer.model == "llama"
         assert len((answer.choices[0].message.content or "").split()) == 7
@@ -309,3 +315,13 @@ async def test_the_metrics_page_counts_cached_prompt_tokens() -> None:
         page, other = await metrics(client), await metrics(without)
         assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
         assert other["prefix_cache_hits_total"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_names_the_prompt_tokens_that_were_cached(stream: bool) -> None:
+    async with sim(*AT_ONCE) as client:
+        body = ask(prompt="x" * 400, max_tokens=1, stream=stream)
+        texts = [(await client.post("/v1/completions", json=body)).text for _ in range(2)]
+        # The second time all whole blocks are cached, except the last token's.
+        assert '"prompt_tokens_details":{"cached_tokens":0}' in texts[0]
+        assert '"prompt_tokens_details":{"cached_tokens":96}' in texts[1]

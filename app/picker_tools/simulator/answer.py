@@ -38,7 +38,10 @@ _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class Answer:
-    """The bytes of one answer. `created_s` is Unix time."""
+    """The bytes of one answer. `created_s` is Unix time.
+
+    `cached_tokens` are those of the prompt that the prefix cache had.
+    """
 
     def __init__(
         self, request: CompletionRequest, *, answer_id: str, created_s: int, always_usage: bool
@@ -49,11 +52,6 @@ class Answer:
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
         self._common = {"id": answer_id, "object": kind, "created": created_s, "model": request.model}
-        self._usage = {
-            "prompt_tokens": request.prompt_tokens,
-            "completion_tokens": request.max_tokens,
-            "total_tokens": request.prompt_tokens + request.max_tokens,
-        }
         # The events of one stream differ in one word only, so the rest is made once.
         head = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":[{"index":0,'
         self._before = head + (b'"delta":{"content":"' if request.chat else b'"text":"')
@@ -71,20 +69,20 @@ class Answer:
             return b""
         return self._before + (self._after + self._before).join(words) + self._after
 
-    def ending(self, word: bytes) -> bytes:
+    def ending(self, word: bytes, cached_tokens: int) -> bytes:
         """The event of the last token, usage, and the end of the stream."""
         text = word.decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
         content = {"delta": {"content": text}} if self._request.chat else {"text": text}
         last: dict[str, object] = {**self._common, "choices": [{"index": 0, **content, **finish}]}
         if self._request.include_usage:
-            usage = {**self._common, "choices": [], "usage": self._usage}
+            usage = {**self._common, "choices": [], "usage": self._usage(cached_tokens)}
             return _event(last) + _event(usage) + DONE
         if self._always_usage:
-            last["usage"] = self._usage
+            last["usage"] = self._usage(cached_tokens)
         return _event(last) + DONE
 
-    def whole(self, words: list[bytes]) -> bytes:
+    def whole(self, words: list[bytes], cached_tokens: int) -> bytes:
         """The body of an answer that is not streamed."""
         text = b"".join(words).decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
@@ -92,7 +90,16 @@ class Answer:
             {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
         )
         choice = {"index": 0, **content, **finish}
-        return orjson.dumps({**self._common, "choices": [choice], "usage": self._usage})
+        return orjson.dumps({**self._common, "choices": [choice], "usage": self._usage(cached_tokens)})
+
+    def _usage(self, cached_tokens: int) -> dict[str, object]:
+        request = self._request
+        return {
+            "prompt_tokens": request.prompt_tokens,
+            "completion_tokens": request.max_tokens,
+            "total_tokens": request.prompt_tokens + request.max_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
 
 def _event(tree: dict[str, object]) -> bytes:

@@ -81,6 +81,11 @@ class Generation:
     def is_over(self) -> bool:
         return not self._sequence.remaining_tokens
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had when the request was admitted."""
+        return self._sequence.cached_tokens
+
     async def next_tokens(self, stride: int) -> int:
         """Wait for the next `stride` tokens, or as many as remain or fit into memory.
 

@@ -229,7 +229,8 @@ class ModelServer:
             await reply.body(part + answer.events(tokens), more=True)
             part = b""
             count = await generation.next_tokens(stride)
-        await reply.body(part + answer.events(tokens[:-1]) + answer.ending(tokens[-1]), more=False)
+        ending = answer.ending(tokens[-1], generation.cached_tokens)
+        await reply.body(part + answer.events(tokens[:-1]) + ending, more=False)
         self._counters.succeeded[request.finish_reason] += 1
 
     async def _whole(
@@ -241,7 +242,8 @@ class ModelServer:
             self._counters.generation_tokens += count
         self._counters.prompt_tokens += request.prompt_tokens
         words = Words(seed=self._profile.seed, prompt=request.prompt)
-        await reply.whole(200, asgi.JSON, answer.whole(words.take(request.max_tokens)))
+        body = answer.whole(words.take(request.max_tokens), generation.cached_tokens)
+        await reply.whole(200, asgi.JSON, body)
         self._counters.succeeded[request.finish_reason] += 1
 
     def _model_list(self) -> bytes:
