@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 import pytest
+from local_requests import ask
 from scripted_store import ScriptedStore
 
+from picker_fleet.config import parse
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.endpoint_health import Probes
@@ -13,6 +15,7 @@ from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, 
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.serve import assemble
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
@@ -316,3 +319,37 @@ def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
 def test_clients_are_told_no_session_where_no_scorer_asks_for_it() -> None:
     bench = Knowledge(Endpoint("10.0.0.1:80"), queue_depth=1)
     assert bench.chooser.session_token("10.0.0.1:80") == ""
+
+
+STEADY, QUICK = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+@pytest.mark.parametrize(
+    ("latency", "first"),
+    [
+        ({}, QUICK),  # 1.0 + 0.5 · 0 against 0.6 + 0.5 · 0.6
+        ({"gamma": 0}, QUICK),
+        ({"gamma": 2}, STEADY),
+        ({"alpha": 0, "beta": 0, "gamma": 1}, STEADY),
+        ({"alpha": 5, "gamma": 2}, QUICK),
+    ],
+)
+async def test_the_configured_weights_decide(latency: dict[str, float], first: str) -> None:
+    settings = parse(
+        {
+            "scheduling": {
+                "scorers": [{"name": "latency", "weight": 3}],
+                **({"latency": latency} if latency else {}),
+            }
+        }
+    )
+    parts = assemble(settings, "replica-1")
+    parts.endpoints.publish(Snapshot("1", (Endpoint(STEADY), Endpoint(QUICK))))
+    for _ in range(10):
+        parts.latencies.add(STEADY, 1.0)
+    for seconds in (0.0, 1.2) * 5:
+        parts.latencies.add(QUICK, seconds)
+    choice = parts.chooser.choose(ask("r1"))
+    assert choice.candidates.split("=")[0] == first
+    scores = parts.chooser.scores()
+    assert max(scores, key=lambda address: scores[address]["latency"]) == first

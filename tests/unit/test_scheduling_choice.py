@@ -1,13 +1,164 @@
-"""Which endpoint comes first: filters and weighted scorers together, as tables."""
+"""Which endpoint comes first and why: scorers alone, filters and weighted scorers together, explanations."""
 
 import random
 from collections import Counter
 from collections.abc import Mapping
 
+import orjson
 import pytest
 
+from picker_fleet.request import Endpoint
+from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
+from picker_fleet.scheduling.explain import LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
-from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, PickRequest
+from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, LatencyWeights, PickRequest
+
+
+def row(name: str, *values: object) -> list[EndpointState]:
+    return [EndpointState(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_nobody_gets_no_scores(scorer: str) -> None:
+    assert SCORERS[scorer](PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), []) == []
+
+
+@pytest.mark.parametrize(
+    ("scorer", "signal"),
+    [("queue-depth", "waiting"), ("running-requests", "running"), ("in-flight", "in_flight")],
+)
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ((0, 5, 10), [1.0, 0.5, 0.0]),
+        ((7, 7), [1.0, 1.0]),
+        ((3,), [1.0]),
+    ],
+)
+def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], expected: list[float]) -> None:
+    assert SCORERS[scorer](PickRequest(), row(signal, *figures)) == expected
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ((0, None, 10), [1.0, 0.0, 0.0]),
+        ((4, None), [1.0, 0.0]),
+        ((None, None), [0.0, 0.0]),
+        ((2, float("nan"), 4), [1.0, 0.0, 0.0]),
+    ],
+)
+def test_an_unknown_queue_counts_as_the_fullest(
+    figures: tuple[float | None, ...], expected: list[float]
+) -> None:
+    assert SCORERS["queue-depth"](PickRequest(), row("waiting", *figures)) == expected
+
+
+def test_kv_cache_scores_what_is_free() -> None:
+    scores = SCORERS["kv-cache"](PickRequest(), row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1))
+
+    assert scores == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
+    stale = EndpointState(
+        "10.0.0.9:80",
+        waiting=0,
+        running=0,
+        kv_utilisation=0.0,
+        max_adapters=9,
+        active_adapters=frozenset("a"),
+        stale=True,
+    )
+    fresh = EndpointState("10.0.0.1:80", waiting=9, running=9, kv_utilisation=0.9)
+
+    for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
+        assert SCORERS[scorer](PickRequest(adapter="a"), [stale, fresh])[0] == 0.0
+
+
+def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
+    def lora(most: int | None, active: str, waiting: str = "") -> EndpointState:
+        return EndpointState(
+            f"{most}{active}{waiting}",
+            max_adapters=most,
+            active_adapters=frozenset(active.split()),
+            waiting_adapters=frozenset(waiting.split()),
+        )
+
+    endpoints = [
+        lora(2, "a b"),
+        lora(2, "b"),
+        lora(2, "b c", "a"),
+        lora(2, "b c"),
+        lora(2, "b", "c"),
+        lora(None, ""),
+    ]
+
+    assert SCORERS["lora-affinity"](PickRequest(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
+    assert SCORERS["lora-affinity"](PickRequest(), endpoints) == [1.0] * 6
+
+
+def test_latency_weighs_mean_load_and_spread() -> None:
+    """Spec 004's cost with every weight: the least cost scores 1, the most 0, others between."""
+    pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
+    endpoints = [
+        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
+        EndpointState("b", latency=LatencyStats(9, 1.0, 1.0), in_flight=1),  # 6
+        EndpointState("c", latency=LatencyStats(9, 5.0, 0.0), in_flight=3),  # 11
+    ]
+
+    assert SCORERS["latency"](pick, endpoints) == [1.0, 0.5, 0.0]
+
+
+def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
+    endpoints = [
+        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0)),
+        EndpointState("b"),
+        EndpointState("c", latency=LatencyStats(9, 2.0, 0.0)),
+    ]
+
+    assert SCORERS["latency"](PickRequest(), endpoints) == [0.5, 1.0, 0.0]
+    assert SCORERS["latency"](PickRequest(), row("latency", None, None)) == [1.0, 1.0]
+    endpoints[1] = EndpointState("b", in_flight=4)
+    assert SCORERS["latency"](PickRequest(), endpoints) == [1.0, 0.0, 0.0]
+
+
+def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:
+    pick = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
+
+    assert SCORERS["prefix-affinity"](pick, row("waiting", 0, 0, 0)) == [1.0, 0.25, 0.0]
+    assert SCORERS["prefix-affinity"](PickRequest(), row("waiting", 0)) == [0.0]
+
+
+def test_a_session_stays_where_it_was_served() -> None:
+    pick = PickRequest(session_endpoint="10.0.0.2:80")
+
+    assert SCORERS["session-affinity"](pick, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
+
+
+def test_a_request_without_a_session_has_no_home() -> None:
+    assert SCORERS["session-affinity"](PickRequest(), row("waiting", 0, 0)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"x-session-token": b" 0123456789abcdef0123456789ab "}, "0123456789abcdef0123456789ab"),
+        ({"x-session-token": b"alice"}, ""),
+        ({"x-session-token": b"\xff" * 28}, ""),
+        ({"x-session-token": b"x" * 257}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_session_token_is_read_only_where_it_can_be_one(headers: dict[str, bytes], expected: str) -> None:
+    assert session_token_of(headers) == expected
+
+
+def test_random_asks_chance_for_each() -> None:
+    chances = iter([0.1, 0.7])
+
+    assert SCORERS["random"](PickRequest(random=lambda: next(chances)), row("waiting", 0, 0)) == [0.1, 0.7]
+
 
 A, B, C, V6 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"
 DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}
@@ -272,3 +423,184 @@ def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
     assert [each.address for each in scheduler.rank(only, [at(A, 9), at(B, 0)]).best] == [A]
     assert scheduler.rank(PLAIN, []).best == ()
     assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
+
+
+def ranking() -> Ranking:
+    return Scheduler({"queue-depth": 1.0, "kv-cache": 3.0}).rank(
+        PickRequest(),
+        [
+            EndpointState("a", waiting=4, kv_utilisation=0.5, in_flight=2),
+            EndpointState("b", waiting=0, kv_utilisation=0.2),
+            EndpointState("c", draining=True),
+            EndpointState("d", waiting=2, kv_utilisation=1.0),
+        ],
+        limit=2,
+    )
+
+
+def test_every_candidate_is_explained_even_those_not_listed() -> None:
+    """A pick of the best two of three: when it is explained, all scores and reasons are there."""
+    cache = ExplanationCache()
+
+    cache.add("r1", ranking(), ("b", "a"), "1,")
+
+    found = cache.get("r1")
+    assert found is not None
+    assert orjson.loads(orjson.dumps(found.to_dict())) == {
+        "request_id": "r1",
+        "chosen": ["b", "a"],
+        "candidates": [
+            {
+                "address": "b",
+                "score": 0.85,
+                "parts": {"queue-depth": 1.0, "kv-cache": 0.8},
+                "in_flight": 0.0,
+                "live": 1.0,
+                "final": 0.85,
+            },
+            {
+                "address": "a",
+                "score": 0.375,
+                "parts": {"queue-depth": 0.0, "kv-cache": 0.5},
+                "in_flight": 2,
+                "live": None,
+                "final": None,
+            },
+            {
+                "address": "d",
+                "score": 0.125,
+                "parts": {"queue-depth": 0.5, "kv-cache": 0.0},
+                "in_flight": 0.0,
+                "live": None,
+                "final": None,
+            },
+        ],
+        "excluded": {"c": "draining"},
+        "waived": [],
+        "weights": {"queue-depth": 0.25, "kv-cache": 0.75},
+        "rule": found.rule,
+    }
+    assert found.rule.startswith("highest `final`")
+    assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
+
+
+def test_the_ring_keeps_the_last_ones() -> None:
+    """Room for three: when five come and one comes again, the last three are known."""
+    cache = ExplanationCache(max_choices=3)
+
+    for request_id in ("1", "2", "3", "4", "2", "5"):
+        cache.add(request_id, ranking(), ("b",))
+
+    assert len(cache) == 3
+    assert [cache.get(request_id) is not None for request_id in "12345"] == [False, True, False, True, True]
+
+
+def test_large_rankings_leave_room_for_fewer() -> None:
+    """Room for 30 figures: when rankings of 15 come, two are kept; and one too large alone."""
+    cache = ExplanationCache(max_values=30)
+
+    for request_id in ("1", "2", "3"):
+        cache.add(request_id, ranking(), ("b",))
+
+    assert [cache.get(request_id) is not None for request_id in "123"] == [False, True, True]
+
+    small = ExplanationCache(max_values=1)
+    small.add("1", ranking(), ("b",))
+    assert len(small) == 1
+
+
+def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
+    """Three equal candidates: when lots put them b, c, a, the explanation has that order."""
+    chances = iter([0.1, 0.9, 0.5])
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
+    cache = ExplanationCache()
+
+    drawn = Scheduler({"kv-cache": 1.0}).rank(PickRequest(random=lambda: next(chances)), equal, limit=2)
+    cache.add("r1", drawn, ("b", "c"))
+
+    found = cache.get("r1")
+    assert found is not None
+    assert [one.address for one in found.candidates] == ["b", "c", "a"]
+
+
+def test_the_live_load_decides_among_equal_scores() -> None:
+    """Equals by all that a replica knows: when the script saw other loads, those decide."""
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
+    order = iter([0.9, 0.5, 0.1])
+    cache = ExplanationCache()
+
+    drawn = Scheduler({"kv-cache": 1.0, "in-flight": 1.0}).rank(
+        PickRequest(random=lambda: next(order)), equal
+    )
+    cache.add("r1", drawn, ("b", "c"), "4,0,2")
+
+    found = cache.get("r1")
+    assert found is not None
+    assert {one.address: (one.live, one.final) for one in found.candidates} == {
+        "a": (4.0, 0.25),
+        "b": (0.0, 0.75),
+        "c": (2.0, 0.5),
+    }
+
+
+def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastLoadedPick:
+    fields = {"subset": None, "selector": {}, **asked}
+    return LeastLoadedPick(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
+
+
+def test_without_scorers_the_explanation_says_so() -> None:
+    """The fewest in flight as the only rule: when it is explained, with the loads that were seen,
+    with what was last known of the others, and with who was out."""
+    cache = ExplanationCache()
+    four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
+
+    cache.add("r1", pool(*four), ("b", "a"), "0,2")
+
+    found = cache.get("r1")
+    assert found is not None
+    assert [(one.address, one.score, one.live, one.in_flight) for one in found.candidates] == [
+        ("b", None, 0.0, 0.0),
+        ("a", None, 2.0, 3.0),
+        ("d", None, None, 9.0),
+    ]
+    assert found.excluded == {"c": "unhealthy"}
+    assert found.rule.startswith("no scorers: the fewest in flight")
+    assert found.weights == {}
+    assert orjson.dumps(found.to_dict())
+
+
+def test_named_candidates_have_the_loads_of_the_named() -> None:
+    """A subset with one name twice and one that takes nothing new: when it is explained, each load
+    is that of its name."""
+    cache = ExplanationCache()
+    seen = pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b")
+
+    cache.add("r1", seen, ("b",), "5,,1")
+
+    found = cache.get("r1")
+    assert found is not None
+    assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
+
+
+def test_a_refusal_says_who_was_out_and_why() -> None:
+    """Nobody who may take a request: when it is refused, each endpoint has its reason."""
+    cache = ExplanationCache()
+    seen = pool(
+        Endpoint("a", drained=True),
+        Endpoint("b", labels={"gpu": "a10"}),
+        Endpoint("c"),
+        subset=("a", "b"),
+        selector={"gpu": "h100"},
+        candidates="",
+    )
+
+    cache.add("r1", seen, ())
+
+    found = cache.get("r1")
+    assert found is not None
+    assert (found.chosen, found.candidates) == ((), ())
+    assert found.excluded == {
+        "a": "draining",
+        "b": "label gpu is not h100",
+        "c": "not in the subset hint",
+    }

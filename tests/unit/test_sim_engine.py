@@ -1,9 +1,13 @@
-"""The simulated server's scheduler: batch size, KV blocks, LoRA slots, preemption. No clock, no I/O."""
+"""The simulated model server from inside: what it parses, its limits, and its pace."""
 
+import asyncio
+
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picker_tools.simulator.answer import VOCABULARY, Words
 from picker_tools.simulator.engine import (
     ContextTooLong,
     Engine,
@@ -13,6 +17,133 @@ from picker_tools.simulator.engine import (
     Sequence,
     prompt_blocks,
 )
+from picker_tools.simulator.generation import Simulator
+from picker_tools.simulator.request import ApiError, CompletionRequest, parse
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def completion(**keys: object) -> CompletionRequest:
+    body = {"model": "llama", "prompt": "hello to you", **keys}
+    return parse(orjson.dumps(body), chat=False, models={"llama"})
+
+
+def chat(**keys: object) -> CompletionRequest:
+    return parse(orjson.dumps({"model": "llama", "messages": HI, **keys}), chat=True, models={"llama"})
+
+
+def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
+    request = completion()
+    assert (request.max_tokens, request.stream, request.include_usage, request.finish_reason) == (
+        16,
+        False,
+        False,
+        "length",
+    )
+    assert request.prompt_tokens == len("hello to you") // 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("", 1),
+        ("abc", 1),
+        ("é" * 8, 4),
+        (["one text"], 2),
+        ([1, 2, 3], 3),
+        ([[4, 5]], 2),
+        ([7], 1),
+        ("x" * 400_000, 100_000),
+    ],
+)
+def test_prompt_tokens_follow_its_bytes_or_ids(prompt: object, tokens: int) -> None:
+    assert completion(prompt=prompt).prompt_tokens == tokens
+
+
+def test_chat_counts_the_text_of_every_message() -> None:
+    parts = [{"type": "text", "text": "b" * 40}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    messages = [
+        {"role": "system", "content": "a" * 40},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+    ]
+    request = chat(messages=messages)
+    assert b"a" * 40 in request.prompt
+    assert b"b" * 40 in request.prompt
+    assert request.prompt_tokens >= 20
+    assert request.finish_reason == "stop"
+
+
+def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
+    assert chat(max_tokens=3).max_tokens == 3
+    assert chat(max_completion_tokens=4).max_tokens == 4
+    assert chat(max_completion_tokens=4, max_tokens=9).max_tokens == 4
+    assert chat(max_tokens=None).max_tokens == 16
+    assert chat(max_tokens=3).finish_reason == "length"
+
+
+def test_unknown_keys_are_ignored() -> None:
+    assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == completion()
+
+
+def test_usage_is_asked_for_in_stream_options() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream=True, stream_options={}).include_usage
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b'{"model": "llama"', "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 5000, "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt": "x"}', "model must be"),
+        (b'{"model": 7, "prompt": "x"}', "model must be"),
+        (b'{"model": "llama"}', "prompt must be"),
+        (b'{"model": "llama", "prompt": []}', "prompt must be"),
+        (b'{"model": "llama", "prompt": ["a", "b"]}', "prompt must be"),
+        (b'{"model": "llama", "prompt": [1, true]}', "prompt must be"),
+        (b'{"model": "llama", "prompt": "x", "max_tokens": 0}', "max_tokens must be"),
+        (b'{"model": "llama", "prompt": "x", "max_tokens": -1}', "max_tokens must be"),
+        (b'{"model": "llama", "prompt": "x", "max_tokens": 1.5}', "max_tokens must be"),
+        (b'{"model": "llama", "prompt": "x", "max_tokens": "8"}', "max_tokens must be"),
+        (b'{"model": "llama", "prompt": "x", "max_tokens": true}', "max_tokens must be"),
+        (b'{"model": "llama", "prompt": "x", "n": 2}', "n must be 1"),
+        (b'{"model": "llama", "prompt": "x", "stream": "yes"}', "stream must be"),
+        (b'{"model": "llama", "prompt": "x", "stream_options": 1}', "stream_options must be"),
+    ],
+)
+def test_a_malformed_completion_is_refused_and_the_key_is_named(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        parse(body, chat=False, models={"llama"})
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        ["hi"],
+        [{"content": "hi"}],
+        [{"role": "user", "content": 7}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [{"text": 1}]}],
+    ],
+)
+def test_malformed_messages_are_refused(messages: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(messages=messages)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    with pytest.raises(ApiError, match="'gpt' does not exist") as refused:
+        completion(model="gpt")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
 def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = None) -> Sequence:
@@ -206,3 +337,77 @@ def test_blocks_of_a_prompt_are_chained_and_leave_its_last_token_out() -> None:
     assert blocks("a" * 8 + "b" * 9)[1] != blocks("c" * 8 + "b" * 9)[1]
     assert blocks("a" * 9) != blocks("a" * 9, "poet")
     assert blocks("a" * 17)[0] == blocks("a" * 9)[0]
+
+
+async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int, stride: int = 1) -> int:
+    tokens = 0
+    with simulator.begin(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=None) as generation:
+        while count := await generation.next_tokens(stride):
+            tokens += count
+            await asyncio.sleep(0)  # as a write to a client would
+        assert generation.is_over
+    return tokens
+
+
+async def until_queue(simulator: Simulator, *, running: int, waiting: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if (simulator.load.running, simulator.load.waiting) == (running, waiting):
+                return
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("itl_s", [0.0, 0.0005])
+@pytest.mark.parametrize("stride", [1, 3, 64])
+async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s: float, stride: int) -> None:
+    # Memory for fewer than two whole requests, and six at once.
+    simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=itl_s, itl_s=itl_s)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride))
+            for _ in range(6)
+        ]
+    assert [task.result() for task in tasks] == [30] * 6
+    assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
+
+
+async def test_too_little_memory_for_two_requests_preempts_one() -> None:
+    simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=0, itl_s=0)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(generate(simulator, prompt_tokens=5, max_tokens=30))
+    assert simulator.load.preemptions >= 1
+
+
+async def test_without_delays_tokens_come_in_as_few_bursts_as_possible() -> None:
+    simulator = Simulator(Limits(), ttft_s=0, itl_s=0)
+    with simulator.begin(prompt_tokens=1, max_tokens=600, adapter=None) as generation:
+        assert [await generation.next_tokens(256) for _ in range(4)] == [256, 256, 88, 0]
+
+
+async def test_a_request_that_leaves_queued_or_running_frees_its_slot() -> None:
+    # One slot, taken for an hour, and two requests that wait.
+    simulator = Simulator(Limits(max_num_seqs=1), ttft_s=3600, itl_s=0)
+    tasks = [
+        asyncio.create_task(generate(simulator, prompt_tokens=1, max_tokens=1), name=str(number))
+        for number in range(3)
+    ]
+    await until_queue(simulator, running=1, waiting=2)
+    tasks[1].cancel()
+    await until_queue(simulator, running=1, waiting=1)
+    tasks[0].cancel()
+    await until_queue(simulator, running=1, waiting=0)
+    tasks[2].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+    assert (simulator.load.running, simulator.load.kv_usage) == (0, 0)
+
+
+def test_words_depend_on_seed_and_prompt_only() -> None:
+    whole = Words(seed=1, prompt=b"tell me").take(50)
+    assert set(whole) <= set(VOCABULARY)
+    assert all(word[:1] == b" " and word[1:].isalpha() for word in VOCABULARY)
+    again = Words(seed=1, prompt=b"tell me")
+    assert again.take(7) + again.take(43) == whole
+    assert Words(seed=2, prompt=b"tell me").take(50) != whole
+    assert Words(seed=1, prompt=b"tell us").take(50) != whole

@@ -172,7 +172,7 @@ def _describe(app: FastAPI) -> tuple[bytes, bytes]:
     return orjson.dumps(document), _html(document).encode()
 
 
-# Examples in the OpenAPI document; tests/unit/test_openapi.py compares them with real answers.
+# Examples in the OpenAPI document; tests/unit/test_admin_queue_order.py compares them with real answers.
 
 _JSON, _PROBLEM = "application/json", "application/problem+json"
 _PATH_EXAMPLES = {

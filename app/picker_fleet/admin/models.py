@@ -1,7 +1,7 @@
 """The answers of the admin API, as its OpenAPI document describes them; the views (views.py) build them.
 
-Each model has an example, which tests/unit/test_openapi.py compares with real answers. Ages and durations are
-seconds.
+Each model has an example, which tests/unit/test_admin_queue_order.py compares with real answers. Ages and
+durations are seconds.
 """
 
 from typing import Annotated, Any, Literal

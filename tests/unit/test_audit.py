@@ -1,0 +1,551 @@
+"""The auditor: what it parses, that it accepts correct logs and names each broken rule, and its measures."""
+
+import itertools
+import pickle
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from faulty_queues import (
+    AdvancesTagsByHalf,
+    BypassesTheQueue,
+    DispatchesPastTheDeadline,
+    EndsTwice,
+    FillsPastTheLowerBound,
+    ForgetsEndpointLimits,
+    ForgetsFlowLimits,
+    GuardsTheNewest,
+    GuardsTheShortestOverdue,
+    GuardsWithoutCredit,
+    IgnoresWeights,
+    KeepsRoundingError,
+    LeavesVirtualTimeBehind,
+    LetsNewFlowsGoFirst,
+    LosesARunningRequest,
+    LosesGuardCredit,
+    NeverGuards,
+    NeverServesFlowB,
+    OverAdmits,
+    ReturnsToAnotherEndpoint,
+    ReturnsTooMuch,
+    ServesLowBandsFirst,
+    ServesTheGreatestTag,
+    ServesTheNewest,
+    TakesWhilePaused,
+)
+from queue_simulator import QueueSimulator
+
+from picker_fleet.cli import main
+from picker_tools.audit import measures
+from picker_tools.audit.auditor import Auditor, audit
+from picker_tools.audit.log import Entry, EntryError
+from picker_tools.audit.replay import Rules
+from picker_tools.audit.report import Report
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+
+
+def raw(**changes: str) -> dict[str, str]:
+    queue = QueueSimulator()
+    queue.admit("r1", "flow", cost=2.5)
+    return {**queue.log[-1], **changes}
+
+
+def test_fields_are_parsed_to_their_types() -> None:
+    entry = Entry.parse(raw(tag="1.5", due_ms="7"))
+    assert (entry.event, entry.request, entry.cost, entry.tag, entry.due_ms) == (
+        "bypassed",
+        "r1",
+        2.5,
+        1.5,
+        7,
+    )
+    assert Entry.parse(raw(tag="", due_ms="")).tag is None
+    assert str(entry).startswith("#2 1700000000.000000 bypassed r1 flow='flow' band=1 cost=2.5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stock": "much"}, "entry 2: stock is 'much'"),
+        ({"band": ""}, "entry 2: band is ''"),
+        ({"event": "dreamt"}, "entry 2: event is 'dreamt'"),
+        ({"seq": "x" * 1000}, f"entry {'x' * 20}: seq is {'x' * 80!r}"),
+    ],
+)
+def test_an_unreadable_field_is_named(changes: dict[str, str], says: str) -> None:
+    with pytest.raises(EntryError) as fault:
+        audit([raw(**changes)])
+    assert str(fault.value) == says
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(EntryError, match="entry 2: flow is missing"):
+        audit([{name: value for name, value in raw().items() if name != "flow"}])
+
+
+@pytest.mark.parametrize("note", ["", "[]", '{"guard_share": "x"}', '{"weights": {"a": null}}'])
+def test_unreadable_settings_raise_an_entry_error(note: str) -> None:
+    with pytest.raises(EntryError, match="settings cannot be read"):
+        Rules.parse(note)
+
+
+def test_an_empty_table_may_be_a_json_list() -> None:
+    assert Rules.parse('{"weights": []}').weights == {}
+
+
+def test_an_empty_log_has_no_violation_and_no_remark() -> None:
+    report = audit([])
+    assert (report.entries, report.first_seq, report.violations, report.remarks) == (0, None, 0, ())
+
+
+@pytest.mark.parametrize("url", ["redis://{host}:{port}/0", "http://{host}"])
+def test_an_unreachable_redis_is_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--redis", url.format(host=LOOPBACK, port=free_port())]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, len(shown.err.splitlines())) == ("", 1)
+
+
+def violations_of(report: Report) -> list[str]:
+    return [violation.what for finding in report.findings for violation in finding.violations]
+
+
+def busy_queue(seed: int, steps: int = 300) -> QueueSimulator:
+    """Bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes."""
+    chance, names = random.Random(seed), itertools.count()
+    queue = QueueSimulator(total_capacity=40, starvation_ms=200)
+    weights = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
+    for step in range(steps):
+        queue.advance_ms(chance.choice([0, 1, 20]))
+        for _ in range(chance.randrange(6)):
+            flow = chance.choice(list(weights))
+            ttl_ms = chance.choice([300, 60_000])
+            fields = {"band": chance.choice([0, 1, 1, 2]), "cost": chance.choice([0.25, 1, 2.75])}
+            fields |= {"weight": weights[flow], "limit": int(flow == "tight")}
+            queue.admit(f"r{next(names)}", flow, ttl_ms=ttl_ms, **fields)
+        queue.place_granted()
+        queue.sweep()
+        placed = [r.id for r in queue.requests.values() if r.state == "placed"]
+        for name in placed[:2]:
+            queue.settle(name, chance.choice([None, 0.1, 1.0, 4.0]))
+        waiting = [r.id for r in queue.requests.values() if r.state == "queued"]
+        if waiting and step % 5 == 0:
+            name = chance.choice(waiting)
+            chance.choice([queue.cancel, queue.orphan, queue.admit])(name)
+            if chance.random() < 0.5 and name in queue.requests:
+                queue.admit(name, owner="b")
+        if step % 60 == 59:
+            queue.change_settings(upper_per=chance.choice([2, 3]), weights={"one": chance.choice([1, 3])})
+    return queue
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_correct_log_shows_no_violation_and_every_promise_is_checked(seed: int) -> None:
+    queue = busy_queue(seed)
+    events = {entry["event"] for entry in queue.log}
+    assert events >= {
+        "tuned", "bypassed", "queued", "granted", "placed", "completed", "cancelled", "expired", "preempted",
+        "refused", "held", "adopted", "corrected", "parked", "unparked",
+    }  # fmt: skip
+    assert any(entry["by"] == "guard" for entry in queue.log)
+    report = audit(queue.log)
+    assert violations_of(report) == []
+    assert all(finding.checked > 100 for finding in report.findings)
+    assert report.violations == 0
+    assert report.open_at_end == len(queue.requests)
+
+
+def test_after_all_requests_ended_none_is_open() -> None:
+    queue = QueueSimulator()
+    for i in range(20):
+        queue.admit(f"r{i}", f"flow{i % 3}")
+    queue.run_dry()
+    report = audit(queue.log)
+    assert (violations_of(report), report.open_at_end) == ([], 0)
+    assert (report.first_seq, report.last_seq, report.remarks) == (1, len(queue.log), ())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kept", [0.9, 0.5, 0.1])
+def test_a_log_without_its_beginning_is_checked_as_far_as_possible(seed: int, kept: float) -> None:
+    log = busy_queue(seed).log
+    start = int(len(log) * (1 - kept))
+    settings = [entry["note"] for entry in log[:start] if entry["event"] == "tuned"][-1]
+    with_settings, without = audit(log[start:], settings), audit(log[start:])
+    assert violations_of(with_settings) + violations_of(without) == []
+    assert with_settings.remarks[0].startswith(f"begins at entry {start + 1}")
+
+
+def test_order_is_checked_once_the_requests_from_before_the_log_have_left() -> None:
+    queue = QueueSimulator()
+    for i in range(10):
+        queue.admit(f"old{i}")
+    start = len(queue.log)
+    queue.run_dry()
+    for i in range(20):
+        queue.admit(f"new{i}", f"flow{i % 2}")
+    queue.run_dry()
+    report = audit(queue.log[start:], queue.log[0]["note"])
+    assert violations_of(report) == []
+    assert report.of("G4").checked > 15
+    assert report.of("G2").checked > 15
+
+
+def test_requests_from_before_the_log_was_switched_on_are_ignored() -> None:
+    queue = QueueSimulator()
+    for i in range(10):
+        queue.admit(f"old{i}")
+    start = len(queue.log)
+    queue.change_settings(log_max=500)
+    queue.run_dry()
+    late = [{**entry, "seq": str(i)} for i, entry in enumerate(queue.log[start:], start=1)]
+    report = audit(late)
+    assert violations_of(report) == []
+    assert report.remarks[0].startswith("begins at entry 1")
+
+
+def test_decisions_while_the_log_was_off_are_no_violation() -> None:
+    queue = QueueSimulator()
+    queue.admit("before")
+    queue.change_settings(log_max=0)
+    off = len(queue.log)
+    for i in range(10):
+        queue.admit(f"meanwhile{i}")
+    on = len(queue.log)
+    queue.change_settings(log_max=100)
+    queue.run_dry()
+    log = [{**e, "seq": str(i)} for i, e in enumerate(queue.log[:off] + queue.log[on:], start=1)]
+    report = audit(log)
+    assert violations_of(report) == []
+    assert report.remarks == (f"the log was off after entry {off}",)
+
+
+def test_memory_grows_with_open_requests_and_not_with_the_log() -> None:
+    # The queue stays short; each request has a new flow.
+    queue = QueueSimulator(endpoints=1)
+    for i in range(8_000):
+        queue.admit(f"r{i}", f"flow{i}", band=i % 3)
+        if len(queue.requests) > 6:
+            queue.place_granted()
+            queue.settle(next(r.id for r in queue.requests.values() if r.state == "placed"))
+        if i % 100 == 0:
+            queue.run_dry()
+            queue.sweep()
+    auditor = Auditor()
+    sizes = []
+    for i, raw in enumerate(queue.log):
+        auditor.take(raw)
+        if i % (len(queue.log) // 8) == 0:
+            sizes.append(len(pickle.dumps(auditor)))
+    assert max(sizes[4:]) < 1.3 * max(sizes[:4])
+    assert violations_of(auditor.report()) == []
+
+
+def test_order_is_not_checked_until_requests_queued_before_its_change_have_left() -> None:
+    queue = QueueSimulator()
+    for i in range(8):
+        queue.admit(f"old{i}", ttl_ms=60_000 - i)
+    queue.change_settings(ordering="edf")
+    for i in range(8):
+        queue.admit(f"new{i}")
+    # The sweep has not reordered them yet, so they are still served by arrival.
+    queue.run_dry()
+    queue.sweep()
+    queue.admit("afterwards")
+    assert violations_of(audit(queue.log)) == []
+
+
+def test_a_reused_request_id_is_checked_at_its_new_position() -> None:
+    queue = QueueSimulator(endpoints=1)
+    for i in range(3):
+        queue.admit(f"runs{i}")
+    for name in ("again", "first", "second"):
+        queue.admit(name, "a")
+    queue.cancel("again")
+    queue.admit("again", "b")
+    queue.run_dry()
+    assert violations_of(audit(queue.log)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_changing_the_guard_share_breaks_no_bound(seed: int) -> None:
+    queue, dice = QueueSimulator(endpoints=1), random.Random(seed)
+    for i in range(60):
+        queue.admit(f"r{i}", f"flow{i % 3}", band=i % 3)
+        queue.advance_ms(dice.choice((0, 0, 40)))
+        if dice.random() < 0.3:
+            queue.change_settings(guard_share=dice.choice((0.05, 0.1, 0.5)))
+    for _ in range(60):
+        queue.advance_ms(dice.choice((0, 20, 200)))
+        if dice.random() < 0.3:
+            queue.change_settings(guard_share=dice.choice((0.05, 0.1, 0.5)))
+        queue.place_granted()
+        queue.settle(next(r.id for r in queue.requests.values() if r.state == "placed"))
+    assert violations_of(audit(queue.log)) == []
+
+
+def mixed_load(queue: QueueSimulator) -> None:
+    """All bands, two weights, one limited flow, overdue requests, one past its deadline; all are served."""
+    for i in range(8):
+        queue.admit(f"r{i}", "ab"[i % 2], weight=1 + i % 2, cost=0.25 if i % 3 else 1)
+    for i in range(6):
+        queue.admit(f"tight{i}", "tight", limit=1)
+    queue.place_granted()
+    queue.settle("r0")
+    queue.admit("brief", "a", ttl_ms=50, band=0)
+    for i in range(6):
+        queue.admit(f"shed{i}", "c", band=2)
+        queue.advance_ms(1)
+    queue.advance_ms(1500)
+    for i in range(40):
+        queue.admit(f"s{i}", "ab"[i % 2], weight=1 + i % 2, cost=0.25 if i % 3 else 1, band=i % 2)
+    queue.cancel("s37")
+    queue.change_settings(paused=0)
+    queue.run_dry()
+
+
+def limited(queue: QueueSimulator) -> None:
+    """More requests of a flow than its endpoints may have at once."""
+    for i in range(5):
+        queue.admit(f"tight{i}", "tight", limit=1)
+    queue.run_dry()
+
+
+def ignored_endpoint_limit(queue: QueueSimulator) -> None:
+    """An endpoint has a limit that this queue ignores."""
+    queue.change_settings(caps={queue.endpoints[0]: 1})
+    for i in range(4):
+        queue.admit(f"r{i}")
+    queue.run_dry()
+
+
+def blocked_head(queue: QueueSimulator) -> None:
+    """The first request in the queue does not fit; a later one would."""
+    for name, cost in (("runs", 3), ("large", 2), ("small", 1)):
+        queue.admit(name, cost=cost)
+    queue.run_dry()
+
+
+def flood(queue: QueueSimulator) -> None:
+    """More new flows at once than may start without a charge."""
+    queue.change_settings(total_capacity=200)
+    for i in range(110):
+        queue.admit(f"r{i}", f"flow{i}")
+    queue.run_dry()
+
+
+def paused(queue: QueueSimulator) -> None:
+    for i in range(8):
+        queue.admit(f"r{i}")
+    queue.change_settings(paused=1)
+    queue.place_granted()
+    queue.settle("r0")
+
+
+def late_answer(queue: QueueSimulator) -> None:
+    """No sweep runs while a request waits past its deadline."""
+    for i in range(5):
+        queue.admit(f"r{i}", ttl_ms=100 if i == 4 else 60_000)
+    queue.advance_ms(1200)
+    queue.admit("other")
+
+
+FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, str]] = [
+    (OverAdmits, mixed_load, "G1", "over-admission"),
+    (FillsPastTheLowerBound, mixed_load, "G1", "not below the lower bound"),
+    (TakesWhilePaused, paused, "G1", "while the pool is paused"),
+    (ForgetsFlowLimits, limited, "G1", "flow limit passed"),
+    (ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
+    (QueueSimulator, ignored_endpoint_limit, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
+    (ServesTheGreatestTag, mixed_load, "G2", "waits at"),
+    (NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
+    (AdvancesTagsByHalf, mixed_load, "G2", "tag of flow"),
+    (IgnoresWeights, mixed_load, "G2", "where its share is"),
+    (LetsNewFlowsGoFirst, flood, "G2", "tag of flow"),
+    (LeavesVirtualTimeBehind, mixed_load, "G2", "virtual time of band"),
+    (GuardsWithoutCredit, mixed_load, "G3", "more than its share"),
+    (NeverGuards, mixed_load, "G3", "less than its share"),
+    (NeverGuards, mixed_load, "G3", "not served within the dispatches it takes"),
+    (LosesGuardCredit, mixed_load, "G3", "less than its share"),
+    (GuardsTheShortestOverdue, mixed_load, "G3", "was overdue for longer"),
+    (GuardsTheNewest, mixed_load, "G3", "which is not overdue"),
+    (ServesTheNewest, mixed_load, "G4", "which comes first in its flow"),
+    (ServesLowBandsFirst, mixed_load, "G4", "served while band"),
+    (BypassesTheQueue, blocked_head, "G4", "bypassed a queue"),
+    (DispatchesPastTheDeadline, mixed_load, "G5", "past its deadline"),
+    (QueueSimulator, late_answer, "G5", "is still queued"),
+    (EndsTwice, mixed_load, "G6", "ends without having begun, or twice"),
+    (LosesARunningRequest, mixed_load, "G6", "request r1 was placed and is lost"),
+    (ReturnsTooMuch, mixed_load, "G6", "stock is"),
+    (KeepsRoundingError, mixed_load, "G6", "nothing runs, and the stock is"),
+    (ReturnsToAnotherEndpoint, mixed_load, "G6", "is returned to"),
+]
+
+
+@pytest.mark.parametrize(
+    ("queue", "load", "promise", "words"),
+    FAULTS,
+    ids=[f"{queue.__name__}: {words}" for queue, _, _, words in FAULTS],
+)
+def test_a_broken_rule_is_found_and_named_with_evidence(
+    queue: type[QueueSimulator], load: Callable[[QueueSimulator], None], promise: str, words: str
+) -> None:
+    faulty = queue()
+    load(faulty)
+    report = audit(faulty.log)
+    found = [violation for violation in report.of(promise).violations if words in violation.what]
+    assert found, report.as_json()["promises"]
+    assert all(violation.evidence for violation in found)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.parametrize("load", [mixed_load, limited, blocked_head, flood])
+def test_the_same_loads_on_a_correct_queue_show_no_violation(
+    load: Callable[[QueueSimulator], None], share: float
+) -> None:
+    queue = QueueSimulator(guard_share=share)
+    load(queue)
+    report = audit(queue.log)
+    assert report.violations == 0, report.as_json()["promises"]
+    assert all(finding.checked for finding in report.findings if load is mixed_load)
+
+
+def test_a_missing_entry_is_the_only_violation_and_the_rest_is_checked() -> None:
+    queue = QueueSimulator()
+    mixed_load(queue)
+    del queue.log[20]
+    report = audit(queue.log)
+    assert [violation.what for violation in report.of("log").violations] == violations_of(report)
+    assert violations_of(report) == ["entry 22 follows 20"]
+    assert report.remarks[0] == "entries between 20 and 22 are missing"
+
+
+def test_one_wrong_stock_is_reported_at_its_own_entry_and_the_next_only() -> None:
+    queue = QueueSimulator()
+    mixed_load(queue)
+    at = next(i for i, entry in enumerate(queue.log) if entry["event"] == "placed")
+    queue.log[at]["stock"] = str(float(queue.log[at]["stock"]) - 0.125)
+    report = audit(queue.log)
+    seqs = [violation.evidence[-1].seq for violation in report.of("G6").violations]
+    assert seqs == [at + 1, at + 2]
+    assert report.violations == 2
+
+
+class Log:
+    """Writes entries one millisecond apart. Request ids are SOURCE.NUMBER."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._arrived: dict[str, int] = {}
+
+    def write(
+        self, event: str, *requests: str, band: int = 1, cost: float = 1, weight: float = 1, by: str = ""
+    ) -> "Log":
+        for request in requests:
+            now_us = 1000 * (len(self.entries) + 1)
+            arrived = self._arrived.setdefault(request, now_us)
+            self.entries.append(
+                Entry(
+                    seq=len(self.entries) + 1, time_us=now_us, event=event, request=request,
+                    flow=source_of(request), band=band, workload="", cost=cost, weight=weight,
+                    arrived=arrived, deadline_ms=0, due_ms=None, limit=0, tag=None, v=0, by=by, owner="",
+                    endpoint="", stock=0, queued=0, upper=100, lower=100, note="",
+                )
+            )  # fmt: skip
+        return self
+
+
+def source_of(request: str) -> str:
+    return request.partition(".")[0]
+
+
+def names(source: str, numbers: Iterable[int]) -> list[str]:
+    return [f"{source}.{number}" for number in numbers]
+
+
+def test_the_gap_is_the_widest_of_any_interval_within_the_backlog() -> None:
+    # The widest interval has the three dispatches of `a`; the bound is 1/1 + 1/1.
+    log = Log().write("queued", *names("a", range(9)), *names("b", range(9)))
+    log.write("granted", "b.0", "a.0", "a.1", "a.2", "b.1")
+    (gap,) = measures.gaps(log.entries)
+    assert (set(gap.flows), gap.widest, gap.bound) == ({"a", "b"}, 3, 2)
+    assert gap.violated
+
+
+def test_the_gap_counts_service_by_weight() -> None:
+    log = Log().write("queued", *names("a", range(3)), *names("b", range(9)))
+    for turn in range(2):
+        log.write("granted", f"a.{turn}", weight=1)
+        log.write("granted", *names("b", range(4 * turn, 4 * turn + 4)), weight=4)
+    (gap,) = measures.gaps(log.entries)
+    # The bound is 1/1 + 1/4.
+    assert (gap.widest, gap.bound) == (1, 1.25)
+    assert not gap.violated
+
+
+def test_service_while_the_other_flow_is_idle_makes_no_gap() -> None:
+    log = Log().write("queued", *names("a", range(9))).write("granted", *names("a", range(3)))
+    log.write("queued", "b.0").write("granted", "b.0").write("granted", *names("a", range(3, 8)))
+    (gap,) = measures.gaps(log.entries)
+    # Only one dispatch happens while both wait.
+    assert gap.widest == 1
+
+
+def test_flows_of_different_bands_are_not_compared() -> None:
+    log = Log().write("queued", *names("a", range(9)), band=0).write("queued", *names("b", range(9)))
+    log.write("granted", *names("a", range(5)), band=0)
+    assert measures.gaps(log.entries) == []
+
+
+def test_the_window_is_the_longest_time_in_which_all_flows_wait() -> None:
+    # All wait for one dispatch, then again for three.
+    log = Log().write("queued", "a.0", *names("b", range(9))).write("granted", "a.0")
+    log.write("granted", *names("b", range(4))).write("queued", *names("a", range(1, 9)))
+    log.write("granted", "a.1", "b.4", "a.2").write("cancelled", *names("b", range(5, 9)))
+    log.write("granted", *names("a", range(3, 9)))
+    window = measures.window(log.entries, {"a", "b"}, source_of)
+    assert (window.grants, dict(window.served)) == (3, {"a": 2, "b": 1})
+
+
+def test_shares_are_one_where_service_follows_weights() -> None:
+    shares = measures.normalised({"a": 100, "b": 200}, {"a": 1, "b": 2})
+    assert shares == {"a": 1, "b": 1}
+    assert (measures.jain(shares.values()), measures.min_by_max(shares.values())) == (1, 1)
+
+
+def test_shares_when_one_flow_has_all_service() -> None:
+    shares = measures.normalised({"a": 100}, {"a": 1, "b": 1})
+    assert shares == {"a": 2, "b": 0}
+    assert (measures.jain(shares.values()), measures.min_by_max(shares.values())) == (0.5, 0)
+
+
+@pytest.mark.parametrize(("by", "inverted"), [("turn", (1, 0)), ("guard", (0, 1))])
+def test_an_inversion_is_a_dispatch_past_a_higher_band(by: str, inverted: tuple[int, int]) -> None:
+    log = Log().write("queued", "a.0", band=0).write("queued", "b.0", "b.1", band=2)
+    log.write("granted", "b.0", band=2, by=by).write("granted", "a.0", band=0, by="turn")
+    log.write("granted", "b.1", band=2, by="turn")
+    found = measures.order(log.entries)
+    assert (found.inverted_turns, found.inverted_guards) == inverted
+
+
+def test_orphaned_requests_do_not_wait() -> None:
+    log = Log().write("queued", "a.0", band=0).write("queued", "b.0", "b.1", band=2)
+    log.write("held", "a.0", band=0).write("granted", "b.0", band=2, by="turn")
+    # After its adoption it waits again.
+    log.write("adopted", "a.0", band=0).write("granted", "b.1", band=2, by="turn")
+    assert measures.order(log.entries).inverted_turns == 1
+
+
+def test_a_running_request_that_is_adopted_does_not_wait() -> None:
+    log = Log().write("queued", "a.0", band=0).write("queued", "b.0", band=2)
+    log.write("granted", "a.0", band=0, by="turn")
+    log.write("adopted", "a.0", band=0).write("granted", "b.0", band=2, by="turn")
+    assert measures.order(log.entries).inverted_turns == 0
+
+
+def test_the_highest_wait_includes_requests_that_expired_or_still_wait() -> None:
+    # One is served after 2 ms, one expires after 3, one still waits after 4.
+    log = Log().write("queued", "a.0", "a.1").write("granted", "a.0").write("queued", "a.2")
+    log.write("expired", "a.1").write("queued", *names("b", range(3)))
+    assert measures.highest_wait_ms(log.entries[:5], "a", source_of) == 3
+    assert measures.highest_wait_ms(log.entries, "a", source_of) == 4
+    assert measures.waits_ms(log.entries, "a", source_of) == [2]

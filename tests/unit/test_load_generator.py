@@ -1,0 +1,573 @@
+"""The load generator: its arguments, its arrivals, its client, its figures and its report."""
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from random import Random
+from statistics import mean, pvariance
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from load_runs import answer, refusal, run, sample
+
+from picker_fleet.cli import main
+from picker_fleet.errors import ConfigError
+from picker_fleet.request import Band
+from picker_tools.load.checks import check_promises
+from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
+from picker_tools.load.generator import (
+    Arrival,
+    LoadGenerator,
+    arrivals,
+    completion_request,
+    conversation_turn,
+    rates_by_capacity,
+    rates_by_total,
+)
+from picker_tools.load.report import show, write
+from picker_tools.load.result import FaultsInjected, RunResult, Sample, fair, quantile, quantiles
+from picker_tools.load.scenarios import SCENARIOS, Conversation, Source, Wave
+from picker_tools.load.session import kill_moments
+from picker_tools.load.target import OwnFleet, Size, check_url
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8080", "http://localhost:1", "http://[::1]:9", "http://127.9.9.9"]
+)
+def test_loopback_targets_are_accepted(url: str) -> None:
+    assert check_url(url, "--target", allow_remote=False) == url
+    assert check_url(f"{url}/", "--target", allow_remote=False) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://10.0.0.1:80", "is not this machine's loopback"),
+        ("http://example.com", "--allow-remote"),
+        ("https://127.0.0.1", "no http://host:port"),
+        ("127.0.0.1:80", "no http://host:port"),
+        ("http://127.0.0.1:99999", "no http://host:port"),
+        ("http://127.0.0.1:80/v1", "no http://host:port"),
+    ],
+)
+def test_other_targets_are_refused_with_a_reason(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_url(url, "--target", allow_remote=False)
+
+
+def test_a_remote_fleet_needs_an_option() -> None:
+    assert check_url("http://10.0.0.1:80", "--target", allow_remote=True) == "http://10.0.0.1:80"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nope"], "invalid choice"),
+        (["steady", "--rate", "0"], "is no rate"),
+        (["steady", "--duration", "601"], "up to 600"),
+        (["steady", "--duration", "nan"], "up to 600"),
+        (["steady", "--replicas", "0"], "from 1 to 100"),
+        (["steady", "--max-requests", "x"], "no whole number"),
+        (["steady", "--target", "http://10.0.0.1"], "--allow-remote"),
+        (["steady", "--own", "--target", "http://127.0.0.1:1"], "for a fleet of its own"),
+        (["replica-crash", "--target", "http://127.0.0.1:1"], "has to kill replicas"),
+        (["redis-outage", "--admin", "http://127.0.0.1:1"], "has to stop Redis"),
+        (["steady", "--own", "--state-file", "nowhere.json"], "for a fleet of its own"),
+        (["steady", "--state-file", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_bad_usage_is_exit_status_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    try:
+        status: object = main(["load", *words, "--report", str(tmp_path)])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_report_needs_a_writable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["load", "steady", "--own", "--report", str(file)]) == 2
+    assert "--report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_scenario_has_a_configuration_that_is_valid(name: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    settings = OwnFleet(scenario, Size(3, 4, "lean", 1), tmp_path, print).settings
+    assert settings.decision_log.enabled
+    assert scenario.objectives <= {objective.name for objective in settings.objectives}
+    for key, wanted in scenario.needs:
+        section, _, leaf = key.partition(".")
+        assert getattr(getattr(settings, section), leaf) == wanted
+    # No source's TTL is longer than the queue's.
+    assert all(source.ttl_s <= settings.fair_request_queue.queue_ttl for source in scenario.sources)
+
+
+@pytest.mark.parametrize("page", [b"", b"{", b"[]", b"{}", b'{"stock": "x"}', b"null"])
+def test_a_page_that_is_no_state_is_no_sample(page: bytes) -> None:
+    assert Sample.read(0.0, page) is None
+
+
+def test_a_sample_of_the_state() -> None:
+    state = {
+        "stock": 3,
+        "bounds": {"lower": 7.2, "upper": 8.8},
+        "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0},
+        "in_flight": {"a": 3},
+        "leases": 3,
+        "replicas": ["x", "y"],
+        "degraded": False,
+    }
+    found = Sample.read(1.5, json.dumps(state).encode())
+    assert found is not None
+    assert (found.stock, found.total_queued, found.replicas, found.at_rest) == (3, 3, 2, False)
+
+
+EVEN = Source("plain", 1.0, "plain")
+WAVY = Source("wavy", 1.0, "wavy", wave=Wave(period_s=4, high_s=1, factor=5))
+
+
+def test_the_same_seed_brings_the_same_arrivals() -> None:
+    drawn = [
+        arrivals((EVEN, WAVY), (20, 5), duration_s=10, max_requests=10_000, seed=seed) for seed in (7, 7, 8)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    # In order, within the duration, numbered from 0 in each source.
+    moments = [each.at_s for each in drawn[0]]
+    assert moments == sorted(moments)
+    assert moments[0] > 0
+    assert moments[-1] < 10
+    for source in (0, 1):
+        numbers = [each.number for each in drawn[0] if each.source == source]
+        assert numbers == list(range(len(numbers)))
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    found = arrivals((EVEN,), (50,), duration_s=400, max_requests=100_000, seed=3)
+    # The variance of a Poisson process is its mean.
+    counts = [0] * 400
+    for each in found:
+        counts[int(each.at_s)] += 1
+    assert mean(counts) == pytest.approx(50, rel=0.05)
+    assert pvariance(counts) == pytest.approx(50, rel=0.25)
+
+
+def test_a_wave_multiplies_the_rate() -> None:
+    found = arrivals((WAVY,), (40,), duration_s=400, max_requests=100_000, seed=3)
+    high = sum(each.at_s % 4 < 1 for each in found)
+    assert high / 100 == pytest.approx(200, rel=0.05)
+    assert (len(found) - high) / 300 == pytest.approx(40, rel=0.05)
+
+
+@given(seed=st.integers(0, 50), rate=st.floats(0.1, 200), max_requests=st.integers(1, 300))
+def test_arrivals_are_bounded_in_number_and_time(seed: int, rate: float, max_requests: int) -> None:
+    found = arrivals((EVEN, WAVY), (rate, rate), duration_s=3, max_requests=max_requests, seed=seed)
+    assert len(found) <= max_requests
+    assert all(each.at_s < 3 for each in found)
+
+
+def test_a_source_without_a_rate_has_no_arrivals() -> None:
+    assert arrivals((EVEN,), (0.0,), duration_s=10, max_requests=10, seed=1) == []
+
+
+def test_rates_follow_from_what_the_fleet_can_serve() -> None:
+    # The fleet keeps 8 requests in flight: it dispatches below 7.2.
+    steady = SCENARIOS["steady"]
+    found = rates_by_capacity(steady, 7.2, [0.24] * 4)
+    # The load is 0.7.
+    assert sum(found.rates_per_s) == pytest.approx(0.7 * 8 / 0.24)
+    assert found.capacity_per_s == pytest.approx(8 / 0.24)
+    # A given rate is spread over the sources by their loads.
+    assert rates_by_total(steady, 10, [0.24] * 4).rates_per_s == pytest.approx((2.5,) * 4)
+
+
+def test_rates_in_tokens_count_costs() -> None:
+    scenario = SCENARIOS["long-prompts"]
+    found = rates_by_capacity(scenario, 57_600, [0.3, 0.2])
+    # A source's rate is its load times what fits of it, by its mean cost.
+    long, short = scenario.sources
+    assert found.rates_per_s[0] == pytest.approx(long.load * 57_600 / long.cost_tokens / 0.3)
+    assert found.rates_per_s[1] == pytest.approx(short.load * 57_600 / short.cost_tokens / 0.2)
+
+
+def test_a_conversation_counts_as_all_its_turns() -> None:
+    scenario = SCENARIOS["multi-turn"]
+    assert rates_by_capacity(scenario, 8, [0.24]).rates_per_s == pytest.approx((0.5 * 8 / 0.24 / 5,))
+
+
+def test_the_mean_cost_is_that_of_the_sent_requests() -> None:
+    source = SCENARIOS["long-prompts"].sources[0]
+    sizes = [len(completion_request(source, "llama", number, 1).body) for number in range(2000)]
+    assert mean(sizes) / 4 + source.answer_tokens == pytest.approx(source.cost_tokens, rel=0.05)
+    assert min(sizes) >= source.prompt_bytes[0]
+    assert max(sizes) <= source.prompt_bytes[1] + 200
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_request_names_its_flow_ttl_and_workload(name: str) -> None:
+    for source in SCENARIOS[name].sources:
+        ask = completion_request(source, "llama", 5, 1)
+        headers = dict(ask.headers)
+        assert json.loads(ask.body)["model"] == "llama"
+        assert headers["x-gateway-inference-fairness-id"] == source.flow
+        assert headers["x-llm-d-inference-ttl"] == f"{source.ttl_s:g}s"
+        assert headers.get("x-gateway-inference-objective", "") == source.objective
+        assert ask == completion_request(source, "llama", 5, 1) != completion_request(source, "llama", 6, 1)
+        if source.workload:
+            assert json.loads(headers["x-workload-context"])["criticality"] == source.criticality
+
+
+def test_a_turn_has_all_earlier_messages() -> None:
+    source, chance = SCENARIOS["multi-turn"].sources[0], Random(1)
+    first, words = conversation_turn(source, "llama", [], chance)
+    second, _ = conversation_turn(source, "llama", [words, "an answer"], chance)
+    before, after = (json.loads(each.body)["messages"] for each in (first, second))
+    assert [message["role"] for message in after] == ["user", "assistant", "user"]
+    assert after[0] == before[0]
+
+
+@given(seed=st.integers(0, 200), duration_s=st.floats(1, 120), replicas=st.integers(1, 8))
+def test_replicas_are_killed_at_random_moments(seed: int, duration_s: float, replicas: int) -> None:
+    moments = kill_moments(duration_s, replicas, seed)
+    # At least once, within the load, and the same for the same seed.
+    assert moments
+    assert all(0 < at_s < duration_s and 0 <= number < replicas for at_s, number in moments)
+    assert moments == kill_moments(duration_s, replicas, seed)
+    assert all(math.isfinite(at_s) for at_s, _ in moments)
+
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+PLAIN = b'{"usage": {"completion_tokens": 16}}'
+FULL = b"retry-after: 3\r\nx-llm-d-request-dropped-reason: rejected-saturated\r\n"
+
+
+def chunked(*parts: bytes, end: bool = True) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    return (
+        head
+        + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+        + (b"0\r\n\r\n" if end else b"")
+    )
+
+
+def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %s\r\n%scontent-length: %d\r\n\r\n%s" % (status, more, len(body), body)
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[int], bytes | None]) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server whose answer to request `n` (from 0) is `answer(n)`; empty: it hangs up; None: it is silent.
+
+    Gives its URL, and the number of connections as the one entry of a list.
+    """
+    count, connections = 0, [0]
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        nonlocal count
+        connections[0] += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                await reader.readexactly(length)
+                reply = answer(count)
+                count += 1
+                if reply == b"":
+                    return
+                if reply is not None:
+                    writer.write(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
+
+
+def ask(streamed: bool) -> HttpRequest:
+    return HttpRequest("/v1/completions", (("x-a", "b"),), b'{"model": "llama"}', streamed, 2)
+
+
+async def sent(client: Client, streamed: bool = True, within_s: float = 10.0) -> Answer:
+    asked = ask(streamed)
+    exchange = await client.send(asked, within_s=within_s)
+    return answer_of(exchange, asked, source="s", number=0, turn=0, due_s=0.0, began=exchange.sent_at)
+
+
+@pytest.mark.parametrize(
+    ("reply", "streamed", "kind", "what"),
+    [
+        (chunked(EVENT, EVENT, USAGE, DONE), True, Kind.SERVED, "served"),
+        (whole(PLAIN), False, Kind.SERVED, "served"),
+        (whole(b"{}", b"503 No", FULL), True, Kind.REFUSED, "503 rejected-saturated"),
+        (whole(b"{}", b"429 No", FULL), True, Kind.REFUSED, "429 rejected-saturated"),
+        (whole(b"{}", b"500 No"), True, Kind.FAILED, "500 without a reason"),
+        (chunked(EVENT, EVENT), True, Kind.FAILED, "a stream that ended without [DONE]"),
+        (chunked(EVENT, end=False)[:-3] + b"zz", True, Kind.FAILED, "the answer is not HTTP"),
+        (b"", True, Kind.FAILED, "the connection was closed without a whole answer"),
+    ],
+)
+async def test_each_answer_has_its_kind_and_outcome(
+    reply: bytes, streamed: bool, kind: Kind, what: str
+) -> None:
+    async with serving(lambda _: reply) as (url, _):
+        with Client(url) as client:
+            answer = await sent(client, streamed)
+    assert answer.kind is kind
+    assert answer.outcome.startswith(what)
+    if kind is Kind.REFUSED:
+        assert answer.retry_after_s == 3
+    if kind is Kind.SERVED:
+        assert answer.tokens == (2 if streamed else 16)
+        assert answer.answers == 1
+        assert 0 < (answer.first_s or 0) <= answer.last_s
+
+
+async def test_a_second_answer_to_one_request_is_counted() -> None:
+    async with serving(lambda _: whole(PLAIN) * 2) as (url, _):
+        with Client(url) as client:
+            answer = await sent(client, streamed=False)
+            # The connection is not used again.
+            assert answer.kind is Kind.SERVED
+            assert client.surplus_answers == 1
+
+
+async def test_connections_are_reused_unless_broken() -> None:
+    # The server hangs up after its second answer.
+    replies = [whole(PLAIN), whole(PLAIN), b"", whole(PLAIN)]
+    async with serving(lambda number: replies[number]) as (url, connections):
+        with Client(url) as client:
+            kinds = [(await sent(client, streamed=False)).kind for _ in replies]
+    # A failed request is not sent again; the others share connections.
+    assert kinds == [Kind.SERVED, Kind.SERVED, Kind.FAILED, Kind.SERVED]
+    assert connections == [2]
+
+
+async def test_a_silent_server_is_a_failure_in_time() -> None:
+    async with serving(lambda _: None) as (url, _):
+        with Client(url) as client:
+            answer = await sent(client, within_s=0.05)
+    assert answer.fault == "no whole answer within 0.05 s"
+    assert answer.kind is Kind.FAILED
+
+
+async def test_a_missing_server_is_a_failure() -> None:
+    async with serving(lambda _: None) as (url, _):
+        pass
+    with Client(url) as client:
+        assert (await sent(client)).fault.startswith("no connection")
+        assert await client.get("/", within_s=1.0) is None
+
+
+def generator(client: Client, source: Source, duration_s: float = 0.2) -> LoadGenerator:
+    return LoadGenerator(client, (source,), model="llama", seed=1, duration_s=duration_s, max_requests=100)
+
+
+async def test_the_load_does_not_wait_for_answers() -> None:
+    # The server is silent; twenty requests are due within 40 ms.
+    coming = [Arrival(0.002 * number, 0, number) for number in range(20)]
+    all_in = asyncio.Event()
+    async with serving(lambda number: all_in.set() if number == 19 else None) as (url, _):
+        with Client(url) as client:
+            load = generator(client, Source("s", 1, "s"))
+            running = asyncio.create_task(load.run(coming))
+            # All are sent though none is answered.
+            async with asyncio.timeout(10):
+                await all_in.wait()
+            assert load.counts.open == 20
+            # When the load stops, each has left and is counted once.
+            load.stop()
+            await running
+    assert load.counts.ended[Kind.LEFT] == load.counts.sent == len(load.counts.answers) == 20
+
+
+async def test_a_conversation_goes_on_with_the_answer() -> None:
+    # The server serves two turns of five and refuses the third.
+    replies = [whole(PLAIN), whole(PLAIN), whole(b"{}", b"503 No", FULL)]
+    async with serving(lambda number: replies[number]) as (url, _):
+        with Client(url) as client:
+            source = Source("s", 1, "s", streamed=0.0, conversation=Conversation(turns=5, think_s=0.001))
+            load = generator(client, source, duration_s=2.0)
+            await load.run([Arrival(0.0, 0, 0)])
+    assert [each.turn for each in load.counts.answers] == [0, 1, 2]
+    assert load.counts.ended[Kind.SERVED] == 2
+    # Each turn carries more than the one before.
+    sizes = [each.prompt_bytes for each in load.counts.answers]
+    assert sizes == sorted(sizes)
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert quantile([7.0], 0.5) == 7
+    assert math.isnan(quantile([], 0.5))
+    assert quantiles([]) == {}
+    assert quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
+
+
+def test_a_flow_gets_at_most_its_demand_and_others_share_the_rest() -> None:
+    # Flow a asks for little, c weighs twice as much as b.
+    sources = (
+        Source("small", 1, "small"),
+        Source("big", 1, "big"),
+        Source("heavy", 1, "heavy", weight=2.0),
+    )
+    due = fair(sources, {"small": 10, "big": 200, "heavy": 200}, 100)
+    assert due == pytest.approx({"small": 10, "big": 30, "heavy": 60})
+
+
+def test_a_higher_band_comes_first() -> None:
+    sources = (
+        Source("critical", 1, "critical", band=Band.CRITICAL),
+        Source("default", 1, "default"),
+        Source("sheddable", 1, "sheddable", band=Band.SHEDDABLE),
+    )
+    due = fair(sources, {"critical": 60, "default": 60, "sheddable": 60}, 100)
+    assert due == pytest.approx({"critical": 60, "default": 40, "sheddable": 0})
+
+
+@given(
+    demand=st.lists(st.floats(0, 1000), min_size=1, max_size=6),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=6, max_size=6),
+    part=st.floats(0, 1),
+)
+def test_fair_parts_exceed_neither_demand_nor_service(
+    demand: list[float], weights: list[float], part: float
+) -> None:
+    sources = [Source(f"f{place}", 1, f"f{place}", weight=weights[place]) for place in range(len(demand))]
+    asked = {source.flow: amount for source, amount in zip(sources, demand, strict=True)}
+    served = part * sum(demand)
+    due = fair(sources, asked, served)
+    assert all(due[flow] <= asked[flow] + 1e-6 for flow in due)
+    assert sum(due.values()) == pytest.approx(served, abs=1e-6)
+
+
+FAULTS = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
+
+
+class Tags(HTMLParser):
+    """The tags of a page; fails if one is not closed in order."""
+
+    VOID = frozenset({"meta", "br", "path", "use", "rect"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.all: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
+    write(evidence, check_promises(evidence), folder)
+    summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return summary, (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_page_is_self_contained(name: str, tmp_path: Path) -> None:
+    _, page = written(run(name, faults_injected=FAULTS), tmp_path)
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.all.count("svg") >= 4
+    assert not {"script", "link", "img", "image", "iframe"} & set(tags.all)
+    assert not re.search(r'(?:href|src)="(?!#)', page)
+    assert "url(" not in re.sub(r"url\(#", "", page)
+    # It follows the reader's choice of light or dark, its pictures too.
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    assert not re.search("#010203|#040506", page)
+    # It is small enough to send.
+    assert len(page) < 300_000
+
+
+def test_a_broken_promise_is_reported_with_its_evidence(tmp_path: Path) -> None:
+    answers = (refusal("client-1", reason="<b>full</b>"), refusal("client-2"), *run().answers[2:])
+    evidence = run(answers=answers)
+    summary, page = written(evidence, tmp_path)
+    # The markup is shown as text.
+    tags = Tags()
+    tags.feed(page)
+    text = " ".join(tags.texts)
+    assert "1 promise broken" in text
+    assert "client-1 #0: sent at 0.000 s, 503 <b>full</b>" in text
+    assert "<b>full</b>" not in page
+    assert summary["verdict"] == "broken"
+    promises = {each["name"]: each for each in summary["promises"]}  # type: ignore[attr-defined]
+    assert promises["no-errors"]["verdict"] == "broken"
+    assert len(promises["no-errors"]["cases"]) == 2
+    assert summary["counts"]["ends"]["503 rejected-saturated"] == 1  # type: ignore[index]
+
+
+def test_the_summary_has_what_is_needed_to_repeat_the_run(tmp_path: Path) -> None:
+    summary, _ = written(run("noisy-neighbour", faults_injected=FAULTS), tmp_path)
+    assert summary["scenario"] == "noisy-neighbour"
+    assert summary["seed"] == 1
+    assert summary["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}  # type: ignore[index]
+    assert summary["versions"]["picker-fleet"]  # type: ignore[index]
+    quiet = summary["sources"]["quiet"]  # type: ignore[index]
+    assert quiet["sent"] == quiet["served"] == 40
+    assert quiet["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p95": 0.1, "p99": 0.1, "max": 0.1}
+    assert summary["shares"]["quiet"]["served"] == pytest.approx(0.5)  # type: ignore[index]
+    assert summary["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]  # type: ignore[index]
+    assert summary["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        run(answers=(), samples=(), rest=None),
+        run(answers=(answer("client-1", status=0, first_s=None, head_s=None, fault="no connection"),)),
+        replace(run(samples=(sample(0.1),)), interrupted=True),
+    ],
+    ids=["nothing", "one failure", "one sample"],
+)
+def test_every_run_has_a_report(evidence: RunResult, tmp_path: Path) -> None:
+    summary, page = written(evidence, tmp_path)
+    assert summary["counts"]["sent"] == evidence.sent  # type: ignore[index]
+    assert ("INTERRUPTED" in page) is evidence.interrupted
+
+
+def test_the_terminal_shows_every_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    evidence = run(rest=None)
+    show(evidence, check_promises(evidence))
+    # One line a promise, and one that says what is broken and why.
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("held")][:2] == [
+        "no-errors",
+        "nothing-expires",
+    ]
+    assert any(line.startswith("broken") and "at-rest" in line for line in lines)
+    assert any(line.startswith("BROKEN at-rest: after the load every count is exactly 0") for line in lines)

@@ -1,0 +1,319 @@
+"""The documentation beside the code: numbers, settings, faults, alerts, and what it names."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from picking_table import TABLE
+
+from picker_fleet import cli, intake
+from picker_fleet.admin import api, documents, events, fleet_state, protection
+from picker_fleet.admin.server import LIMITS
+from picker_fleet.admin.views import BadCursor
+from picker_fleet.admission import shared_gate
+from picker_fleet.config import Settings
+from picker_fleet.endpoints import metrics_page as endpoint_page
+from picker_fleet.endpoints import scraper
+from picker_fleet.errors import (
+    Dropped,
+    RequestError,
+    ScriptFailed,
+    StateFault,
+    StateUnavailable,
+    WritesRefused,
+)
+from picker_fleet.extproc import codec
+from picker_fleet.failover import local_gate, outage
+from picker_fleet.failover.gate import FailoverTimes
+from picker_fleet.replica import heartbeat
+from picker_fleet.replica.live_config import AFFECTS, LIVE
+from picker_fleet.scheduling import endpoint_history as history
+from picker_fleet.sections import Model, Section
+from picker_fleet.state import batching, error_replies, reads
+from picker_fleet.state.error_replies import ERROR_REPLIES
+from picker_fleet.telemetry import series
+from picker_tools.local_fleet import envoy, listener
+
+ROOT = Path(__file__).parents[2]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def lua(path: str, name: str) -> int:
+    """The integer constant of a script."""
+    found = re.search(rf"^ *local {name} = (\d+)", (ROOT / "lua" / path).read_text(), re.MULTILINE)
+    assert found is not None, f"lua/{path} has no {name}"
+    return int(found[1])
+
+
+def spaced(number: int) -> str:
+    """As the documentation writes numbers of five digits and more."""
+    return f"{number:,}".replace(",", " ")
+
+
+CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
+LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
+SENTENCES = [
+    ("architecture", f"one that dies meanwhile is waited for {reads.CLAIM_MS / 1000:g} s"),
+    ("architecture", f"within its TTL and {LATE_S:g} s"),
+    ("redis-schema", f"or {reads.CLAIM_MS / 1000:g} s if it came to no end"),
+    ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
+    ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
+    ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
+    ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
+    ("fairness", f"the {lua('lib/queue.lua', 'GUARD_LOOKS_AT')} most overdue"),
+    ("admin-api", f"No script looks at more than {reads.CHUNK} rows"),
+    ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),
+    ("admin-api", f"a page has at most {api.MAX_ROWS} rows"),
+    ("admin-api", f"goes by the first {fleet_state.MAX_FLOWS}"),
+    ("admin-api", f"It takes {events.MAX_LISTENERS} listeners"),
+    ("admin-api", f"{LIMITS.connections} connections, {LIMITS.connections // 2} of one address"),
+    ("admin-api", f"not whole {LIMITS.request_s:g} s after"),
+    (
+        "admin-api",
+        f"not read for {LIMITS.stalled_s:g} s, more than {LIMITS.overhead_bytes // 1024} KiB of headers",
+    ),
+    ("admin-api", f"more than {LIMITS.pipelined} requests that wait behind one another"),
+    ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
+    ("metrics", f"at most {spaced(series._MAX_SERIES)} series ({series._MAX_HISTOGRAMS} of a histogram)"),
+    ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
+    ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
+    ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
+    ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
+    ("without-redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
+    ("without-redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
+    ("without-redis", f"{spaced(outage.MAX_ENTRIES)} requests and as many ends are remembered"),
+    ("without-redis", f"is left alone for {local_gate._FAILED_S:g} s"),
+    ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
+    ("errors", f"{error_replies._LOG_LINES_PER_S} lines a second at most"),
+    ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
+    ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
+    ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),
+    (
+        "picking",
+        f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB",
+    ),
+    (
+        "picking",
+        f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all",
+    ),
+    ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
+    ("guarantees", f"{len(TABLE)} cases from headers"),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES)
+def test_a_number_on_a_page_is_that_of_the_code(page: str, sentence: str) -> None:
+    assert sentence in " ".join(text_of(page).split()), f"docs/{page}.md does not say: {sentence}"
+
+
+CODE = re.compile(r"`([a-z_]+)`")
+
+
+def table(section: str) -> list[list[str]]:
+    """The cells of each row of the first table under `## section`."""
+    text = text_of("errors").split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
+    ]
+    rows = [row for row in rows if len(row) > 3]
+    return rows[2:]
+
+
+def faults(of: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    """Every fault that a client can be answered with: those of picker_fleet.errors."""
+    if of.__module__ == "picker_fleet.errors" and of not in (Dropped, StateFault):  # names for several
+        yield of
+    for one in of.__subclasses__():
+        yield from faults(one)
+
+
+@pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.code)
+def test_what_a_client_gets_is_as_the_page_says(fault: type[RequestError]) -> None:
+    row = {CODE.findall(cells[0])[0]: cells for cells in table("What clients get")}.get(fault.code)
+    assert row is not None, f"docs/errors.md does not tell of {fault.code}"
+    refusal = codec.refusal(fault("why"), 503, lambda: 0.0)
+    answer = ProcessingResponse.FromString(codec.refused(refusal, fault.code)).immediate_response
+    headers = {option.header.key: option.header.raw_value.decode() for option in answer.headers.set_headers}
+    error = orjson.loads(answer.body)["error"]
+    _, status, kind, reason, *_ = row
+    assert status == f"{int(answer.status.code)}" + ("¹" if issubclass(fault, Dropped) else "")
+    assert kind == f"`{error['type']}`"
+    assert reason.strip("`") == headers.get(codec.DROPPED_REASON, "–")
+    assert ("retry-after" in headers) == status.startswith(("503", "429"))
+
+
+def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
+    listed = [CODE.findall(cells[0])[0] for cells in table("What clients get")]
+    assert sorted(listed) == sorted(fault.code for fault in faults())
+
+
+def test_what_redis_answers_means_what_the_page_says() -> None:
+    listed = [
+        (prefix, cells[1])
+        for cells in table("What Redis answers")
+        for prefix in re.findall(r"`([^`]+)`", cells[0])
+    ]
+    assert sorted(listed) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
+    assert "`item`" in [cells[1] for cells in table("What Redis answers")]
+
+
+def admin_codes() -> Iterator[tuple[str, str]]:
+    """Code and status of each fault that the admin API names in its source, and of its parameters."""
+    for file in sorted((ROOT / "app" / "picker_fleet" / "admin").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name in ("Refused", "_problem"):
+                given = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                number = next((value for value in given if isinstance(value, int)), None)
+                code = next((value for value in given if isinstance(value, str)), None)
+                if number is not None and code is not None:
+                    yield code, str(number)
+    yield from ((code, str(status)) for status, code in protection._CODES.items())
+    for fault in (BadCursor, StateUnavailable, WritesRefused, ScriptFailed):
+        yield fault.code, str(fault.status)
+
+
+def test_the_codes_of_the_admin_api_are_those_of_the_page() -> None:
+    listed = {(CODE.findall(cells[0])[0], cells[1]) for cells in table("The admin API")}
+    of_parameters = {("bad_limit", "422"), ("bad_band", "422")}
+    found = set(admin_codes())
+    assert ("bad_config", "422") in found, "the source is not read as it was meant to be"
+    assert listed - of_parameters == found
+    assert of_parameters <= listed
+
+
+def test_every_command_has_its_exit_codes_on_the_page() -> None:
+    commands = [f"`picker {name}`" for name in (*cli._COMMANDS, "check")]
+    assert sorted(cells[0] for cells in table("Exit codes")) == sorted(commands)
+
+
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("operations", "errors", "tuning", "upgrading")]
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+SECTIONS = "|".join(name for name, field in Settings.model_fields.items() if name != "pool")
+KEY = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+)`")
+
+
+def keys(of: type[Section], before: str = "") -> Iterator[str]:
+    """Every key of the settings tree below `of`, with dots."""
+    for name, field in of.model_fields.items():
+        yield before + name
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from keys(kind, f"{before}{name}.")
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    named = set(KEY.findall(page.read_text(encoding="utf-8")))
+    assert named
+    assert named <= set(keys(Settings))
+
+
+def test_what_tuning_calls_live_may_change_live_and_nothing_else() -> None:
+    rows = re.findall(r"^\| `([\w.]+)`( \*live\*)? \|", text_of("tuning"), re.MULTILINE)
+    rows = [(key, live) for key, live in rows if "." in key and key in set(keys(Settings))]
+    assert len(rows) > 10
+    assert [(key, bool(live)) for key, live in rows] == [(key, key in AFFECTS) for key, _ in rows]
+
+
+def test_every_alert_is_on_the_page_once() -> None:
+    groups = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "alerts.yml").read_text())["groups"]
+    alerts = [rule["alert"] for group in groups for rule in group["rules"]]
+    listed = re.findall(r"^\| `(Picker\w+)` \|", text_of("operations"), re.MULTILINE)
+    assert sorted(listed) == sorted(alerts)
+
+
+def warnings() -> Iterator[str]:
+    """How each warning or error of a replica's log begins, up to what is filled in."""
+    for file in sorted((ROOT / "app" / "picker_fleet").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                logs = getattr(node.func.value, "id", "") == "_log"
+                if logs and node.func.attr in ("warning", "error", "exception"):
+                    assert isinstance(first, ast.Constant)
+                    yield str(first.value)
+
+
+def test_every_warning_of_the_log_is_on_the_page() -> None:
+    page = text_of("operations").split("\n## The log\n", 1)[1]
+    found = list(warnings())
+    assert len(found) > 15
+    for warning in found:
+        part = max(re.split(r"%\w+|[:;(]", warning), key=len).strip()
+        assert part in page, warning
+
+
+SPECIFICATION = text_of("specification")
+QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", SPECIFICATION)))
+PATHS = [text for text in QUOTED if re.match(r"(app|bench|deploy|lua|tests)/", text)]
+SETTINGS = [text for text in QUOTED if text.partition(".")[0].rstrip("[]") in Settings.model_fields]
+
+
+@pytest.mark.parametrize("named", PATHS)
+def test_what_the_page_names_is_there(named: str) -> None:
+    path, _, test = named.partition("::")
+    assert (ROOT / path).exists(), f"docs/specification.md names {path}"
+    if test:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"def {test}\(", text), f"{path} has no {test}"
+
+
+@pytest.mark.parametrize("named", SETTINGS)
+def test_a_setting_that_the_page_names_can_be_set(named: str) -> None:
+    assert named.replace("[]", "") in set(keys(Settings)), f"docs/specification.md names {named}"
+
+
+def test_every_statement_has_code_and_a_test_or_says_why_not() -> None:
+    lines = [line for line in SPECIFICATION.splitlines() if line.startswith("| ")]
+    rows = [line.strip("|").split(" | ") for line in lines if "| where |" not in line]
+    assert len(rows) > 100
+    for cells in ([cell.strip() for cell in row] for row in rows):
+        assert len(cells) >= 3, cells
+        statement, where, test, *differs = cells
+        assert statement
+        assert where.startswith(("`", "–")), cells
+        if "tests/" not in test:
+            assert differs, f"neither a test nor a reason: {statement}"
+            assert differs[0].strip("| "), f"neither a test nor a reason: {statement}"
+
+
+TUNED = ("fair_request_queue", "request_queue_controller", "workloads", "scheduling", "scraping", "leases")
+ROWS = [line.split("|")[1] for line in text_of("tuning").splitlines() if line.startswith("| `")]
+
+
+def tuned() -> list[tuple[str, str]]:
+    """Section and key of each setting that tunes something."""
+    sections = Settings()
+    found = [(name, key) for name in TUNED for key in type(getattr(sections, name)).model_fields]
+    return found + [("models[]", key) for key in Model.model_fields if key != "name"]
+
+
+@pytest.mark.parametrize(("section", "key"), tuned())
+def test_a_key_has_a_row_that_says_whether_it_is_live(section: str, key: str) -> None:
+    # The first cell of a row names the section first, and may list keys of it.
+    cell = next((cell for cell in ROWS if f"`{section}." in cell and f"{key}`" in cell), None)
+    assert cell is not None, f"docs/tuning.md has no row for {section}.{key}"
+    assert ("*live*" in cell) == (f"{section}.{key}" in LIVE)
