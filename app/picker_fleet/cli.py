@@ -31,6 +31,7 @@ _COMMANDS = {
         "picker_tools.load.command",
         "run a load scenario, check the fleet's promises, write a report",
     ),
+    "import-config": ("picker_fleet.import_config", "the Go picker's EndpointPickerConfig in our terms"),
     "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
 }
 _CHECK_SUMMARY = "validate a configuration"
@@ -47,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = next((word for word in words if not word.startswith("-")), None)
     try:
         with _naming_the_extra(asked):
-            args = _parser(asked).parse_args(words)
+            parser = _parser(asked)
+            args, unknown = parser.parse_known_args(words)
+            if unknown and asked != "serve":  # charts pass it flags of another picker
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            args.unknown = unknown
             status: int = args.run(args)
     except PickerError as fault:
         print(fault, file=sys.stderr)

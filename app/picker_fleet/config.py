@@ -114,8 +114,16 @@ class EffectiveConfig:
     weights: Mapping[str, float]
 
 
-def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
+def load(
+    path: Path | None,
+    environ: Mapping[str, str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Settings:
     """Settings of the YAML file at `path` (none: the defaults), overlaid by the environment.
+
+    `defaults` are a tree under the file, `flags` one over the environment.
 
     A relative `discovery.file` in the file is relative to the file; one in the environment, to the
     working directory.
@@ -124,7 +132,7 @@ def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
         ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
             one line a fault, each naming the key, and the variable where the value came from one.
     """
-    tree: object = {}
+    tree: Any = {}
     if path is not None:
         try:
             tree = read_yaml(path.read_text(encoding="utf-8"))
@@ -143,7 +151,21 @@ def load(path: Path | None, environ: Mapping[str, str]) -> Settings:
         file = discovery.get("file")
         if isinstance(file, str) and file:
             discovery["file"] = str(path.parent / file)
-    return _validated(tree, _overlay(tree, environ))
+    below = overlaid(defaults or {}, tree)
+    variables = _overlay(below, environ)
+    return _validated(overlaid(below, flags or {}), variables)
+
+
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, mapping by mapping. The source of discovery that is above stays alone."""
+    tree = dict(below)
+    for key, value in above.items():
+        under = tree.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping) and key != "discovery":
+            tree[key] = overlaid(under, value)
+        else:
+            tree[key] = value
+    return tree
 
 
 def parse(tree: Mapping[str, Any]) -> Settings:

@@ -42,6 +42,7 @@ ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
 DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = ("x-workload-context",)
 TRACE = "traceparent"
+TEST_SELECTION = "test-epp-endpoint-selection"  # of the conformance suite
 HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
 )
@@ -166,10 +167,21 @@ def read_subset(hint: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def selected_endpoints(choice: bytes, addresses: Iterable[str]) -> tuple[str, ...]:
+    """The endpoints that the conformance suite's header chooses: `ip:port`, or an `ip` of `addresses`."""
+    parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
+    by_host: dict[str, list[str]] = {}
+    for address in addresses:
+        by_host.setdefault(address.rpartition(":")[0].strip("[]"), []).append(address)
+    found = [address for part in parts for address in by_host.get(part.strip("[]"), ())]
+    return tuple(dict.fromkeys((*found, *read_subset(parts))))
+
+
 def wanted_headers(settings: Settings) -> frozenset[str]:
     """The headers (lower-case) that requests are read for under `settings`."""
     traces = {TRACE} if settings.tracing.enabled else frozenset()
-    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces
+    tests = {TEST_SELECTION} if settings.extproc.conformance else frozenset()
+    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces | tests
 
 
 class PrefixReader(Protocol):

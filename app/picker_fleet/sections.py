@@ -91,6 +91,7 @@ class Redis(Section):
 
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
+    health_listen: HostPort | None = None  # gRPC health by itself, beside that at `listen`; never by TLS
     transport: Literal["native", "grpcio"] = "native"  # what carries gRPC (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
     max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
@@ -104,6 +105,8 @@ class ExtProc(Section):
     read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused
+    # Clients may choose endpoints, and answers say who served (docs/conformance.md); never in production.
+    conformance: Flag = False
     # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
     on_failure: Literal["deny", "balance"] = "deny"
 

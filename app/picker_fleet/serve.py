@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from picker_fleet import chart_flags
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
 from picker_fleet.admin.changes import FleetControls
@@ -33,7 +34,7 @@ from picker_fleet.config import Settings, load
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import StartupError
+from picker_fleet.errors import ConfigError, StartupError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.extproc import accesslog, budget_transfer, eds
 from picker_fleet.extproc.context import (
@@ -49,7 +50,7 @@ from picker_fleet.extproc.context import (
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.server import Server
 from picker_fleet.failover.gate import FailoverGate
-from picker_fleet.intake import Intake
+from picker_fleet.intake import Intake, selected_endpoints
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
 from picker_fleet.replica.info import ReplicaInfo
@@ -120,6 +121,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         lines=DecisionLines(clock, parts.chooser.explain),
         clock=clock,
         fill=parts.failover.fill,
+        selected=_selected(parts.endpoints) if settings.extproc.conformance else None,
     )
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     grpc_server = Server(
@@ -196,6 +198,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         await grpc_server.stop()
         if parts.traces is not None:
             await parts.traces.stop(_GOODBYE_S)
+
+
+def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:
+    """What reads the conformance suite's choice of endpoints."""
+    _log.warning("extproc.conformance is on: any client chooses endpoints")
+    return lambda choice: selected_endpoints(choice, (each.address for each in endpoints.current.endpoints))
 
 
 async def _announce(membership: Membership, server: Server, checks: CheckServer | None) -> None:
@@ -424,22 +432,36 @@ _KEPT_BYTES = 8 * 1024 * 1024  # of free memory at the heap's end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration (YAML)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML)")
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     parser.add_argument("--log-level", choices=levels, help="in place of the configuration's")
+    chart_flags.add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 after a drain. Prints one JSON line once the listeners are bound."""
-    settings = load(args.config, os.environ)
+    settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
     logs.setup(level, style=settings.logging.format, replica=replica, pool=settings.pool)
+    for remark in remarks:
+        _log.warning("%s", remark)
     # Collecting seldom is worth a few per cent, since requests leave few cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()
     uvloop.run(serve(settings, replica, _report))
     return 0
+
+
+def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
+    """The settings, and what is to be said of the flags that they come from."""
+    if chart_flags.given(args):
+        return chart_flags.settings(args, os.environ)
+    if args.config is None:
+        raise ConfigError("--config FILE is needed, or --pool-name NAME in Kubernetes")
+    if args.unknown:
+        raise ConfigError(f"unrecognized arguments: {' '.join(args.unknown)}")
+    return load(args.config, os.environ), ()
 
 
 def _give_large_blocks_back() -> None:

@@ -27,6 +27,7 @@ from picker_fleet.request import Placement
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
+TEST_SERVED = "x-conformance-test-served-endpoint"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 

@@ -357,7 +357,8 @@ class OpenRequests:
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """Made once. `reads` limits requests that go through without admission, `fill` is the part of the queue
-    that is taken, 0 to 1. `clock` is in seconds; only its differences count."""
+    that is taken, 0 to 1. `clock` is in seconds; only its differences count. `selected` reads the conformance
+    suite's choice of endpoints; None where clients have none."""
 
     settings: Settings
     paths: AllowedPaths
@@ -372,6 +373,7 @@ class ExchangeContext:
     lines: DecisionLines
     clock: Callable[[], float]
     fill: Callable[[], float]
+    selected: Callable[[bytes], tuple[str, ...]] | None = None
 
     def is_read(self, method: bytes, path: bytes, *, has_body: bool) -> bool:
         """Whether it is a read, which has no body and is not admitted, and not inference. Counts the reads.
@@ -382,6 +384,8 @@ class ExchangeContext:
             TooManyReads: there are more of them than the replica lets through.
         """
         kind = self.paths.kind(method, path)
+        if kind is None and self.settings.extproc.conformance:
+            return not has_body  # the suite asks for paths of its own
         if kind is None:
             raise UnknownPath(NOT_LISTED)
         if kind == "inference":

@@ -41,6 +41,7 @@ from picker_fleet.intake import (
     FORWARDED_FOR,
     METHOD,
     PATH,
+    TEST_SELECTION,
     Ask,
     read_body,
     read_metadata,
@@ -252,6 +253,10 @@ class Exchange:
                 self._subset = read_subset(hint[codec.SUBSET])
         headers = message.request_headers
         self._headers = codec.read_headers(headers, self._context.intake.headers)
+        if self._context.selected is not None and TEST_SELECTION in self._headers:
+            selected = self._context.selected(self._headers.pop(TEST_SELECTION))
+            hinted = self._subset
+            self._subset = selected if hinted is None else tuple(each for each in selected if each in hinted)
         method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
         if method is None or path is None:
             raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
@@ -433,6 +438,7 @@ class Exchange:
             },
             waited_s=placement.waited_s if placement is not None else None,
             target_model=self._target_model,
+            tells_served=context.settings.extproc.conformance,
         )
 
     def _refuse(self, error: RequestError) -> bytes:

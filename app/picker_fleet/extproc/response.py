@@ -113,8 +113,8 @@ class Response:
 
     `request_id` is '' if nothing was admitted, and then nothing is settled. `rename` restores the client's
     model name; None if it was not changed. `client_headers` are added for the client. Times are counted
-    from `started_s`. The metadata `namespace` says who served. `waited_s` and `target_model` are the
-    completion's.
+    from `started_s`. The metadata `namespace` says who served; `tells_served` passes it on to the client, as
+    the conformance suite wants it. `waited_s` and `target_model` are the completion's.
     """
 
     __slots__ = (
@@ -130,6 +130,7 @@ class Response:
         "_started_s",
         "_status",
         "_target_model",
+        "_tells_served",
         "_usage",
         "_waited_s",
         "ended",
@@ -148,8 +149,10 @@ class Response:
         client_headers: Mapping[str, str],
         waited_s: float | None = None,
         target_model: str = "",
+        tells_served: bool = False,
     ) -> None:
         self.ended = False
+        self._tells_served = tells_served
         self._namespace = namespace
         self._client_headers = client_headers
         self._waited_s = waited_s
@@ -186,13 +189,18 @@ class Response:
         found = codec.read_headers(headers, _WANTED)
         status = found.get(_STATUS, b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
-        served = (codec.read_metadata(message, self._namespace) or {}).get(codec.SERVED)
+        about = codec.read_metadata(message, self._namespace)
+        served = (about or {}).get(codec.SERVED)
         self._served = served if isinstance(served, str) and served else None
+        added = self._client_headers
+        if self._tells_served:
+            missing = "envoy lb metadata" if about is None else "destination endpoint served metadata"
+            added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
         if _ENCODING in found:
             self._rename = None  # names can't be found in compressed text
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
-        return [codec.response_headers(self._client_headers, sized=self._rename is None)]
+        return [codec.response_headers(added, sized=self._rename is None)]
 
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream

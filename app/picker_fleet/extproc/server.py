@@ -16,7 +16,8 @@ from picker_fleet.sections import ExtProc
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
 
-_READY = ("", SERVICE, "readiness")
+# The last is what charts ask for of a picker that runs alone.
+_READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
@@ -49,6 +50,9 @@ class Server:
             self._transport = NativeTransport(handlers, {PROCESS: service.bodies}, largest)
         else:
             self._transport = GrpcioTransport(handlers, largest)
+        self._health_transport: Transport | None = None
+        if settings.health_listen is not None:
+            self._health_transport = NativeTransport(self._health.handlers(), {}, _MESSAGE_MARGIN_BYTES)
 
     async def start(self) -> int:
         """Bind and listen; the bound port.
@@ -58,7 +62,10 @@ class Server:
         """
         self.set_ready(False)
         self._health.set(_ALIVE, True)
-        return await self._transport.start(self._settings.listen)
+        port = await self._transport.start(self._settings.listen)
+        if self._health_transport is not None and self._settings.health_listen is not None:
+            await self._health_transport.start(self._settings.health_listen)
+        return port
 
     def set_ready(self, ready: bool) -> None:
         """Tell Envoy's health checks; a draining server stays not ready."""
@@ -81,6 +88,8 @@ class Server:
     async def stop(self) -> None:
         """Cut everything at once."""
         await self._transport.stop(None)
+        if self._health_transport is not None:
+            await self._health_transport.stop(None)
 
     async def _quiet(self, limit_s: float) -> None:
         """Wait until no request is being handled, at most `limit_s`."""

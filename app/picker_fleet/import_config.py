@@ -1,0 +1,333 @@
+"""The Go picker's `EndpointPickerConfig` in our terms: for `picker import-config` and `serve --config-file`.
+
+What has a counterpart becomes a key of our configuration; everything else is named in a remark.
+docs/migration.md has the same table for readers.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from picker_fleet.config import YamlFault, parse, read_yaml
+from picker_fleet.errors import ConfigError
+
+KIND = "EndpointPickerConfig"
+
+SCORERS: Mapping[str, str] = {
+    "queue-scorer": "queue-depth",
+    "queue-depth-scorer": "queue-depth",
+    "kv-cache-utilization-scorer": "kv-cache",
+    "running-requests-size-scorer": "running-requests",
+    "load-aware-scorer": "queue-depth",
+    "active-request-scorer": "in-flight",
+    "lora-affinity-scorer": "lora-affinity",
+    "prefix-cache-scorer": "prefix-affinity",
+    "precise-prefix-cache-scorer": "prefix-affinity",
+    "session-affinity-scorer": "session-affinity",
+    "latency-scorer": "latency",
+    "predicted-latency-scorer": "latency",
+    "random-picker": "random",
+}
+# Plugins whose work is done here without being named, and what does it.
+BUILT_IN: Mapping[str, str] = {
+    "single-profile-handler": "there is one profile",
+    "max-score-picker": "the best endpoint is picked, ties at random",
+    "metrics-data-source": "pages of the endpoints in use are scraped",
+    "core-metrics-extractor": "scraping.engine and scraping.series",
+    "openai-parser": "bodies of the OpenAI API are read",
+    "approx-prefix-cache-producer": "scorer prefix-affinity",
+    "inflight-load-producer": "scorer in-flight",
+    "decode-filter": "endpoint_labels of a model select endpoints",
+    "request-attribute-reporter": "decision lines and metrics",
+    "fcfs-ordering-policy": "fair_request_queue.ordering",
+    "edf-ordering-policy": "fair_request_queue.ordering",
+    "slo-deadline-ordering-policy": "fair_request_queue.ordering",
+    "round-robin-fairness-policy": "fair_request_queue.fairness",
+    "global-strict-fairness-policy": "fair_request_queue.fairness",
+    "utilization-detector": "request_queue_controller",
+    "concurrency-detector": "request_queue_controller",
+    "header-based-testing-filter": "serve --conformance",
+    "destination-endpoint-served-verifier": "serve --conformance",
+}
+_ORDERINGS: Mapping[str, str] = {
+    "fcfs-ordering-policy": "fcfs",
+    "edf-ordering-policy": "edf",
+    "slo-deadline-ordering-policy": "edf",
+}
+_FAIRNESS: Mapping[str, str] = {
+    "round-robin-fairness-policy": "round-robin",
+    "global-strict-fairness-policy": "none",
+}
+_SECTIONS = frozenset(
+    (
+        *("apiVersion", "kind", "metadata", "featureGates", "plugins", "schedulingProfiles"),
+        *("saturationDetector", "dataLayer", "data", "flowControl", "parser"),
+    )
+)
+_MOST_REQUESTS = 100_000
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+@dataclass(slots=True)
+class Imported:
+    """`tree` is a configuration of ours; `remarks` say what of the file has no counterpart in it."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.tree.setdefault(name, {})
+        return found
+
+
+def is_foreign(tree: object) -> bool:
+    """Whether `tree` is an EndpointPickerConfig."""
+    return isinstance(tree, Mapping) and tree.get("kind") == KIND
+
+
+def imported(tree: Mapping[str, Any]) -> Imported:
+    """An `EndpointPickerConfig` in our terms.
+
+    Raises:
+        ConfigError: it is malformed; the message names the key.
+    """
+    if not is_foreign(tree):
+        raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
+    result = Imported()
+    plugins = _plugins(tree)
+    _scorers(tree, plugins, result)
+    _saturation(tree, plugins, result)
+    _flow_control(tree, plugins, result)
+    for gate in _list(tree, "featureGates"):
+        if gate == "flowControl":
+            result.section("request_queue_controller")["enabled"] = True
+        else:
+            result.remarks.append(f"featureGates: {gate} has no counterpart")
+    for name in sorted(tree.keys() - _SECTIONS):
+        result.remarks.append(f"{name} has no counterpart")
+    parser = tree.get("parser")
+    if isinstance(parser, Mapping):
+        kind = plugins.get(str(parser.get("pluginRef")), ("", {}))[0]
+        if kind != "openai-parser":
+            result.remarks.append(f"parser: {kind or parser.get('pluginRef')} has no counterpart")
+    used = set(SCORERS) | set(BUILT_IN)
+    for name, (kind, _) in plugins.items():
+        if kind not in used:
+            result.remarks.append(f"plugins: {name} (type {kind}) has no counterpart")
+    parse(result.tree)
+    return result
+
+
+def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
+    value = tree.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ConfigError(f"{key}: must be a list")
+    return value
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be an object")
+    return value
+
+
+def _plugins(tree: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Type and parameters of each plugin by its name."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    for number, entry in enumerate(_list(tree, "plugins")):
+        plugin = _mapping(entry, f"plugins.{number}")
+        kind = plugin.get("type")
+        if not isinstance(kind, str) or not kind:
+            raise ConfigError(f"plugins.{number}.type: is missing")
+        name = str(plugin.get("name") or kind)
+        if name in found:
+            raise ConfigError(f"plugins.{number}: the name {name} is there twice")
+        found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
+    return found
+
+
+def _scorers(
+    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
+) -> None:
+    profiles = _list(tree, "schedulingProfiles")
+    if len(profiles) > 1:
+        names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
+        result.remarks.append(f"schedulingProfiles: there is one profile here; {names} are left out")
+    if profiles:
+        references = [
+            _mapping(each, "schedulingProfiles.0.plugins")
+            for each in _list(_mapping(profiles[0], "schedulingProfiles.0"), "plugins")
+        ]
+    else:
+        references = [{"pluginRef": name} for name in plugins]
+    weights: dict[str, float] = {}
+    for reference in references:
+        name = str(reference.get("pluginRef"))
+        if name not in plugins:
+            raise ConfigError(f"schedulingProfiles.0.plugins: no plugin is named {name[:60]!r}")
+        kind, parameters = plugins[name]
+        scorer = SCORERS.get(kind)
+        if scorer is not None:
+            weight = reference.get("weight", 1)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+                raise ConfigError(f"schedulingProfiles.0.plugins: weight of {name[:60]} must be a number")
+            if weight:
+                weights[scorer] = weights.get(scorer, 0) + weight
+            if kind not in ("random-picker",) and parameters:
+                result.remarks.append(
+                    f"plugins: parameters of {name} ({', '.join(sorted(parameters))}) have no counterpart"
+                )
+        elif kind == "weighted-random-picker":
+            result.remarks.append("plugins: weighted-random-picker: the best endpoint is picked here")
+        elif kind == "max-score-picker":
+            most = parameters.get("maxNumOfEndpoints")
+            if isinstance(most, int) and not isinstance(most, bool) and most >= 1:
+                result.section("scheduling")["fallbacks"] = min(most - 1, 8)
+    if weights:
+        result.section("scheduling")["scorers"] = [
+            {"name": name, "weight": weight} for name, weight in weights.items()
+        ]
+
+
+def _saturation(
+    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
+) -> None:
+    detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
+    name = str(detector.get("pluginRef", ""))
+    # Earlier versions had the parameters in place.
+    kind, parameters = plugins.get(name, (name or "utilization-detector", detector if not name else {}))
+    if not detector:
+        kinds = {kind: parameters for kind, parameters in plugins.values() if kind.endswith("-detector")}
+        if not kinds:
+            return
+        kind, parameters = next(iter(kinds.items()))
+    bounds = result.section("request_queue_controller")
+    if kind == "concurrency-detector":
+        most = parameters.get("maxConcurrency", 100)
+        if parameters.get("concurrencyMode") == "tokens":
+            bounds["unit"], most = "tokens", parameters.get("maxTokenConcurrency", 1_000_000)
+        if isinstance(most, bool) or not isinstance(most, int | float):
+            raise ConfigError(f"plugins: maxConcurrency of {name[:60]} must be a number")
+        bounds["watermark_per_backend"] = most
+        if parameters.get("headroom"):
+            result.remarks.append(
+                "concurrency-detector: headroom: see request_queue_controller.upper_bound_per_backend"
+            )
+        return
+    if not bounds:
+        del result.tree["request_queue_controller"]
+    told = {
+        key: parameters[key] for key in ("queueDepthThreshold", "kvCacheUtilThreshold") if key in parameters
+    }
+    result.remarks.append(
+        f"{kind}: saturation is the number of requests in flight here, not what pages tell"
+        + (f" ({', '.join(f'{key} {value}' for key, value in told.items())})" if told else "")
+        + "; set request_queue_controller.watermark_per_backend to what an endpoint runs at once"
+    )
+
+
+def _flow_control(
+    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
+) -> None:
+    control = _mapping(tree.get("flowControl"), "flowControl")
+    if not control:
+        return
+    queue = result.section("fair_request_queue")
+    if control.get("maxRequests") is not None:
+        total = _quantity(control["maxRequests"], "flowControl.maxRequests")
+        queue["total_capacity"] = min(max(int(total), 1), _MOST_REQUESTS)
+        queue["flow_capacity"] = min(100, queue["total_capacity"])
+    if control.get("maxBytes") is not None:
+        result.remarks.append(
+            "flowControl.maxBytes: extproc.max_buffered_bytes limits the bytes of bodies in each replica"
+        )
+    if control.get("defaultRequestTTL") is not None:
+        queue["queue_ttl"] = str(control["defaultRequestTTL"])
+    bands = [_mapping(each, "flowControl.priorityBands") for each in _list(control, "priorityBands")]
+    default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
+    for reference, known, key in (
+        ("orderingPolicyRef", _ORDERINGS, "ordering"),
+        ("fairnessPolicyRef", _FAIRNESS, "fairness"),
+    ):
+        named = _named_once(reference, (default, *bands), plugins)
+        policies = sorted({known[kind] for kind in named if kind in known})
+        if policies:
+            queue[key] = policies[0]
+        if len(policies) > 1:
+            result.remarks.append(
+                f"flowControl: {reference}: one policy for all bands here; {policies[0]} is taken"
+            )
+        for kind in named:
+            if kind not in known:
+                result.remarks.append(f"flowControl: {reference} {kind} has no counterpart")
+    priorities = sorted({each["priority"] for each in bands if isinstance(each.get("priority"), int)})
+    if priorities:
+        result.remarks.append(
+            f"flowControl.priorityBands {', '.join(map(str, priorities))}: there are three bands here; a "
+            "positive priority is Critical, 0 Default, a negative one Sheddable"
+        )
+    if any(
+        each.get("maxBytes") is not None or each.get("maxRequests") is not None for each in (default, *bands)
+    ):
+        result.remarks.append("flowControl: limits of single bands have no counterpart")
+    if control.get("usageLimitPolicyPluginRef"):
+        result.remarks.append("flowControl.usageLimitPolicyPluginRef has no counterpart")
+    if not queue:
+        del result.tree["fair_request_queue"]
+
+
+def _named_once(
+    key: str,
+    bands: Iterable[Mapping[str, Any]],
+    plugins: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> list[str]:
+    """The types of the plugins that `bands` name under `key`, each once."""
+    names = dict.fromkeys(str(band[key]) for band in bands if band.get(key))
+    return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
+
+
+def _quantity(value: object, where: str) -> float:
+    """A number as Kubernetes writes quantities: 500, "1k", "2Gi"."""
+    text = str(value)
+    digits = text.rstrip("kMGi")
+    try:
+        return float(digits) * _UNITS[text[len(digits) :]]
+    except (ValueError, KeyError):
+        raise ConfigError(f"{where}: {text[:40]!r} is no quantity") from None
+
+
+def read(path: Path) -> Imported:
+    """The `EndpointPickerConfig` at `path`, imported. Raises ConfigError; its message names the file."""
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YamlFault) as fault:
+        raise ConfigError(f"{path}: {fault}") from fault
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: the top level must be a mapping")
+    try:
+        return imported(tree)
+    except ConfigError as fault:
+        raise ConfigError(f"{path}: {fault}") from fault
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help=f"an {KIND} of the Go picker (YAML)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print our configuration; what has no counterpart is on stderr, one a line."""
+    result = read(args.file)
+    print(f"# Imported from {args.file.name}; discovery and redis are to be added.")
+    print(yaml.safe_dump(result.tree, sort_keys=False), end="")
+    for remark in result.remarks:
+        print(f"{args.file}: {remark}", file=sys.stderr)
+    return 0

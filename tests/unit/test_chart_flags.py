@@ -1,0 +1,146 @@
+"""The flags of gateways' charts: what settings they make, and which are passed over."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picker_fleet import chart_flags
+from picker_fleet.config import Settings
+from picker_fleet.errors import ConfigError
+
+# As the inferencepool chart of the Gateway API inference extension v1.5.0 renders it.
+CHART = (
+    *("--pool-name", "llm", "--pool-namespace", "models", "--pool-group", "inference.networking.k8s.io"),
+    *("--zap-encoder", "json", "--config-file", "{file}", "--tracing=false", "--metrics-endpoint-auth=false"),
+    *("--v", "2", "--ha-enable-leader-election"),
+)
+PLUGINS = """
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: prefix-cache-scorer
+  parameters: {lruCapacityPerServer: 31250}
+- {type: made-up-scorer, name: mine}
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: queue-scorer, weight: 5}
+  - {pluginRef: prefix-cache-scorer}
+"""
+
+
+def made(*words: str, environ: dict[str, str] | None = None) -> tuple[Settings, list[str]]:
+    """Settings and remarks that `words` make."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    chart_flags.add_flags(parser)
+    args, args_unknown = parser.parse_known_args(words)
+    args.unknown = args_unknown
+    return chart_flags.settings(args, {} if environ is None else environ)
+
+
+def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
+    settings, remarks = made("--pool-name", "llm", "--pool-namespace", "models")
+    assert settings.pool == "models.llm"
+    assert settings.discovery.kubernetes is not None
+    assert (settings.discovery.kubernetes.pool, settings.discovery.kubernetes.namespace) == ("llm", "models")
+    assert settings.extproc.listen == "0.0.0.0:9002"
+    assert settings.extproc.health_listen == "0.0.0.0:9003"
+    assert settings.admin.listen == "0.0.0.0:9090"
+    assert settings.fair_request_queue.overload_status == 429
+    assert any(
+        "x-gateway-inference-fairness-id, x-gateway-inference-objective" in remark for remark in remarks
+    )
+
+
+def test_what_a_chart_passes_starts_the_picker_and_unknown_flags_are_named(tmp_path: Path) -> None:
+    (tmp_path / "plugins.yaml").write_text(PLUGINS)
+    settings, remarks = made(*(word.format(file=tmp_path / "plugins.yaml") for word in CHART))
+    scorers = {each.name: each.weight for each in settings.scheduling.scorers}
+    assert scorers == {"queue-depth": 5, "prefix-affinity": 1}
+    named = "\n".join(remarks)
+    for text in (
+        "--zap-encoder",
+        "--v ",
+        "--ha-enable-leader-election",
+        "made-up-scorer",
+        "lruCapacityPerServer",
+    ):
+        assert text in named
+    assert "json" not in named
+
+
+def test_flags_count_more_than_the_environment_and_that_more_than_defaults() -> None:
+    settings, _ = made(
+        *(
+            "--pool-name",
+            "llm",
+            "--grpc-port",
+            "7002",
+            "--grpc-health-port",
+            "7003",
+            "--metrics-port",
+            "7090",
+        ),
+        environ={
+            "NAMESPACE": "other",
+            "PICKER_REDIS__URL": "redis://valkey:6379/1",
+            "PICKER_EXTPROC__LISTEN": "0.0.0.0:1",
+            "PICKER_REQUEST_QUEUE_CONTROLLER__WATERMARK_PER_BACKEND": "7",
+        },
+    )
+    assert settings.redis.url == "redis://valkey:6379/1"
+    assert settings.extproc.listen == "0.0.0.0:7002"
+    assert settings.extproc.health_listen == "0.0.0.0:7003"
+    assert settings.admin.listen == "0.0.0.0:7090"
+    assert settings.pool == "other.llm"
+    assert settings.request_queue_controller.watermark_per_backend == 7
+
+
+def test_our_own_configuration_may_come_by_either_flag(tmp_path: Path) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("scheduling: {scorers: []}\ndiscovery: {static: [{address: '10.0.0.1:8000'}]}\n")
+    for flag in ("--config", "--config-file"):
+        settings, _ = made("--pool-name", "llm", flag, str(file))
+        assert settings.scheduling.scorers == ()
+        assert settings.discovery.kubernetes is None, "the file's source replaces the pool"
+
+
+def test_names_of_series_are_taken_and_labels_are_not() -> None:
+    settings, remarks = made(
+        *("--pool-name", "llm", '--total-queued-requests-metric="sglang:num_queue_reqs"'),
+        *("--kv-cache-usage-percentage-metric", "blocks{kv_cache_block_type=fraction}"),
+        *("--lora-info-metric", "", "--model-server-metrics-path", "/prometheus/metrics"),
+    )
+    assert settings.scraping.series == {"waiting": "sglang:num_queue_reqs", "path": "/prometheus/metrics"}
+    assert any("without labels" in remark for remark in remarks)
+
+
+def test_a_long_name_still_makes_a_key_of_its_own() -> None:
+    pools = {made("--pool-name", "a" * 200 + end, "--pool-namespace", "n" * 60)[0].pool for end in "xy"}
+    assert len(pools) == 2
+    assert all(len(pool) <= 64 for pool in pools)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--pool-group", "inference.networking.x-k8s.io"], "--pool-group"),
+        (["--config-text", "[]"], "--config-text: the top level must be a mapping"),
+        (["--config-text", "kind: Other"], "--config-text: no EndpointPickerConfig"),
+        (["--config-file", "/nowhere"], "--config-file: "),
+        (["--pool-namespace", "A/B"], r"discovery\.kubernetes\.namespace"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_faults(words: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        made("--pool-name", "llm", *words)
+
+
+@pytest.mark.parametrize(("text", "value"), [(None, True), ("true", True), ("false", False)])
+def test_a_boolean_flag_may_stand_alone(text: str | None, value: bool) -> None:
+    flag: Any = "--conformance" if text is None else f"--conformance={text}"
+    assert made("--pool-name", "llm", flag)[0].extproc.conformance is value

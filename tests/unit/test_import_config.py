@@ -1,0 +1,131 @@
+"""An EndpointPickerConfig in our terms: what has a counterpart, what has none, what is malformed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from picker_fleet import cli, import_config
+from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+HEAD = {"apiVersion": "inference.networking.x-k8s.io/v1alpha1", "kind": "EndpointPickerConfig"}
+
+
+def imported(**more: Any) -> import_config.Imported:
+    return import_config.imported({**HEAD, **more})
+
+
+def test_scorers_of_the_first_profile_keep_their_weights() -> None:
+    result = imported(
+        plugins=[
+            {"type": "queue-scorer", "name": "queue"},
+            {"type": "kv-cache-utilization-scorer"},
+            {"type": "max-score-picker", "parameters": {"maxNumOfEndpoints": 3}},
+            {"type": "single-profile-handler"},
+        ],
+        schedulingProfiles=[
+            {
+                "name": "default",
+                "plugins": [
+                    {"pluginRef": "queue", "weight": 2.5},
+                    {"pluginRef": "kv-cache-utilization-scorer", "weight": 0},
+                    {"pluginRef": "max-score-picker"},
+                ],
+            },
+            {"name": "prefill", "plugins": []},
+        ],
+    )
+    assert result.tree["scheduling"] == {"fallbacks": 2, "scorers": [{"name": "queue-depth", "weight": 2.5}]}
+    assert result.remarks == ["schedulingProfiles: there is one profile here; prefill are left out"]
+
+
+def test_without_profiles_every_scorer_counts_once() -> None:
+    result = imported(plugins=[{"type": "queue-scorer"}, {"type": "lora-affinity-scorer"}])
+    assert [each["name"] for each in result.tree["scheduling"]["scorers"]] == ["queue-depth", "lora-affinity"]
+
+
+def test_flow_control_becomes_the_queue() -> None:
+    result = imported(
+        featureGates=["flowControl", "other"],
+        plugins=[
+            {"type": "edf-ordering-policy", "name": "edf"},
+            {"type": "round-robin-fairness-policy"},
+            {"type": "concurrency-detector", "parameters": {"maxConcurrency": 40}},
+        ],
+        saturationDetector={"pluginRef": "concurrency-detector"},
+        flowControl={
+            "maxRequests": "2k",
+            "maxBytes": "1Gi",
+            "defaultRequestTTL": "45s",
+            "priorityBands": [
+                {
+                    "priority": 5,
+                    "orderingPolicyRef": "edf",
+                    "fairnessPolicyRef": "round-robin-fairness-policy",
+                },
+                {"priority": -5, "maxRequests": 10},
+            ],
+        },
+    )
+    settings = parse(result.tree)
+    assert settings.fair_request_queue.total_capacity == 2000
+    assert settings.fair_request_queue.queue_ttl == 45
+    assert settings.fair_request_queue.ordering == "edf"
+    assert settings.fair_request_queue.fairness == "round-robin"
+    assert settings.request_queue_controller.watermark_per_backend == 40
+    named = "\n".join(result.remarks)
+    for text in ("maxBytes", "priorityBands -5, 5", "single bands", "featureGates: other"):
+        assert text in named
+
+
+def test_what_has_no_counterpart_is_named() -> None:
+    result = imported(
+        plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
+        parser={"pluginRef": "p"},
+        saturationDetector={"queueDepthThreshold": 5},
+        strange={},
+    )
+    named = "\n".join(result.remarks)
+    for text in ("pd (type pd-profile-handler)", "vllmgrpc-parser", "queueDepthThreshold 5", "strange"):
+        assert text in named
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ({"kind": "Other"}, "kind must be"),
+        ({"plugins": {}}, "plugins: must be a list"),
+        ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
+        ({"plugins": [{"type": "a"}, {"type": "a"}]}, "there twice"),
+        (
+            {"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
+            "no plugin is named 'x'",
+        ),
+        ({"flowControl": {"maxRequests": "many"}}, "is no quantity"),
+        ({"flowControl": {"defaultRequestTTL": "soon"}}, r"fair_request_queue\.queue_ttl"),
+    ],
+)
+def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        imported(**more)
+
+
+def test_the_command_prints_a_configuration_that_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plugins.yaml"
+    file.write_text(yaml.safe_dump({**HEAD, "plugins": [{"type": "queue-scorer"}, {"type": "mystery"}]}))
+    assert cli.main(["import-config", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert parse(yaml.safe_load(out)).scheduling.scorers[0].name == "queue-depth"
+    assert "mystery" in err
+    assert cli.main(["import-config", str(tmp_path / "absent")]) == 2
+
+
+def test_the_migration_page_names_every_plugin_that_is_imported() -> None:
+    named = set(re.findall(r"`([a-z-]+)`", PAGE.read_text()))
+    assert named >= {*import_config.SCORERS, *import_config.BUILT_IN}
