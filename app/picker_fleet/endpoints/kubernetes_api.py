@@ -152,7 +152,7 @@ class Api:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._client.request(method, path, **options)
         except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # TimeoutError is an OSError
-            raise KubernetesFault(0, _told(fault)) from fault
+            raise KubernetesFault(0, _text_of(fault)) from fault
         if answer.status_code != httpx2.codes.OK:
             raise _refusal(answer.status_code, answer.content)
         return answer.content
@@ -189,10 +189,10 @@ class Api:
             finally:
                 await answer.aclose()
         except (httpx2.HTTPError, OSError, CredentialsFault) as fault:
-            raise KubernetesFault(0, _told(fault)) from fault
+            raise KubernetesFault(0, _text_of(fault)) from fault
 
 
-def _told(fault: Exception) -> str:
+def _text_of(fault: Exception) -> str:
     return " ".join(str(fault).split())[:200] or type(fault).__name__
 
 
@@ -251,7 +251,7 @@ class Reflector(Generic[Kind]):
         self.listed = False  # `items` are what the server has told, though there may be none
         self._version = ""
         self._pause_s = _RETRY_S[0]
-        self._told = ""
+        self._logged = ""
 
     async def run(self) -> None:
         """Follow the collection until cancelled; faults are waited out."""
@@ -269,7 +269,7 @@ class Reflector(Generic[Kind]):
                     await asyncio.sleep(self._draw(0, max(_RELIST_S, self._pause_s)))
                     self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
                     continue
-                self._tell(fault)
+                self._log_fault(fault)
                 refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
                 pause_s = _REFUSED_S if refused else self._pause_s
                 self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
@@ -290,7 +290,7 @@ class Reflector(Generic[Kind]):
         try:
             found = msgspec.json.decode(body, type=_List)
         except msgspec.MsgspecError as fault:
-            raise KubernetesFault(0, f"no list came: {_told(fault)}") from fault
+            raise KubernetesFault(0, f"no list came: {_text_of(fault)}") from fault
         items = {}
         for raw in found.items or ():
             decoded = self._decoded(raw)
@@ -316,8 +316,8 @@ class Reflector(Generic[Kind]):
                 if line:
                     self._take(line)
                     self._pause_s = _RETRY_S[0]
-                elif self._told:
-                    self._told = ""
+                elif self._logged:
+                    self._logged = ""
                     _log.info("%s: watched again", self._collection.what)
         if asyncio.get_running_loop().time() - begun_s < _RETRY_S[1]:
             raise KubernetesFault(0, "the watch ended as soon as it began")
@@ -333,7 +333,7 @@ class Reflector(Generic[Kind]):
                     self._version = status.metadata.resource_version or self._version
                 return
         except msgspec.MsgspecError as fault:
-            raise KubernetesFault(0, f"no watch event came: {_told(fault)}") from fault
+            raise KubernetesFault(0, f"no watch event came: {_text_of(fault)}") from fault
         decoded = self._decoded(event.object)
         if decoded is None:
             return
@@ -355,9 +355,9 @@ class Reflector(Generic[Kind]):
             _log.warning("one of %s cannot be read and is passed over: %s", self._collection.what, fault)
             return None
 
-    def _tell(self, fault: KubernetesFault) -> None:
+    def _log_fault(self, fault: KubernetesFault) -> None:
         """One line for each kind of fault, until the server answers again."""
-        if str(fault) != self._told:
-            self._told = str(fault)
+        if str(fault) != self._logged:
+            self._logged = str(fault)
             stays = "what is known stays in use" if self.listed else "nothing is known yet"
             _log.warning("%s: cannot be watched: %s; %s", self._collection.what, fault, stays)

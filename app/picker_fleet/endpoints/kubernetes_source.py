@@ -139,7 +139,7 @@ class KubernetesSource:
         self._name, self._namespace = pool, namespace
         self._api_of, self._draw = api, draw
         self._changed = asyncio.Event()
-        self._told = ""
+        self._logged = ""
 
     async def watch(self, report: Report) -> None:
         """As Source.watch; nothing is reported until pool and pods are known.
@@ -170,7 +170,7 @@ class KubernetesSource:
             pool = pools.items.get(self._name)
             if not pools.listed:
                 continue
-            self._tell(pool)
+            self._log_pool(pool)
             labels = (pool.spec.selector.match_labels or {}) if pool is not None else {}
             if pool is None or not labels:  # an empty selector selects nothing
                 for each in (pods, following):
@@ -213,7 +213,7 @@ class KubernetesSource:
     def _reflector(self, api: Api, collection: Collection, kind: type[Kind]) -> Reflector[Kind]:
         return Reflector(api, collection, kind, self._changed.set, draw=self._draw)
 
-    def _tell(self, pool: Pool | None) -> None:
+    def _log_pool(self, pool: Pool | None) -> None:
         """Log what the pool says, once for each change."""
         if pool is None:
             text, level = "is not there; it has no endpoints", logging.WARNING
@@ -227,8 +227,8 @@ class KubernetesSource:
                 f"failureMode {spec.endpoint_picker_ref.failure_mode} (kept by the gateway)",
                 logging.INFO,
             )
-        if text != self._told:
-            self._told = text
+        if text != self._logged:
+            self._logged = text
             _log.log(level, "InferencePool %s: %s", self._name, text)
 
 
