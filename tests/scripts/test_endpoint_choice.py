@@ -1,7 +1,6 @@
 """Which endpoint a request gets: live load, subsets, fallbacks, marks, endpoints that come and go."""
 
 import asyncio
-from collections import Counter
 
 import pytest
 from decision_ledger import events_of
@@ -18,17 +17,6 @@ def listed(verdict: Decision) -> list[str]:
     return verdict.detail.split(",")
 
 
-async def test_the_endpoint_with_the_fewest_in_flight_is_chosen(fleet: OpenFleet) -> None:
-    # Given four endpoints with room
-    async with fleet("a", "b", endpoints=4, upper_per=10) as (_, a, b):
-        # When eight come by two replicas, then each endpoint has two
-        chosen = [listed(await (a, b)[i % 2].admit(f"r{i}"))[0] for i in range(8)]
-        assert Counter(chosen) == dict.fromkeys((E1, E2, E3, E4), 2)
-        # When one ends, then its endpoint has the next
-        await b.settle("r3")
-        assert listed(await a.admit("next"))[0] == chosen[3]
-
-
 async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
     # Given four idle endpoints, when requests come one at a time, then no endpoint is left out
     async with fleet("a", endpoints=4) as (_, a):
@@ -39,116 +27,6 @@ async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
         assert seen == {E1, E2, E3, E4}
 
 
-@pytest.mark.parametrize("fallbacks", [0, 1, 2, 8])
-async def test_fallbacks_are_the_next_best_and_as_many_as_configured(
-    fleet: OpenFleet, fallbacks: int
-) -> None:
-    # Given two idle endpoints, one with one in flight and one with two
-    async with fleet("a", endpoints=4, upper_per=10, fallbacks=fallbacks) as (_, a):
-        await a.admit("x", subset=(E2,))
-        await a.admit("y", subset=(E3,))
-        await a.admit("z", subset=(E3,))
-        for i, subset in enumerate([None, (E4, E3, E2, E1)] * 8):
-            # When one is placed, then the list is ordered by load and has no endpoint twice
-            chosen = listed(await a.admit(f"r{i}", subset=subset))
-            assert len(chosen) == min(1 + fallbacks, 4)
-            expected = [{E1, E4}, {E1, E4}, {E2}, {E3}]
-            assert all(endpoint in expected[rank] for rank, endpoint in enumerate(chosen))
-            assert len(set(chosen)) == len(chosen)
-            await a.settle(f"r{i}")
-
-
-async def test_a_subset_is_kept_to(fleet: OpenFleet) -> None:
-    # Given a subset of one busy endpoint and one that does not exist
-    async with fleet("a", endpoints=4, upper_per=10) as (_, a):
-        await a.admit("busy", subset=(E2,))
-        # When requests name it, then they get what exists of it, idle others or not, and no fallback else
-        assert await a.admit("one", subset=(E2,)) == Decision("placed", E2)
-        assert await a.admit("part", subset=("10.9.9.9:1", E2)) == Decision("placed", E2)
-        assert sorted(listed(await a.admit("two", subset=(E1, E2, E2)))) == [E1, E2]
-
-
-@pytest.mark.parametrize("subset", [(), ("10.9.9.9:1",), ("10.9.9.9:1", "not an address")])
-async def test_a_subset_without_a_known_endpoint_is_refused(
-    fleet: OpenFleet, subset: tuple[str, ...]
-) -> None:
-    async with fleet("a") as (it, a):
-        # Given room, when the subset names nothing, then the request is refused and holds nothing
-        assert await a.admit("r", subset=subset) == Decision("refused", "no-endpoints 1")
-        assert await it.at_rest()
-
-
-async def test_a_queued_request_whose_subset_is_gone_is_refused_when_placed(fleet: OpenFleet) -> None:
-    # Given a granted request
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
-        await a.admit("waits")
-        await a.settle("runs")
-        # When its subset names nothing, then it is refused and its stock is given back
-        assert await a.place("waits", subset=("10.9.9.9:1",)) == Decision("refused", "no-endpoints 1")
-        assert events_of(await it.log(), "waits") == ["queued", "granted", "refused"]
-        assert (await it.ledger()).ends == {"completed": 1, "refused": 1}
-        assert await it.at_rest()
-
-
-async def test_a_granted_request_is_placed_in_its_subset(fleet: OpenFleet) -> None:
-    # Given a granted request and an idle endpoint outside its subset
-    async with fleet("a", endpoints=2, upper_per=0.5) as (_, a):
-        await a.admit("runs", subset=(E2,))
-        await a.admit("waits")
-        await a.settle("runs")
-        # When it is placed, then inside
-        assert await a.place("waits", subset=(E2,)) == Decision("placed", E2)
-
-
-async def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(fleet: OpenFleet) -> None:
-    # Given two requests on one endpoint
-    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
-        await a.admit("r1", subset=(E1,))
-        await a.admit("r2", subset=(E1,))
-        # When it leaves, then it takes nothing new, and its count stays
-        await a.publish(E2, upper_per=5)
-        assert await a.admit("r3") == Decision("placed", E2)
-        assert await a.admit("r4", subset=(E1,)) == Decision("refused", "no-endpoints 1")
-        assert (await it.state())["in_flight"] == {E1: 2, E2: 1}
-        # When its requests end, then it vanishes with the last
-        await a.settle("r1")
-        assert (await it.state())["in_flight"] == {E1: 1, E2: 1}
-        await a.settle("r2")
-        assert (await it.state())["in_flight"] == {E2: 1}
-
-
-async def test_an_endpoint_that_comes_back_has_its_count_still(fleet: OpenFleet) -> None:
-    # Given one that left while busy
-    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
-        await a.admit("r1", subset=(E1,))
-        await a.publish(E2, upper_per=5)
-        # When it comes back, then the other, idle one is chosen first
-        await a.publish(E1, E2, upper_per=5)
-        assert listed(await a.admit("r2")) == [E2, E1]
-        await a.settle("r1", "r2")
-        assert (await it.state())["in_flight"] == {E1: 0, E2: 0}
-
-
-async def test_a_draining_endpoint_takes_nothing_new_and_counts_for_no_bound(fleet: OpenFleet) -> None:
-    # Given one busy on each of two endpoints
-    async with fleet("a", endpoints=2, upper_per=2, lower_per=2) as (it, a):
-        await a.admit("r1", subset=(E1,))
-        await a.admit("r2", subset=(E2,))
-        # When one drains, then the bound is the other's
-        await a.publish(Endpoint(E1, draining=True), E2, upper_per=2, lower_per=2)
-        state = await it.state()
-        assert (state["ready_backends"], state["bounds"]["upper"]) == (1, 2)
-        assert (await a.admit("waits")).status == "queued"
-        # When its request ends, then it stays in the pool with nothing, and the other has the next
-        await a.settle("r1")
-        assert await a.place("waits") == Decision("placed", E2)
-        assert (await it.state())["in_flight"] == {E1: 0, E2: 2}
-        # When it drains no more, then it is chosen again
-        await a.publish(E1, E2, upper_per=2, lower_per=2)
-        assert listed(await a.admit("r3"))[0] == E1
-
-
 async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
     async with fleet("a") as (_, a):
         # Given endpoints with labels, one draining, when a replica asks, then it has them by address
@@ -157,17 +35,6 @@ async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
         assert await a.store.endpoints() == endpoints
         await a.publish()
         assert await a.store.endpoints() == ()
-
-
-async def test_scores_decide_and_live_load_has_its_part(fleet: OpenFleet) -> None:
-    # Given two idle endpoints, of which the second has the better score by 0.3; load in flight weighs 0.5
-    async with fleet("a", endpoints=2, upper_per=10, live_weight=0.5) as (_, a):
-        scored = f"{E1}=0.2,{E2}=0.5"
-        # When requests come, then the better one has them until its load outweighs its score
-        first, second = [listed(await a.admit(f"r{i}", candidates=scored)) for i in range(2)]
-        assert (first, second) == ([E2, E1], [E1, E2])
-        # And one that is not among the candidates gets nothing, idle or not
-        assert listed(await a.admit("only", candidates=f"{E2}=0")) == [E2]
 
 
 async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFleet) -> None:

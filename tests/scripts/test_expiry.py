@@ -3,29 +3,11 @@
 import asyncio
 
 import pytest
-from decision_ledger import events_of, order_of
+from decision_ledger import events_of
 from script_backends import wire
 from script_fleet import Fleet, OpenFleet, ask, until
 
 from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
-
-
-async def test_a_request_past_its_time_to_live_is_not_dispatched(fleet: OpenFleet) -> None:
-    # Given one waiting 50 ms at most, and one with time, behind it
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
-        await b.admit("short", ttl_s=0.05)
-        await a.admit("long")
-        await it.after(60)
-        # When capacity comes free after its time, then the next is served
-        await a.settle("runs")
-        log = await it.log()
-        assert (events_of(log, "short"), order_of(log)) == (["queued", "expired"], ["long"])
-        # And its owner is raised, once
-        await b.beat()
-        await b.beat()
-        assert b.notifications == [("expired", "short")]
-        await it.ledger()
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
@@ -91,19 +73,6 @@ async def _has(it: Fleet, word: str) -> bool:
     return any(word in (entry.request, entry.event) for entry in await it.log())
 
 
-async def test_an_expiry_does_not_take_back_a_grant_given_in_time(fleet: OpenFleet) -> None:
-    # Given a request granted, then placed
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
-        await a.admit("q")
-        await a.settle("runs")
-        # When its timer ends, then it is raised of the grant
-        assert await a.store.cancel("q", 1, "expired") == "granted"
-        await a.place("q")
-        assert await a.store.cancel("q", 1, "expired") == "granted"
-        assert await it.counts() == (1, 0, [1])
-
-
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
     # Given a waiter that nobody wakes
     async with fleet("a", "b", upper_per=1) as (it, a, b):
@@ -115,15 +84,3 @@ async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) 
         # Then its own timer finds the grant
         assert (await waiter).endpoints == ("10.0.0.1:8000",)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
-
-
-async def test_an_adopted_request_past_its_time_has_expired(fleet: OpenFleet) -> None:
-    # Given one waiting whose time is up, when another replica brings it, then it is raised so
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
-        await a.admit("q", ttl_s=0.05)
-        await it.after(60)
-        assert (await b.admit("q", attempt=5)).status == "expired"
-        await a.settle("runs")
-        assert await it.at_rest()
-        await it.ledger()

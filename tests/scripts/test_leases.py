@@ -3,48 +3,15 @@
 import asyncio
 
 import pytest
-from decision_ledger import events_of
 from packed import doubles
 from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
 
 from picker_fleet.request import Alive, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)
 MOST_TOMBSTONES = 100_000
-
-
-async def test_a_request_nobody_reports_is_reclaimed(fleet: OpenFleet) -> None:
-    # Given three placed with a lease of 50 ms, and one that waits
-    async with fleet("a", upper_per=3, lease_ms=50) as (it, a):
-        for i in range(3):
-            await a.admit(f"r{i}", workload="w")
-        await a.admit("waits")
-        await it.after(60)
-        # When the sweep finds them, then all they held is given back, and what waits is served
-        swept = await a.sweep()
-        assert (swept.ran, swept.reclaimed, swept.more) == (True, 3, False)
-        assert a.notifications == [("granted", "waits")]
-        assert await it.counts() == (1, 0, [0])
-        # And what reports their end later changes nothing
-        assert await a.settle("r0", "r1") == ["unknown", "unknown"]
-        assert (await it.ledger()).ends == {"reclaimed": 3}
-
-
-async def test_a_grant_nobody_takes_is_reclaimed(fleet: OpenFleet) -> None:
-    # Given a grant that its owner does not place
-    async with fleet("a", upper_per=1, lease_ms=50) as (it, a):
-        await a.admit("runs")
-        await a.admit("q")
-        await a.settle("runs")
-        await it.after(60)
-        # When the sweep runs, then the stock is free, and a late placement finds nothing
-        assert (await a.sweep()).reclaimed == 1
-        assert (await a.place("q")).status == "gone"
-        assert await it.at_rest()
-        assert await it.redis.exists(it.keys.prefix + "inbox:a") == 0
 
 
 async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
@@ -61,28 +28,6 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
         assert (swept.reclaimed, swept.more) == (18, False)
         assert not (await a.store.sweep(**times)).ran
         assert await it.at_rest()
-
-
-async def test_a_renewed_request_is_not_reclaimed(fleet: OpenFleet) -> None:
-    # Given two with the same short lease, one of which is renewed with a long one
-    async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
-        await asyncio.gather(a.admit("renewed"), a.admit("silent"))
-        await a.publish(E1, upper_per=3, lease_ms=60_000)
-        assert await a.store.renew("renewed", None, "", "") == "renewed"
-        await it.after(110)
-        # When the sweep runs, then it takes the other
-        await a.sweep()
-        assert events_of(await it.log(), "silent") == ["bypassed", "reclaimed"]
-        assert await it.counts() == (1, 0, [1])
-
-
-async def test_a_request_that_waits_is_not_renewed(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
-        await a.admit("q")
-        # Given one waiting, when it is renewed, then it waits on
-        assert await a.store.renew("q", 1, "", accounting_token.write(ask("q"), E1)) == "waiting"
-        assert await it.counts() == (1, 1, [1])
 
 
 async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
@@ -106,34 +51,6 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
 
 async def _one_runs(it: Fleet) -> bool:
     return await it.counts() == (1, 0, [1])
-
-
-async def test_renewals_move_the_count_to_the_endpoint_that_serves(fleet: OpenFleet) -> None:
-    # Given a request placed on one endpoint, with another as fallback
-    async with fleet("a", endpoints=2) as (it, a):
-        await a.admit("r", subset=(E1,))
-        # When the access log says that the other serves it, twice
-        for _ in range(2):
-            assert await a.store.renew("r", None, E2, "") == "renewed"
-            assert (await it.state())["in_flight"] == {E1: 0, E2: 1}
-        # Then its end frees that one
-        await a.settle("r")
-        assert (await it.state())["in_flight"] == {E1: 0, E2: 0}
-
-
-async def test_an_unlisted_endpoint_that_serves_is_counted_while_it_does(fleet: OpenFleet) -> None:
-    # Given a request that an endpoint serves which is in the pool no more
-    async with fleet("a") as (it, a):
-        await a.admit("r1")
-        await a.admit("r2")
-        for name in ("r1", "r2"):
-            await a.store.renew(name, None, "10.9.9.9:1", "")
-        # Then it is counted, not picked, and vanishes with its last request
-        assert (await it.state())["in_flight"] == {E1: 0, "10.9.9.9:1": 2}
-        await a.settle("r1")
-        assert await a.admit("r3") == Decision("placed", E1)
-        await a.settle("r2", "r3")
-        assert (await it.state())["in_flight"] == {E1: 0}
 
 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(

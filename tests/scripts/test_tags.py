@@ -11,7 +11,7 @@ from script_fleet import Fleet, OpenFleet, until
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.replica import live_config
-from picker_fleet.request import Outcome
+from picker_fleet.request import Band, Outcome
 
 HUGE = 1e308
 
@@ -195,6 +195,23 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
         strays = re.search(r"^epp_strays_total (\S+)$", page_of(a.metrics).decode(), re.MULTILINE)
         assert strays is not None
         assert float(strays[1]) >= 3
+
+
+async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
+    # Given an order of candidates with a flow queue that has drained, and without two that wait
+    async with fleet("a", upper_per=1, total_capacity=3) as (it, a):
+        await a.admit("runs")
+        for name in ("x", "y", "z"):
+            await a.admit(name, flow=name, band=Band.SHEDDABLE)
+        candidates = it.keys.prefix + "victims:2"
+        await it.redis.delete(candidates)
+        await it.redis.zadd(candidates, {"gone": 0})
+        # When a critical request finds the queue full, then one of those that wait gives way
+        assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).status == "queued"
+        (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
+        # And after a sweep the order is whole
+        await a.sweep()
+        assert set(await it.redis.zrange(candidates, 0, -1)) == {"x", "y", "z"} - {first}
 
 
 @pytest.mark.parametrize(("kind", "value"), [

@@ -1,0 +1,136 @@
+"""A pool called by hand, on the scripts and on the model at once: after each call both must be alike."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pool_model import Reply
+from queue_model import Arrival
+from script_fleet import SETTINGS
+from script_side import ScriptSide
+from side_by_side import SideBySide
+
+REPLICAS = ("a", "b")
+SILENCE_MS = SETTINGS["silence_ms"]
+KEPT = {"pool", "endpoints", "load", "log", "about", "replicas", "workloads"}
+
+
+def arrivals(text: str) -> list[Arrival]:
+    """Of 'x1 cost=2, x2, y1 band=0': names with what is not as usual. x1 and x2 are of flow x."""
+    found = []
+    for each in filter(None, text.split(",")):
+        name, *fields = each.split()
+        given = dict(field.split("=", 1) for field in fields)
+        numbers = {key: _number(value) for key, value in given.items()}
+        if "candidates" in numbers:
+            numbers["candidates"] = str(numbers["candidates"]).replace("+", ",")
+        found.append(Arrival(name, **{"flow": name.rstrip("0123456789"), **numbers}))
+    return found
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
+
+
+class Pool:
+    """With replicas `a` and `b`; room for one request on each of `endpoints`, unless `settings` differ."""
+
+    def __init__(self, side: ScriptSide, endpoints: int = 1, **settings: Any) -> None:
+        self.both = SideBySide(side)
+        self.model = self.both.model
+        self.events: list[str] = []
+        self.told: dict[str, list[str]] = {name: [] for name in REPLICAS}
+        self._settings = {**SETTINGS, "upper_per": 1, "lower_per": settings.get("upper_per", 1), **settings}
+        self.publish({f"e{number}": False for number in range(1, endpoints + 1)})
+        for name in REPLICAS:
+            self.beat(name)
+
+    def call(self, name: str, *rest: Any, by: str = "a") -> Reply:
+        reply = self.both.call(name, by, *rest)
+        self.events += self.model.events
+        self.told[by] += reply.notifications
+        return reply
+
+    def publish(self, draining: Mapping[str, bool], **settings: Any) -> None:
+        self._settings |= settings
+        self.call("publish", ("1", "1"), self._settings, draining)
+
+    def tune(self, **overrides: Any) -> None:
+        self.call("tune", overrides)
+
+    def beat(self, by: str = "a") -> list[Any]:
+        return self.call("heartbeat", SILENCE_MS, by=by).answers
+
+    def sweep(self) -> list[Any]:
+        return self.call("sweep", 0, 60_000, 300_000, 10**9).answers
+
+    def passes(self, ms: float) -> None:
+        self.both.now_us += round(ms * 1000)
+
+    def admit(self, text: str, by: str = "a") -> list[str]:
+        """The answers to the arrivals of `text`, which come in one call."""
+        return list(map(str, self.call("admit", arrivals(text), by=by).answers))
+
+    def take(self, text: str) -> list[str]:
+        """What becomes of the arrivals of `text` where each grant is placed at once."""
+        answers = self.admit(text)
+        for at, it in enumerate(arrivals(text)):
+            if it.id in self.granted:
+                answers[at] = self.place(it.id, it.candidates)
+        return answers
+
+    def place(self, name: str, candidates: str = "*", by: str = "a") -> str:
+        return str(self.call("place", [(name, "1", candidates)], by=by).answers[0])
+
+    def end(self, *names: str, actual: float | None = None, tokens: int | None = None) -> list[str]:
+        """Settle; the requests that were granted what that has freed."""
+        known = len(self.granted)
+        self.call("settle", [(name, "completed", actual, tokens) for name in names])
+        return self.granted[known:]
+
+    def cancel(self, name: str, why: str = "cancelled", by: str = "a") -> str:
+        return str(self.call("cancel", [(name, "1", why)], by=by).answers[0])
+
+    def serve(self, turns: int = 1000) -> list[str]:
+        """End what runs, and then what is granted its place, that many times or until nothing runs."""
+        known = len(self.granted)
+        while self.model.in_flight() and turns > 0:
+            self.end(*(request.id for request in self.model.in_flight()))
+            turns -= 1
+        return self.granted[known:]
+
+    @property
+    def granted(self) -> list[str]:
+        return self.those("granted")
+
+    def those(self, event: str, by: str = "") -> list[str]:
+        """The requests, or flow queues, to which it happened, in order."""
+        words = [each.split(" ") for each in self.events]
+        return [about for what, about, how in words if what == event and by in ("", how)]
+
+    def of(self, request: str) -> list[str]:
+        """What happened to a request."""
+        return [each.split(" ")[0] for each in self.events if each.split(" ")[1] == request]
+
+    def counts(self) -> tuple[float, int, Sequence[int]]:
+        """Stock, queue length, load of each endpoint."""
+        loads = self.model.endpoints.counts
+        return self.model.stock, len(self.model.queue), [loads[name] for name in sorted(loads)]
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing is counted, and after a sweep nothing is kept of any request."""
+        for name in REPLICAS:
+            self.beat(name)
+        self.sweep()
+        left = self.both.side.key_names() - {
+            "pool",
+            "endpoints",
+            "load",
+            "log",
+            "about",
+            "replicas",
+            "workloads",
+        }
+        return not left and self.counts()[:2] == (0, 0) and not any(self.counts()[2])

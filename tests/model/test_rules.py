@@ -1,0 +1,652 @@
+"""The rules in runs short enough to reckon by hand, on the scripts and on the model at once."""
+
+import itertools
+from typing import Any
+
+import pytest
+from by_hand import Pool, arrivals
+from script_side import ScriptSide
+
+CASES = dict[str, Any]
+TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with much room
+THREE: CASES = {**TWO, "endpoints": 3}
+CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
+BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
+
+# Settings, what is known, the next arrival, its answer.
+ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
+    "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
+    "at the bound it is queued for what is left of its TTL": (
+        {}, "runs", "r ttl_ms=30000 age_ms=2000", "queued 28000"),
+    "as old as it may get, it has expired": ({}, "", "late ttl_ms=1000 age_ms=1000", "expired"),
+    "it waits for room for all of its cost": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", "queued 10000"),
+    "nothing bypasses a queue": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", "queued 10000"),
+    "it takes no more than its share of the stock": (
+        {"upper_per": 1000, "claim_share": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
+    "a flow has its part of the queue": (
+        {"flow_capacity": 2}, "runs, x0, x1", "x2", "refused insufficient-flow-capacity 1"),
+    "the queue has its capacity": ({"total_capacity": 2}, "runs, x0, y0", "z0", "refused total-capacity 1"),
+    "the queue's capacity holds for a flow with places left": (
+        {"total_capacity": 3, "flow_capacity": 2}, "runs, x0, x1, y0", "y1", "refused total-capacity 1"),
+    "under no fairness no flow has a part": (
+        {"flow_capacity": 2, "fairness": "none"}, "runs, x1, x2", "x3", "queued 10000"),
+    "so many flows may wait": ({"max_flows": 2}, "runs, x0, y0, x1", "z0", "refused too-many-flows 1"),
+    "so many flows may wait in all bands": (
+        {"max_flows": 2}, "runs, x0, y0, x1", "x2 band=2", "refused too-many-flows 1"),
+    "a flow that waits already may bring more": ({"max_flows": 2}, "runs, x0, y0", "x1", "queued 10000"),
+    "critical flows have their places": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", "queued 10000"),
+    "nothing of its own band makes way": (
+        {"total_capacity": 2}, "runs, c1 band=0, d1", "e1", "refused total-capacity 1"),
+    "nothing critical makes way": (
+        {"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", "refused total-capacity 1"),
+    "where only critical requests queue others are refused": (
+        {"overload": "reject-noncritical"}, "runs", "d1", "refused saturated 1"),
+    "where only critical requests queue they do": (
+        {"overload": "reject-noncritical"}, "runs", "c1 band=0", "queued 10000"),
+    "where only critical requests queue nothing makes way": (
+        {"overload": "reject-noncritical", "total_capacity": 1}, "runs, c1 band=0", "c2 band=0",
+        "refused total-capacity 1"),
+    "while the pool is paused all wait": ({"paused": 1}, "", "r", "queued 10000"),
+    "the endpoint with the fewest in flight is first": (
+        TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
+    "there are as many fallbacks as configured": (
+        {"endpoints": 3, "upper_per": 9, "fallbacks": 1}, "r1 candidates=e1, r2 candidates=e2", "r3",
+        "placed e3,e1 0,1"),
+    "there are as many fallbacks as endpoints": (
+        {"endpoints": 2, "upper_per": 9, "fallbacks": 8}, "r1 candidates=e2", "r2 candidates=e2+e1+e2",
+        "placed e1,e2 1,0"),
+    "a subset is kept to": (TWO, "r1 candidates=e2", "r2 candidates=e2", "placed e2 1"),
+    "what exists of a subset serves": (
+        TWO, "", "r candidates=away+e2", "placed e2 ,0"),
+    "a subset of unknown endpoints is refused": ({}, "", "r candidates=away", "refused no-endpoints 1"),
+    "an empty subset is refused": ({}, "", "r candidates=", "refused no-endpoints 1"),
+    "scores decide": (
+        TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
+    "live load has its part beside scores": (
+        TWO, "r1 candidates=e2", "r2 candidates=e1=0.2+e2=0.5", "placed e1,e2 0,1"),
+    "an endpoint at a flow's limit takes no more of it": (
+        TWO, "x1 candidates=e2 limit=1", "x2 candidates=e2 limit=1", "queued 10000"),
+    "a flow at its limit on every endpoint waits": (
+        TWO, "x1 limit=1, x2 limit=1", "x3 limit=1", "queued 10000"),
+    "one at a flow's limit is no candidate": (
+        THREE, "x1 candidates=e2 limit=1",
+        "x2 candidates=e1=0.1+e2=0.9 limit=1", "placed e1 0,"),
+    "one at a flow's limit does not scale the load of others": (
+        THREE, "y1 candidates=e2, y2 candidates=e1, x1 candidates=e1 limit=1",
+        "x2 candidates=e1=0.9+e2=0.3+e3=0 limit=1", "placed e3,e2 ,1,0"),
+    "no score outweighs an endpoint's own limit": (
+        CAPPED, "r1 candidates=e1=100+e2=0",
+        "r2 candidates=e1=100+e2=0", "placed e2 ,0"),
+    "a request for an endpoint at its own limit waits": (
+        CAPPED, "r1 candidates=e1", "r2 candidates=e1", "queued 10000"),
+    "without a queue the bounds are not asked": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
+    "without a queue it is refused where all are at their limits": (
+        {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", "refused saturated 1"),
+    "without a queue a pause holds it as well": ({"queue_enabled": 0, "paused": 1}, "", "r", "queued 10000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_an_arrival_has_the_answer_that_the_state_of_the_pool_calls_for(side: ScriptSide, case: str) -> None:
+    settings, known, arrival, answer = ANSWERS[case]
+    pool = Pool(side, **settings)
+    pool.admit(known)
+    # An arrival that is refused leaves nothing: the same comes again.
+    for _ in range(2 if answer.startswith("refused") else 1):
+        assert pool.admit(arrival) == [answer]
+
+
+@pytest.mark.parametrize("draining", [{}, {"e1": True}], ids=["none", "one that drains"])
+def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, draining: dict[str, bool]) -> None:
+    pool = Pool(side)
+    pool.publish(draining)
+    assert pool.admit("r") == ["refused no-endpoints 1"]
+    assert pool.is_at_rest()
+
+
+# Settings, what waits behind one that fills the pool, how those are served (or the first of them).
+ORDERS: dict[str, tuple[CASES, str, str]] = {
+    "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
+    "flows by turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
+    "a lower band where the higher ones are empty": ({}, "s band=2, d1, c band=0, d2", "c d1 d2 s"),
+    "a flow's name in two bands is two flows": ({}, "low flow=f band=2, high flow=f band=0", "high low"),
+    "bands by their weights": (
+        {"band_policy": "weighted", "guard_share": 0},
+        ", ".join(f"{name}{n} band={band}" for n in range(8) for band, name in enumerate("cds")),
+        "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
+    "one request of each flow a round, whatever it costs": (
+        {"fairness": "round-robin", "upper_per": 100, "lower_per": 1},
+        "x1 cost=9 weight=5, x2 cost=9, y1, y2, z1", "x1 y1 z1 x2 y2"),
+    "all flows as one": ({"fairness": "none"}, "x1, x2, x3, y1, x4", "x1 x2 x3 y1 x4"),
+    "the earliest deadline": (
+        {"ordering": "edf"}, "late ttl_ms=50000 flow=f, soon ttl_ms=20000 flow=f, middle ttl_ms=30000 flow=f",
+        "soon middle late"),
+    "overdue ones out of turn": ({"starvation_ms": 1}, "s band=2 age_ms=5, c band=0", "s c"),
+    "overdue by default after half of the TTL": (
+        {}, "l band=2 ttl_ms=60000, s band=2 ttl_ms=10000 age_ms=6000, c band=0", "s c l"),
+    "nobody out of turn without a share": (
+        {"starvation_ms": 1, "guard_share": 0}, "s band=2 age_ms=5, c band=0", "c s"),
+    "the higher criticality, a workload's requests in their order": (
+        {**BY_WORKLOAD, "rate_weight": 0},
+        "l1 workload=low criticality=1 flow=f, l2 workload=low criticality=5 flow=f, "
+        "h1 workload=high criticality=4 flow=f, h2 workload=high criticality=4 flow=f", "h1 h2 l1 l2"),
+    "who asks seldom": (
+        {**BY_WORKLOAD, "window_ms": 1000, "rate_cap": 10},
+        ", ".join(f"o{n} workload=often flow=f" for n in range(8)) + ", once workload=once flow=f", "once"),
+    "the more critical, once both have waited to the cap": (
+        {**BY_WORKLOAD, "wait_cap_ms": 50},
+        "old workload=old criticality=2 age_ms=120 flow=f, young workload=new criticality=4 age_ms=60 flow=f",
+        "young old"),
+    "the longer wait below the cap": (
+        BY_WORKLOAD,
+        "old criticality=2 age_ms=60000 ttl_ms=90000 flow=f, young criticality=5 ttl_ms=90000 flow=f",
+        "old young"),
+    "whose workload has waited on average": (
+        {**BY_WORKLOAD, "wait_signal": "workload_average", "wait_cap_ms": 1000},
+        "new workload=new age_ms=500 flow=f, again workload=waited flow=f", "again new"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_what_waits_is_served_in_the_order_of_the_policy(side: ScriptSide, case: str) -> None:
+    settings, waiting, order = ORDERS[case]
+    pool = Pool(side, **settings)
+    pool.admit(f"runs flow=other workload=waited age_ms=900 cost={settings.get('upper_per', 1)}")
+    pool.admit(waiting)
+    assert pool.serve()[: len(order.split())] == order.split()
+    assert pool.is_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("weights", "costs"),
+    [
+        ({"x": 1, "y": 2, "z": 4}, {"x": 1, "y": 1, "z": 1}),
+        ({"x": 1, "y": 2, "z": 4}, {"x": 2, "y": 0.5, "z": 1}),
+        ({"x": 1, "y": 1, "z": 1}, {"x": 1, "y": 1, "z": 1}),
+    ],
+    ids=["weights 1:2:4", "weights and costs", "equals"],
+)
+def test_flows_are_served_by_their_weights_to_one_request_of_each(
+    side: ScriptSide, weights: dict[str, float], costs: dict[str, float]
+) -> None:
+    pool = Pool(side, upper_per=2, lower_per=0.25)
+    pool.admit("runs cost=2")
+    for number, flow in itertools.product(range(10), weights):
+        by = "ab"[number % 2]
+        pool.admit(f"{flow}{number} weight={weights[flow]} cost={costs[flow]}", by=by)
+    order = pool.serve()
+    assert len(order) == 30
+    # While all wait, what two flows were served for their weights differs by one request of each at most.
+    last = min(max(at for at, name in enumerate(order) if name[0] == flow) for flow in weights)
+    share = {flow: costs[flow] / weights[flow] for flow in weights}
+    for one, other in itertools.combinations(weights, 2):
+        for begin, end in itertools.combinations(range(last + 1), 2):
+            served = [name[0] for name in order[begin:end]]
+            difference = share[one] * served.count(one) - share[other] * served.count(other)
+            assert abs(difference) <= share[one] + share[other] + 1e-9
+
+
+def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit(", ".join(f"x{n}" for n in range(12)))
+    assert pool.serve(8)[-1] == "x7"
+    pool.admit("y0, y1, y2, y3")
+    assert pool.serve() == ["y0", "x8", "y1", "x9", "y2", "x10", "y3", "x11"]
+
+
+def test_a_flow_that_comes_back_still_owes_for_its_service(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=5, lower_per=0.5)
+    pool.admit("runs cost=5")
+    pool.admit("x0 cost=5, " + ", ".join(f"y{n}" for n in range(8)))
+    assert pool.serve(1) == ["x0"]
+    pool.admit("x1")
+    assert pool.serve() == ["y0", "y1", "y2", "y3", "y4", "x1", "y5", "y6", "y7"]
+
+
+def test_a_request_that_leaves_the_queue_leaves_no_gap(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("x0, x1, x2, y0, y1, y2")
+    assert pool.cancel("x1") == "ended"
+    assert pool.serve() == ["x0", "y0", "x2", "y1", "y2"]
+
+
+@pytest.mark.parametrize(
+    ("share", "turns"), [(0.1, [0, 10, 20, 30, 40]), (0.3, [0, 4, 7, 10, 14, 17, 20, 24])]
+)
+def test_the_guard_serves_its_share_of_dispatches_to_the_longest_overdue(
+    side: ScriptSide, share: float, turns: list[int]
+) -> None:
+    pool = Pool(side, starvation_ms=30, guard_share=share)
+    pool.admit("runs")
+    pool.admit(", ".join(f"s{n} band=2" for n in range(len(turns))))
+    pool.passes(40)
+    pool.admit(", ".join(f"c{n} band=0" for n in range(60)))
+    order = pool.serve(41)
+    assert pool.those("granted", by="guard") == [f"s{n}" for n in range(len(turns))]
+    assert [order.index(f"s{n}") for n in range(len(turns))] == turns
+
+
+def test_the_queue_is_served_only_below_the_lower_bound(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=4, lower_per=2)
+    pool.admit("r1, r2, r3, r4")
+    pool.admit("waits")
+    assert pool.end("r1", "r2") == []
+    assert pool.end("r3") == ["waits"]
+
+
+def test_many_claims_of_all_the_stock_run_by_fours_and_leave_the_others_their_turns(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=1000, claim_share=0.25)
+    pool.admit(", ".join(f"greedy{n} cost=1000000" for n in range(6)))
+    pool.admit(", ".join(f"honest{n} cost=20" for n in range(20)))
+    assert pool.counts() == (1000, 22, [4])
+    assert pool.end("greedy0", "greedy1") == ["greedy4", *(f"honest{n}" for n in range(12))]
+
+
+def test_fractions_of_costs_leave_nothing_of_the_stock(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=1000)
+    pool.admit(", ".join(f"r{n} cost={0.1 + n / 3}" for n in range(10)))
+    for n in (3, 7, 1, 9, 0, 5, 2, 8, 6, 4):
+        pool.end(f"r{n}")
+    assert pool.counts() == (0, 0, [0])
+
+
+def test_queued_requests_are_served_when_an_endpoint_returns(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("waits")
+    pool.publish({})
+    assert pool.end("runs") == []
+    pool.publish({"e2": False})
+    assert pool.granted == ["waits"]
+    assert pool.place("waits") == "placed e2 0"
+
+
+def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=5)
+    pool.admit("r1 candidates=e1, r2 candidates=e1")
+    pool.publish({"e2": False})
+    assert pool.admit("r3, r4 candidates=e1") == ["placed e2 0", "refused no-endpoints 1"]
+    pool.end("r1")
+    assert pool.model.endpoints.counts == {"e1": 1, "e2": 1}
+    pool.publish({"e1": False, "e2": True})  # it is back, and the other drains
+    assert pool.admit("r5") == ["placed e1 1"]
+    pool.publish({"e2": False})
+    pool.end("r2", "r5")
+    assert pool.model.endpoints.counts == {"e2": 1}
+
+
+def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=2)
+    pool.admit("r1 candidates=e1, r2 candidates=e2")
+    pool.publish({"e1": True, "e2": False})
+    assert pool.admit("waits") == ["queued 10000"]
+    assert pool.end("r1") == ["waits"]
+    assert pool.place("waits") == "placed e2 1"
+    pool.publish({"e1": False, "e2": False})
+    assert pool.admit("r3") == ["placed e1,e2 0,2"]
+
+
+def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(side: ScriptSide) -> None:
+    pool = Pool(side, total_capacity=7)
+    pool.admit("runs")
+    pool.admit("x1 band=2, x2 band=2, x3 band=2, y1 band=2, y2 band=2, y3 band=2", by="b")
+    pool.admit("d1")
+    assert pool.admit("c1 band=0, c2 band=0, c3 band=0, d2") == ["queued 10000"] * 4
+    assert pool.those("preempted") == ["x3", "y3", "x2", "y2"]
+    pool.beat("b")
+    assert sorted(pool.told["b"]) == [f"preempted {name}" for name in ("x2", "x3", "y2", "y3")]
+
+
+def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side: ScriptSide) -> None:
+    pool = Pool(side, total_capacity=3)
+    pool.admit("runs")
+    pool.admit("x band=2, y band=2, z band=2")
+    pool.admit("c1 band=0")
+    pool.cancel("c1")
+    pool.admit("x2 band=2, c2 band=0, c3 band=0, c4 band=0")
+    assert pool.those("preempted") == ["x", "y", "z", "x2"]
+    pool.serve()
+    pool.sweep()
+    assert pool.is_at_rest()
+
+
+def test_a_critical_flow_gets_its_places_however_full_the_queue_is(side: ScriptSide) -> None:
+    pool = Pool(side, total_capacity=6, flow_capacity=3)
+    pool.admit("runs")
+    pool.admit(", ".join(f"c{n} band=0, d{n}" for n in range(3)))
+    answers = pool.admit(", ".join(f"e{n} band=0" for n in range(4)))
+    assert answers == ["queued 10000"] * 3 + ["refused insufficient-flow-capacity 1"]
+    assert pool.those("preempted") == ["d2", "d1", "d0"]
+
+
+def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> None:
+    pool = Pool(side, total_capacity=8)
+    pool.sweep()
+    pool.admit("runs")
+    pool.admit("q0, q1, q2, q3")
+    pool.passes(1250)
+    pool.serve(2)
+    pool.sweep()
+    assert pool.model.rate == 1.6
+    pool.admit(", ".join(f"q{n}" for n in range(4, 10)))
+    assert pool.admit("late") == ["refused total-capacity 6"]
+
+
+def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=4)
+    pool.admit("p1 limit=1, p2 limit=1")
+    pool.admit("p3 limit=1, q1")
+    assert pool.events[-2:] == ["parked p ", "granted q1 turn"]
+    assert pool.end("p1") == ["p3"]
+    assert "unparked p " in pool.events
+
+
+def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=4)
+    pool.admit("p1 limit=1 candidates=e1")
+    pool.tune(paused=1)
+    pool.admit("p2 limit=1 workload=w")
+    pool.tune(paused=None)
+    # It is granted, and may only go where the other runs.
+    assert pool.place("p2", "e1") == "queued 10000"
+    assert pool.events[-2:] == ["requeued p2 ", "parked p "]
+    assert pool.model.queue.bands[1].queues["p"].tag == 0.0
+    assert workload_of(pool) == (1, 1, 0)
+    pool.passes(40)
+    assert pool.end("p1") == ["p2"]
+    assert pool.place("p2", "e1") == "placed e1 0"
+    assert workload_of(pool) == (1, 1, 1)
+    assert pool.model.workloads.known["w"].ema_ms == pytest.approx(40, abs=0.01)
+    pool.end("p2")
+    assert pool.is_at_rest()
+
+
+def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1})
+    pool.take("first candidates=e1")
+    assert pool.take("x2 candidates=e1") == pool.take("y1 candidates=e1") == ["queued 10000"]
+    assert pool.take("z1") == ["placed e2 0"]
+    assert pool.take("z2") == ["placed e2 1"]
+    # Where it ends, the one that has waited longest is granted, and no other.
+    assert pool.end("first") == ["x2"]
+    assert pool.place("x2", "e1") == "placed e1 0"
+    assert pool.end("x2") == ["y1"]
+    assert pool.place("y1", "e1") == "placed e1 0"
+    pool.end("y1", "z1", "z2")
+    assert pool.is_at_rest()
+
+
+def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1, "e2": 1})
+    pool.admit("runs")
+    pool.tune(paused=1)
+    pool.admit("granted")
+    pool.tune(paused=None)
+    assert pool.granted == ["granted"]
+    assert pool.admit("late") == ["queued 10000"]
+    pool.place("granted")
+    assert pool.counts()[1:] == (1, [1, 1])
+
+
+def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=99, caps={"e1": 3})
+    pool.admit("r0, r1, r2")
+    pool.publish({"e1": False}, caps={"e1": 2})
+    assert pool.admit("waits") == ["queued 10000"]
+    assert pool.end("r0") == []
+    pool.publish({"e1": False}, caps={})
+    assert pool.granted == ["waits"]
+
+
+def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit(", ".join(f"dear{n}, cheap{n}" for n in range(12)))
+    order = pool.serve(1)
+    for _ in range(10):
+        # Their estimates are equal; one's requests really cost four times as much.
+        order += pool.end(order[-1], actual=4.0 if order[-1].startswith("dear") else 1.0)
+    assert "".join(name[0] for name in order) == "cdccccdcccc"
+
+
+def test_a_charge_below_nothing_is_corrected_like_any_other(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=10, lower_per=1, fairness="round-robin", guard_share=0)
+    pool.admit("runs cost=10")
+    pool.admit("x1 cost=10, x2 cost=10, x3 cost=10")
+    pool.serve(1)
+    pool.tune(fairness="weighted-fair")
+    pool.sweep()
+    pool.end("x1", actual=1.0)
+    assert pool.model.requests["x2"].tag == -8
+    pool.end("x2", actual=5.0)
+    assert pool.those("corrected") == ["x1", "x2"]
+
+
+def test_the_cost_of_an_answer_is_learned(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=1000, default_answer=10, answer_alpha=0.5)
+    pool.admit("runs, f1, f2, f3 learn=1")
+    pool.end("f1", tokens=40)
+    pool.end("f2", tokens=20)
+    pool.admit("f4 cost=2 learn=1")
+    assert [pool.model.requests[name].cost for name in ("f3", "f4")] == [11, 32]
+
+
+def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    # More of them than the timers of one call.
+    pool.admit(", ".join(f"short{n} ttl_ms=50" for n in range(30)), by="b")
+    pool.admit("late")
+    pool.passes(60)
+    assert pool.end("runs") == ["late"]
+    assert pool.of("short29") == ["queued", "expired"]
+    pool.sweep()
+    for _ in range(2):
+        pool.beat("b")
+    assert sorted(pool.told["b"]) == sorted(f"expired short{n}" for n in range(30))
+
+
+def test_a_grant_past_its_time_to_live_does_not_go_back_to_the_queue(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=4)
+    pool.admit("p1 limit=1 candidates=e1, p2 limit=1 ttl_ms=50 candidates=e1")
+    assert pool.granted == ["p2"]
+    pool.passes(60)
+    assert pool.place("p2", "e1") == "expired"
+
+
+def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("q")
+    pool.end("runs")
+    assert pool.cancel("q", "expired") == "granted"
+    pool.place("q")
+    assert pool.cancel("q", "expired") == "granted"
+    assert pool.counts() == (1, 0, [1])
+
+
+def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=2, lease_ms=50)
+    pool.admit("silent, alive workload=w")
+    pool.admit("waits")
+    pool.passes(40)
+    pool.call("renew", [("alive", "", "", None)])
+    pool.passes(20)
+    assert pool.sweep()[:4] == [1, 0, 1, 0]
+    assert pool.of("silent") == ["bypassed", "reclaimed"]
+    # What waits is served. A grant that is not placed ends in the same way, and comes to nothing afterwards.
+    assert pool.granted == ["waits"]
+    pool.passes(60)
+    pool.sweep()
+    assert pool.place("waits") == "gone"
+    assert pool.counts() == (0, 0, [0])
+
+
+def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(side: ScriptSide) -> None:
+    pool = Pool(side, lease_ms=900_000)
+    pool.admit("runs")
+    pool.admit("orphan flow=f ttl_ms=900000", by="b")
+    pool.admit("alive flow=f ttl_ms=900000")
+    pool.passes(SILENT_MS)
+    pool.beat()
+    # Nothing is granted to a silent replica, swept or not; its request keeps its place for another.
+    pool.sweep()
+    assert pool.admit("orphan") == ["queued 840000 adopted"]
+    assert pool.of("orphan") == ["queued", "held", "adopted"]
+    assert pool.serve() == ["orphan", "alive"]
+
+
+def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("q0, q1, q2")
+    assert pool.admit("q1, q0", by="b") == ["queued 10000 adopted"] * 2
+    assert pool.cancel("q0") == pool.cancel("q0", "expired") == "foreign"
+    assert pool.end("runs") == ["q0"]
+    # One that is granted is placed for who brings it, and its old owner's grant is worth nothing.
+    assert pool.admit("q0") == ["placed e1 0 adopted"]
+    assert pool.place("q0", by="b") == "gone"
+    # One that is placed stays, and neither can take it back: Envoy may still have it from the other.
+    assert pool.admit("q0", by="b") == ["placed e1 adopted"]
+    assert pool.cancel("q0", by="a") == pool.cancel("q0", by="b") == "foreign"
+    assert pool.serve() == ["q1", "q2"]
+
+
+def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("q ttl_ms=50")
+    pool.passes(60)
+    assert pool.admit("q", by="b") == ["expired"]
+
+
+def test_a_granted_request_is_placed_in_its_subset_or_refused(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=0.5)
+    pool.admit("runs candidates=e2")
+    pool.admit("q1, q2, q3")
+    pool.end("runs")
+    assert pool.place("q1", "e2") == "placed e2 0"
+    pool.end("q1")
+    assert pool.place("q2", "away") == "refused no-endpoints 1"
+    assert pool.admit("q3 candidates=away", by="b") == ["refused no-endpoints 1"]
+    assert pool.is_at_rest()
+
+
+def test_a_repeated_admission_can_be_cancelled(side: ScriptSide) -> None:
+    pool = Pool(side)
+    assert pool.admit("r") == ["placed e1 0"]
+    assert pool.admit("r") == ["placed e1 adopted"]
+    assert pool.cancel("r") == "ended"
+    assert pool.is_at_rest()
+
+
+SILENT_MS = 60_000
+
+
+def workload_of(pool: Pool, name: str = "w") -> tuple[int, int, int]:
+    """Requests in all, active ones, and how many were dispatched."""
+    it = pool.model.workloads.known[name]
+    return it.total, it.active, it.dispatched
+
+
+def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) -> None:
+    pool = Pool(side, flow_capacity=2)
+    pool.admit("r1 workload=w")
+    pool.admit("r2 workload=w", by="b")
+    pool.admit("r3 workload=w")
+    assert workload_of(pool) == (3, 3, 1)
+    pool.admit("r2 workload=w")  # adopted, not counted again
+    assert workload_of(pool) == (3, 3, 1)
+    # One ends, and the next is served; one leaves; one of a full flow is turned away, and is counted.
+    pool.end("r1")
+    pool.cancel("r3")
+    assert pool.admit("r4 workload=w flow=r limit=0, r5 workload=w, r6 workload=w")[-1].startswith("refused")
+    assert workload_of(pool) == (6, 3, 2)
+    pool.serve()
+    assert workload_of(pool) == (6, 0, 4)
+
+
+@pytest.mark.parametrize("reason", ["full", "too old", "no endpoints"])
+def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
+    side: ScriptSide, reason: str
+) -> None:
+    pool = Pool(side, total_capacity=0)
+    pool.admit("runs workload=w")
+    if reason == "no endpoints":
+        pool.publish({})
+    late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
+    for number in range(1, 4):
+        (answer,) = pool.admit(f"more workload=w{late}")  # the same again leaves nothing but its arrival
+        assert answer.split()[0] == ("expired" if late else "refused")
+        assert workload_of(pool) == (1 + number, 1, 1)
+        assert sum(pool.model.workloads.arrivals("w")) == 1 + number
+
+
+def test_requests_that_are_refused_push_a_workload_behind(side: ScriptSide) -> None:
+    rates = {"rate_weight": 0.9, "rate_cap": 0.1, "guard_share": 0}
+    pool = Pool(side, total_capacity=2, ordering="workload-aware", **rates)
+    pool.admit("runs")
+    pool.admit("greedy flow=f workload=greedy, modest flow=f workload=modest")
+    pool.admit(", ".join(f"again{n} flow=f workload=greedy" for n in range(5)))
+    pool.sweep()
+    assert pool.end("runs") == ["modest"]
+
+
+def test_the_average_wait_follows_new_waits_by_a_fifth(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=2)
+    average = pool.model.workloads.wait_ms
+    pool.admit("r1 workload=w age_ms=2500")
+    assert average("w") == 2500
+    pool.admit("r2 workload=w age_ms=1800")
+    assert average("w") == pytest.approx(2360)
+    # A wait in the queue counts from the request's arrival.
+    pool.admit("r3 workload=v age_ms=5000")
+    pool.passes(40)
+    pool.end("r1")
+    assert average("v") == 5040
+
+
+def test_arrivals_are_counted_by_sixths_of_a_sliding_window(side: ScriptSide) -> None:
+    pool = Pool(side, window_ms=240, upper_per=100)
+    counted: dict[int, int] = {}
+    for number in range(36):
+        pool.admit(f"r{number} workload=w")
+        slot = pool.both.now_us // 40_000
+        counted[slot] = counted.get(slot, 0) + 1
+        assert pool.model.workloads.arrivals("w") == [counted.get(slot - ago, 0) for ago in range(7)]
+        pool.passes(10)
+    assert len(counted) > 8
+    pool.passes(1000)
+    pool.beat()
+    assert pool.model.workloads.rate("w") == 0
+
+
+# spec 001: average wait, requests in the window of 60 s, criticality -> score; waits are rounded there.
+SPECIFIED = {
+    "batch-job-123": (2360, 2, 4, 0.3355),
+    "interactive-user-456": (800, 150, 5, 0.4002),
+    "low-priority-789": (15_000, 6, 2, 0.2598),
+}
+
+
+def test_the_specifications_worked_examples(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=1000, ordering="workload-aware", wait_signal="workload_average")
+    for name, (wait_ms, count, _, _) in SPECIFIED.items():
+        earlier = [f"{name}-{number}" for number in range(count - 1)]
+        for at in range(0, len(earlier), 10):
+            some = (f"{each} workload={name} age_ms={wait_ms} ttl_ms=60000" for each in earlier[at : at + 10])
+            pool.admit(", ".join(some))
+        pool.end(*earlier)
+    pool.admit("runs cost=1000 flow=other")
+    for name, (_, _, criticality, score) in SPECIFIED.items():
+        pool.admit(f"{name} workload={name} criticality={criticality} flow=f")
+        assert -pool.model.queue.bands[1].queues["f"].static.scores()[name] == pytest.approx(score, abs=2e-4)
+    assert pool.serve() == ["interactive-user-456", "batch-job-123", "low-priority-789"]
+
+
+def test_a_stranger_is_told_that_the_pool_is_unknown(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.both = type(pool.both)(side)  # another one, that nobody has published
+    assert pool.both.call("admit", "a", arrivals("r")).answers == ["unknown-pool"]
