@@ -1,5 +1,6 @@
 """One replica's use of every function and command of Redis, under every policy."""
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -35,10 +36,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await other.store._client.call(
-        "claim_queue_snapshot", 300
-    )  # it does not read the flow queues, so the others wait
-    await store.queue_snapshots.read(10)
+    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one waits
     await _many_notifications(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)

@@ -5,6 +5,7 @@ Its attributes and methods take effect at once, on connections old and new:
     async with proxy(port) as between:      # between.port is where clients go
         between.delay_s = 0.05              # replies arrive this much later
         between.stalled = True              # both directions stall; nothing is lost
+        between.hold(True)                  # replies wait until hold(False) or pass_one(); requests pass
         between.vanished = True             # half-open: both directions are swallowed, nothing is closed
         between.refusing = True             # new connections are closed at once
         between.lose_replies = 3            # each of the next replies is swallowed and its connection cut,
@@ -45,8 +46,8 @@ class Proxy:
         self.connections = 0
         self.lost = 0
         self.dropped = 0
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.requests_flow, self.replies_flow = asyncio.Event(), asyncio.Event()
+        self.stalled = False
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,14 +58,28 @@ class Proxy:
 
     @property
     def stalled(self) -> bool:
-        return not self._flowing.is_set()
+        return not self.requests_flow.is_set()
 
     @stalled.setter
     def stalled(self, on: bool) -> None:
-        if on:
-            self._flowing.clear()
-        else:
-            self._flowing.set()
+        self.hold(on)
+        self.requests_flow.clear() if on else self.requests_flow.set()
+
+    def hold(self, on: bool) -> None:
+        """Hold replies, or let them pass."""
+        self._passes_one = False
+        self.replies_flow.clear() if on else self.replies_flow.set()
+
+    def pass_one(self) -> None:
+        """Let one of the held replies pass."""
+        self.hold(False)
+        self._passes_one = True
+
+    async def passing(self) -> None:
+        """Wait until a reply may pass."""
+        await self.replies_flow.wait()
+        if self._passes_one:
+            self.hold(True)
 
     @property
     def open(self) -> int:
@@ -80,9 +95,6 @@ class Proxy:
         """Every connection there is now is swallowed in both directions and never closed."""
         for link in self._links:
             link.stranded = True
-
-    async def flow(self) -> None:
-        await self._flowing.wait()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -150,7 +162,7 @@ class _Link:
     async def _requests(self) -> None:
         reader, writer = self._client[0], self._server[1]
         while data := await reader.read(_CHUNK):
-            await self._proxy.flow()
+            await self._proxy.requests_flow.wait()
             if not self._gone:
                 self._subscribed = self._subscribed or _SUBSCRIBE in data.upper()
                 self._calls = _CALL in data.upper()
@@ -195,7 +207,7 @@ class _Link:
             due, data = await late.get()
             if due > loop.time():
                 await asyncio.sleep(due - loop.time())
-            await self._proxy.flow()
+            await self._proxy.passing()
             if not self._gone:
                 writer.write(data)
             late.task_done()

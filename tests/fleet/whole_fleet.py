@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DRAIN_GRACE = "PICKER_EXTPROC__DRAIN_GRACE"
 READY_S = 90.0
 STOP_S = 30.0
-_POLL_S = 0.02
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
 _ADMIN_PAUSE_S = 0.1
 
@@ -146,15 +146,18 @@ class Fleet:
     async def eventually(
         self, look: Callable[[], Awaitable[Any]], *, within_s: float = 15.0, what: str = "it"
     ) -> Any:
-        """The first true result of `look`, which is called until then."""
+        """The first true result of `look`, which is called until then, less and less often: a look costs CPU
+        that the fleet could use."""
         last: Any = None
+        pause_s = _POLL_S
         try:
             async with asyncio.timeout(within_s):
                 while True:
                     last = await look()
                     if last:
                         return last
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(1.5 * pause_s, _LONGEST_POLL_S)
         except TimeoutError:
             pytest.fail(f"{what} did not come within {within_s:g} s; last seen: {last!r}\n{self.output}")
 

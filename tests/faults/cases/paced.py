@@ -12,8 +12,15 @@ class Paced:
 
     def __init__(self, url: str, per_s: float) -> None:
         self.history: list[ClientRecord] = []
+        self._one_more = asyncio.Condition()
         self._url = url
         self._pause_s = 1 / per_s
+
+    async def answered(self, count: int) -> None:
+        """Wait until `count` more have been answered than now."""
+        goal = len(self.history) + count
+        async with self._one_more:
+            await self._one_more.wait_for(lambda: len(self.history) >= goal)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Send until cancelled; a late request is sent at once."""
@@ -25,7 +32,10 @@ class Paced:
             tasks.create_task(self._one(number))
 
     async def _one(self, number: int) -> None:
-        self.history.append(await send_request(self._url, ClientRequest(f"request {number}", 1)))
+        record = await send_request(self._url, ClientRequest(f"request {number}", 1))
+        async with self._one_more:
+            self.history.append(record)
+            self._one_more.notify_all()
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
-    flushes = case.size(2, 15)
+    flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")
     # Load beside streams that run all the while.
     here = faulty(*OPTIONS, config=config())

@@ -8,64 +8,62 @@ from typing import Any
 import pytest
 from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, format_ms, quantile
 from fault_case import FULL, Case
-from paced import paced
+from paced import Paced, paced
 from proxy import Proxy
 from whole_fleet import Fleet
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
 SERVERS, EACH = 4, 200.0  # so much that nobody queues
-EVERY_S, STALL_S, LATE_S = 5.0, 1.0, 0.05
+BETWEEN = 120  # answers from one fault to the next
+STALL_S, LATE_S = 1.0, 0.05
 # Of 99 in 100 decisions: `redis.silence` (1 s) and what comes before; a bound of the replicas' own histogram.
 MOST_S = 2.5
 
 
-async def late(between: Proxy, for_s: float) -> None:
+async def late(between: Proxy, load: Paced) -> None:
     between.delay_s = LATE_S
-    await asyncio.sleep(for_s)
+    await load.answered(BETWEEN)
     between.delay_s = 0.0
 
 
-async def stalls(between: Proxy, for_s: float) -> None:
-    until_s = time.monotonic() + for_s
-    while time.monotonic() < until_s:
-        between.stalled = True
-        await asyncio.sleep(STALL_S)
-        between.stalled = False
-        await asyncio.sleep(EVERY_S - STALL_S)
+async def stalls(between: Proxy, load: Paced) -> None:
+    between.stalled = True
+    await asyncio.sleep(STALL_S)
+    between.stalled = False
+    await load.answered(BETWEEN)
 
 
-async def half_open(between: Proxy, for_s: float) -> None:
-    until_s = time.monotonic() + for_s
-    while time.monotonic() < until_s:
-        made = between.connections
-        between.strand()
-        await asyncio.sleep(EVERY_S)
-        assert between.connections > made
+async def half_open(between: Proxy, load: Paced) -> None:
+    made = between.connections
+    between.strand()
+    await load.answered(BETWEEN)
+    assert between.connections > made
 
 
-FAULTS: dict[str, tuple[str, Callable[[Proxy, float], Awaitable[None]]]] = {
+FAULTS: dict[str, tuple[str, Callable[[Proxy, Paced], Awaitable[None]]]] = {
     "late": (f"Redis answers {LATE_S * 1000:.0f} ms later", late),
-    "stalls": (f"Redis stalls for {STALL_S:g} s each {EVERY_S:g} s", stalls),
-    "half-open": (f"every connection to Redis half-open each {EVERY_S:g} s, new ones work", half_open),
+    "stalls": (f"Redis stalls for {STALL_S:g} s", stalls),
+    "half-open": ("every connection to Redis half-open, new ones work", half_open),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy, fault: str) -> None:
     what, inject = FAULTS[fault]
-    well_s, ill_s = case.size(2, 20), case.size(5, 60)
-    case.describe(f"{what}, for {ill_s} s at {PER_S:g} requests a second")
+    well, times = case.size(60, 1200), case.size(1, 20)
+    case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
         # Requests at a steady pace; how long they take without the fault.
         async with paced(here.url, PER_S) as load:
-            await here.eventually(lambda: _answered(load, PER_S), what="requests that warm everything up")
+            await load.answered(60)  # requests that warm everything up
             first, quick = len(load.history), await _decisions(here)
-            await asyncio.sleep(well_s)
+            await load.answered(well)
             usual = sorted(record.took_s for record in load.history[first:])
             # Redis has the fault for a while.
             before, since_s = await _decisions(here), time.monotonic()
-            await inject(between, ill_s)
+            for _ in range(times):
+                await inject(between, load)
             after, until_s = await _decisions(here), time.monotonic()
         ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
         # Each request is answered, none with an error.
@@ -87,10 +85,6 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
         await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
         await all_at_rest(here, servers)
         assert servers.peak <= SERVERS * EACH
-
-
-async def _answered(load: Any, count: float) -> bool:
-    return len(load.history) >= count
 
 
 async def _departures(here: Fleet) -> int:

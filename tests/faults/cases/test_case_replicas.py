@@ -53,7 +53,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
-    stops, lease_s = case.size(1, 10), 10.0
+    stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
     # Three replicas under load that fills the pool.
     here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0

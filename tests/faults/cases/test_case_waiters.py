@@ -18,7 +18,7 @@ FEW_WORKERS_FILES = 15_000
 
 
 async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) -> None:
-    few, many = case.size(50, 1000), case.size(500, 10_000)
+    few, many = case.size(50, 1000), case.size(300, 10_000)
     case.describe(f"{many} waiters, one slot freed at a time")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FEW_WORKERS_FILES)), hard))
