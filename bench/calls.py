@@ -19,8 +19,8 @@ from bench.rig.machine import describe_machine
 from bench.rig.page import interval, table
 from bench.rig.server import Server, server
 from bench.versions import package_of
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import pack_arrival
 
 ROUNDS = 20
 _CALLS = 1500  # of each kind, version and round

@@ -53,7 +53,7 @@ from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake, selected_endpoints
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
-from picker_fleet.replica.info import ReplicaInfo
+from picker_fleet.replica.info import ReplicaInfo, ServiceMeter
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -67,7 +67,6 @@ from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
-from picker_fleet.telemetry.series import ServiceMeter
 from picker_fleet.units import is_loopback, split_host_port
 
 if TYPE_CHECKING:

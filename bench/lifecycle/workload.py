@@ -12,7 +12,7 @@ import hiredis
 
 from bench.rig.server import Server
 from picker_fleet.state.batching import MAX_BATCH
-from picker_fleet.state.schema import pack_arrival
+from picker_fleet.state.store import pack_arrival
 
 BATCH = 16  # requests a call
 IN_FLIGHT = 4 * BATCH

@@ -12,8 +12,8 @@ from pool_model import Reply
 from set_clock import clock_of
 
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import pack_arrival
 
 READ_ORDERS = """
 local found = {}

@@ -13,7 +13,7 @@ from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.state.schema import pack_arrival
+from picker_fleet.state.store import pack_arrival
 
 START_US = 1_750_000_000_000_000
 # Replicas, and what they may do. All of the second list takes minutes: PICKER_RETURNS=full adds it.

@@ -6,7 +6,7 @@ import pytest
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from picker_fleet.state.schema import pack_arrival
+from picker_fleet.state.store import pack_arrival
 
 START_US = 1_000_000_000
 

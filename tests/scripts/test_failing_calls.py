@@ -9,8 +9,8 @@ from failing_calls import FailingLibrary
 from script_fleet import SETTINGS
 
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import pack_arrival
 
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})

@@ -8,8 +8,8 @@ import redis
 from script_fleet import SETTINGS
 from set_clock import clock_of
 
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import Library, load_library
+from picker_fleet.state.store import pack_arrival
 
 START_MS = 1_800_000_000_000
 OPEN = json.dumps({"labels": {}, "draining": False})

@@ -12,8 +12,8 @@ from script_fleet import SETTINGS
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import Library, load_library
+from picker_fleet.state.store import pack_arrival
 
 DOUBLE = 8
 ADDED = 5  # counters that came after the others

@@ -6,8 +6,8 @@ from typing import Any
 import redis
 from script_fleet import SETTINGS
 
-from picker_fleet.state.schema import pack_arrival
 from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import pack_arrival
 
 START_MS = 1_800_000_000_000
 LEASE_MS, SILENCE_MS, SECOND_MS = 15_000, 5_000, 1_000

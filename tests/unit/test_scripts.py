@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from picker_fleet.admission import gate
-from picker_fleet.state import schema
+from picker_fleet.state import schema, store
 from picker_fleet.state.scripts import NAMES, load_library
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +48,9 @@ def test_the_wheel_carries_the_scripts(tmp_path: Path) -> None:
 
 def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:
     numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False)
-    packed = schema.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
+    packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
     texts = "id\0001\0flow\0\0modèle\0*\0".encode()
     assert packed.startswith(texts)
     assert len(packed) == len(texts) + 8 * len(numbers)
     with pytest.raises(ValueError, match="byte 0"):
-        schema.pack_arrival(("i\0d", "1", "flow", "", "m", "*"), numbers)
+        store.pack_arrival(("i\0d", "1", "flow", "", "m", "*"), numbers)

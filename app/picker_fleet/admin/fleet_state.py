@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 
 from picker_fleet.errors import StateFault
+from picker_fleet.replica.info import METER_WINDOW_S
 from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
 from picker_fleet.state.store import Store
-from picker_fleet.telemetry.series import METER_WINDOW_S
 
 MAX_FLOWS = 2000
 # Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run

@@ -7,7 +7,6 @@ docs/upgrading.md says which of the layouts two versions share during a rolling 
 """
 
 import re
-import struct
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -34,7 +33,7 @@ UNPICKABLE = 10**9
 # Rows that one call returns: a page of fifty, and whether there are more.
 VIEW_LIMIT = 51
 
-# One arrival: texts that end in byte 0, then doubles (state/schema.py).
+# One arrival, as `store.pack_arrival` packs it: texts that end in byte 0, then doubles.
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
 ARRIVAL_NUMBERS = ("band", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
 # The accounting token (state/accounting_token.py): fields joined by tabs. Those that follow are optional.
@@ -84,16 +83,6 @@ WORKLOAD_ROW = {
     "last_request_ms": "%.17g", "rate": "%.17g",
 }  # fmt: skip
 _BYTE_31 = r"\31"  # as Lua spells it
-
-_PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
-
-
-def pack_arrival(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
-    """ARRIVAL_TEXTS and ARRIVAL_NUMBERS in their order. Raises ValueError where a text holds byte 0."""
-    packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
-    if packed.count(0) != len(ARRIVAL_TEXTS):
-        raise ValueError("byte 0 in a text")
-    return packed + _PACKED_NUMBERS.pack(*numbers)
 
 
 def lua_source() -> str:

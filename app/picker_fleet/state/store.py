@@ -5,6 +5,7 @@ Arguments and replies are those of the files in `lua/`; times are seconds unless
 
 import asyncio
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,9 @@ from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys, joined
 from picker_fleet.state.reads import QueueSnapshots, Reads
-from picker_fleet.state.schema import UNPICKABLE, pack_arrival
+from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 
+_PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _ALL = "*"
 _BANDS = ("Critical", "Default", "Sheddable")
 _ADOPTED = " adopted"
@@ -388,3 +390,11 @@ def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: fl
             request.learn,
         ),
     )
+
+
+def pack_arrival(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
+    """ARRIVAL_TEXTS and ARRIVAL_NUMBERS in their order. Raises ValueError where a text holds byte 0."""
+    packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
+    if packed.count(0) != len(ARRIVAL_TEXTS):
+        raise ValueError("byte 0 in a text")
+    return packed + _PACKED_NUMBERS.pack(*numbers)
