@@ -29,7 +29,7 @@ from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Gate
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.config import Settings, load
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -53,7 +53,7 @@ from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake, selected_endpoints
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
-from picker_fleet.replica.info import ReplicaInfo, ServiceMeter
+from picker_fleet.replica.info import ReplicaInfo
 from picker_fleet.scheduling.chooser import ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream

@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
+from picker_fleet.admission.shared_gate import METER_WINDOW_S
 from picker_fleet.errors import StateFault
-from picker_fleet.replica.info import METER_WINDOW_S
 from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
 from picker_fleet.state.store import Store
 

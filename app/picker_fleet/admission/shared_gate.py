@@ -10,8 +10,11 @@ import asyncio
 import itertools
 import logging
 import random
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -43,6 +46,10 @@ _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
 _TAKEN_OVER = "taken over by a newer stream"
+METER_WINDOW_S = 10  # whole seconds, without the present one
+_MAX_METERED_FLOWS = 5000  # a second
+_MAX_LISTED = 200
+_MAX_LISTED_BYTES = 16_000  # of names, about
 
 
 @dataclass(slots=True)
@@ -464,6 +471,61 @@ class SharedGate:
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+class ServiceMeter:
+    """Costs of placed requests by band and flow. Recording one is a dictionary entry; memory is bounded.
+
+    A flow beyond 5000 in one second counts for its band only.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], list[float]]] = deque()
+        self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
+
+    def record(self, band: int, flow: str, cost: float) -> None:
+        """A request of `flow` has been placed."""
+        second = int(self._clock_s())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, {}, [0.0, 0.0, 0.0]))
+            self._forget(second)
+        _, flows, bands = self._seconds[-1]
+        bands[band] += cost
+        key = band, flow
+        if key in flows or len(flows) < _MAX_METERED_FLOWS:
+            flows[key] = flows.get(key, 0.0) + cost
+
+    def report(self) -> dict[str, Any]:
+        """`bands`: cost by band; `flows`: [band, flow, cost] of the busiest; `cut`: there are more.
+
+        Added up once a second, however often it is asked for. Not to be changed.
+        """
+        second = int(self._clock_s())
+        if self._reported[0] != second:
+            self._reported = second, self._add_up(second)
+        return self._reported[1]
+
+    def _add_up(self, second: int) -> dict[str, Any]:
+        self._forget(second)
+        bands = [0.0, 0.0, 0.0]
+        flows: Counter[tuple[int, str]] = Counter()
+        for begun, costs, totals in self._seconds:
+            if begun != second:
+                flows.update(costs)
+                bands = [a + b for a, b in zip(bands, totals, strict=True)]
+        listed: list[list[object]] = []
+        room = _MAX_LISTED_BYTES
+        for (band, flow), cost in flows.most_common(_MAX_LISTED):
+            room -= len(flow) + 16
+            if room < 0:
+                break
+            listed.append([band, flow, round(cost, 3)])
+        return {"bands": [round(cost, 3) for cost in bands], "flows": listed, "cut": len(listed) < len(flows)}
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] < second - METER_WINDOW_S:
+            self._seconds.popleft()
 
 
 def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:

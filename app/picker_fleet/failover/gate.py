@@ -19,7 +19,7 @@ from picker_fleet.failover.local_gate import LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import Outage, Resync
 from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, PeerClient, Peers, PeerState
-from picker_fleet.failover.tombstones import Tombstones
+from picker_fleet.failover.tombstones import ReceivedEnds, Tombstones
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
@@ -137,9 +137,11 @@ class FailoverGate:
         self._times = times
         self._clock = clock or asyncio.get_running_loop().time
         self._peers = Peers(replica)
+        self._ends = ReceivedEnds()  # of requests that ended lately
         self._tombstones = Tombstones(
             store,
             replica,
+            self._ends,
             report_s=report_s,
             may_publish=self._redis_in_use,
             may_settle=self._redis_has_all,
@@ -205,7 +207,7 @@ class FailoverGate:
                     if self._stock is not None:
                         self._stock.placed += self._cost(request)
                     self._busy = True
-                    self._tombstones.discard(request.id)
+                    self._ends.pop(request.id, None)
         except ClientGone:
             raise  # a newer stream of the request continues its wait
         except BaseException:
@@ -236,7 +238,7 @@ class FailoverGate:
         except BaseException:
             self._release(cost)
             raise
-        self._tombstones.discard(request.id)
+        self._ends.pop(request.id, None)
         if self._outage is not None:  # it may have ended meanwhile
             self._outage.record_placement(request.id, placement, cost)
         return placement
@@ -313,7 +315,7 @@ class FailoverGate:
             self._shared.suspect(request_id)
 
     def renew(self, alive: Alive) -> None:
-        if alive.id in self._tombstones:
+        if alive.id in self._ends:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
         if self._outage is not None and not self._shared.pause_detector.resumed_recently:

@@ -24,10 +24,16 @@ _CHUNK = 512  # ends on their way at a time; the store sends 16 a call
 _UNPUBLISHED = ""
 
 
-class Tombstones:
-    """The ends received by `replica`; `report_s` is how often the access log gives a sign of life. One event
-    loop.
+# By request id: when the end was received, and the epoch of the shared state that has its tombstone.
+ReceivedEnds = OrderedDict[str, tuple[float, str]]
 
+
+class Tombstones:
+    """Publishes the ends received by `replica`; `report_s` is how often the access log gives a sign of life.
+    One event loop.
+
+    `ends` are those received lately. The gate, which has them too, takes out a request that it places again:
+    the end received before belongs to an earlier one of that id.
     `may_publish` says whether Redis is in use. `may_settle` says whether Redis also has all that this replica
     placed without it. `heartbeat_now` sends a heartbeat at once.
     """
@@ -36,6 +42,7 @@ class Tombstones:
         self,
         store: Store,
         replica: str,
+        ends: ReceivedEnds,
         *,
         report_s: float,
         may_publish: Callable[[], bool],
@@ -44,12 +51,10 @@ class Tombstones:
         peers_wait_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._store, self._replica = store, replica
+        self._store, self._replica, self._ends = store, replica, ends
         self._keep_s = 2 * unseen_s(report_s)
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
-        # When each end was received, and the epoch of the shared state that has its tombstone.
-        self._ends: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._restored: set[str] = set()  # those that another replica has restored after their end
         self._peer_degraded = False
         self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each of the others
@@ -68,14 +73,6 @@ class Tombstones:
             ends.popitem(last=False)
         if self._peer_degraded and self._may_publish():
             self._publish_end(request_id, now_s)
-
-    def __contains__(self, request_id: str) -> bool:
-        """Whether the end of the request was received here lately."""
-        return request_id in self._ends
-
-    def discard(self, request_id: str) -> None:
-        """A request of this id is placed now; an end received before belongs to an earlier one."""
-        self._ends.pop(request_id, None)
 
     def heartbeat_fields(self) -> dict[str, Any]:
         """For the other replicas: how often this one has begun to resync, and the resyncs of others before
