@@ -10,8 +10,8 @@ from metrics_table import documented, families
 
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
-from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.admission.shared_gate import ServiceMeter
+from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, LabelCap, Metrics
 
 STATE = {

@@ -36,7 +36,7 @@ from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.sections import Model, Section
 from picker_fleet.state import batching, error_replies, reads
 from picker_fleet.state.error_replies import ERROR_REPLIES
-from picker_fleet.telemetry import series
+from picker_fleet.telemetry import metrics
 from picker_tools.local_fleet import envoy, listener
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ SENTENCES = [
     ),
     ("admin-api", f"more than {LIMITS.pipelined} requests that wait behind one another"),
     ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
-    ("metrics", f"at most {spaced(series._MAX_SERIES)} series ({series._MAX_HISTOGRAMS} of a histogram)"),
+    ("metrics", f"at most {spaced(metrics._MAX_SERIES)} series ({metrics._MAX_HISTOGRAMS} of a histogram)"),
     ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s where making it took"),
     ("security", f"Half-sent headers end after {listener._HEADERS_S:g} s"),
     ("security", f"at most {spaced(envoy.MAX_CONNECTIONS)} connections"),
