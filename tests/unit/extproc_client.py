@@ -54,8 +54,12 @@ class ScriptedGate:
         self.keeping = True  # leases of placements are still valid
         self.session = ""  # the session token sent to clients
         self.waited_s: float | None = None  # the time in the queue of placements
+        self.placement = PLACEMENT
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
+
+        self.suspected: list[str] = []
+        self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         self.admitted.append((request, stream_owned))
@@ -68,33 +72,38 @@ class ScriptedGate:
             raise
         if self.error is not None:
             raise self.error
-        return PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
+        return self.placed
+
+    @property
+    def placed(self) -> Placement:
+        return self.placement._replace(session=self.session, waited_s=self.waited_s)
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         self.routed.append(subset)
         if self.error is not None:
             raise self.error
-        return Placement(endpoints=PLACEMENT.endpoints, accounting_token="")
+        return Placement(endpoints=self.placement.endpoints, accounting_token="")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        assert placement == PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
+        assert placement == self.placed
         self.confirmed.append((request_id, age_s))
         if self.error is not None:
             raise self.error
         return self.keeping
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        assert placement == PLACEMENT._replace(session=self.session, waited_s=self.waited_s)
+        assert placement == self.placed
         self.withdrawn.append(request_id)
 
     def settle(self, completion: Completion) -> None:
         self.settled.append(completion)
+        self.reported.append(completion)
 
     def renew(self, alive: Alive) -> None:
-        raise AssertionError("an exchange renews nothing")
+        self.reported.append(alive)
 
     def suspect(self, request_id: str) -> None:
-        raise AssertionError("an exchange suspects nothing")
+        self.suspected.append(request_id)
 
 
 class Counted:
@@ -178,15 +187,27 @@ def mode_of(message: ProcessingRequest) -> str:
 
 
 def body(chunk: bytes = b"", *, ended: bool = True) -> ProcessingRequest:
+    return _chunk("request_body", chunk, ended)
+
+
+def response_body(chunk: bytes = b"", *, ended: bool = False) -> ProcessingRequest:
+    return _chunk("response_body", chunk, ended)
+
+
+def trailers(part: str = "request_trailers") -> ProcessingRequest:
     message = ProcessingRequest()
-    message.request_body.body = chunk
-    message.request_body.end_of_stream = ended
+    getattr(message, part).SetInParent()
     return message
 
 
-def trailers() -> ProcessingRequest:
+def response_trailers() -> ProcessingRequest:
+    return trailers("response_trailers")
+
+
+def _chunk(part: str, chunk: bytes, ended: bool) -> ProcessingRequest:
     message = ProcessingRequest()
-    message.request_trailers.SetInParent()
+    getattr(message, part).body = chunk
+    getattr(message, part).end_of_stream = ended
     return message
 
 
@@ -198,19 +219,6 @@ def response_headers(
     message.response_headers.end_of_stream = ended
     if served:
         describe(message, {"envoy.lb": {"x-gateway-destination-endpoint-served": served}})
-    return message
-
-
-def response_body(chunk: bytes = b"", *, ended: bool = False) -> ProcessingRequest:
-    message = ProcessingRequest()
-    message.response_body.body = chunk
-    message.response_body.end_of_stream = ended
-    return message
-
-
-def response_trailers() -> ProcessingRequest:
-    message = ProcessingRequest()
-    message.response_trailers.SetInParent()
     return message
 
 

@@ -1,8 +1,13 @@
 """Requests and rules for the tests of admission without shared state."""
 
+import asyncio
 from typing import Any
 
+from scripted_store import until
+
+from picker_fleet.admission.gate import Wait
 from picker_fleet.config import EffectiveConfig, parse
+from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.local_queue import Rules, rules_of
 from picker_fleet.request import Band, InferenceRequest, Workload
 
@@ -19,3 +24,17 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
 def rules(live: int = 1, **queue: Any) -> Rules:
     """Of a configuration with `queue` as its `fair_request_queue`."""
     return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live)
+
+
+def start(gate: LocalGate, name: str, since_s: float = 0.0, **changes: Any) -> asyncio.Task[bool]:
+    """A request of cost 1 that asks `gate` for budget, and arrived `since_s` ago."""
+    wait = Wait(asyncio.get_running_loop().time() - since_s)
+    return asyncio.create_task(gate.admit(ask(name, **changes), 1.0, wait))
+
+
+async def waiting(gate: LocalGate, *names: str, **changes: Any) -> list[asyncio.Task[bool]]:
+    """Requests that wait in the queue of `gate`."""
+    before = gate.waiting
+    tasks = [start(gate, name, **changes) for name in names]
+    await until(lambda: gate.waiting == before + len(names))
+    return tasks

@@ -8,10 +8,8 @@ import grpc
 import psutil
 import pytest
 from extproc_client import serving_on
-from local_requests import ask, rules
-from scripted_store import until
+from local_requests import rules, start, waiting
 
-from picker_fleet.admission.gate import Wait
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
@@ -116,29 +114,35 @@ async def test_a_peer_that_is_gone_does_not_answer() -> None:
         assert await them.ask(address, 1.0, 5.0) is None
 
 
+@asynccontextmanager
+async def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AsyncIterator[None]:
+    """`gate` asks the replicas at `addresses` for budget."""
+    running = asyncio.create_task(
+        BudgetTransfer(gate, GrpcPeers("p", KEYS), lambda: addresses, **options).run()
+    )
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
 async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica() -> None:
-    now_s = asyncio.get_running_loop().time()
     rich, poor = (LocalGate(Metrics(), free, 10.0, rules()) for free in (2.0, 0.0))
 
     async def transfer_budget(least: float, most: float) -> float:
         return await rich.transfer_budget(least, most, 0.5)
 
-    async with replica(transfer_budget) as address:
-        transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address])
-        running = asyncio.create_task(transfer.run())
-        tasks = [asyncio.create_task(poor.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
-        # Two are admitted with the other's budget.
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
-        assert done
+    async with replica(transfer_budget) as address, borrowing(poor, address):
+        tasks = [start(poor, str(n)) for n in range(3)]
         async with asyncio.timeout(30):
             await asyncio.gather(*tasks[:2])
+        # Two are admitted with the other's budget.
         assert (rich.free, poor.free, poor.waiting) == (0.0, 0.0, 1)
         # The third is admitted as soon as the other receives an end.
         rich.release(1.0)
         async with asyncio.timeout(30):
             assert await tasks[2]
-        running.cancel()
-        await asyncio.wait((running,))
     assert rich.free + poor.free == 0.0
 
 
@@ -146,30 +150,21 @@ async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
     def connections() -> int:
         return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
 
-    now_s, before = asyncio.get_running_loop().time(), connections()
-    poor = LocalGate(Metrics(), 0.0, 10.0, rules())
-    async with replica(gives) as address:
-        transfer = BudgetTransfer(poor, GrpcPeers("p", KEYS), lambda: [address], idle_s=0.3)
-        running = asyncio.create_task(transfer.run())
-        assert await poor.admit(ask("one"), 1.0, Wait(now_s))
+    before, poor = connections(), LocalGate(Metrics(), 0.0, 10.0, rules())
+    async with replica(gives) as address, borrowing(poor, address, idle_s=0.3):
+        assert await start(poor, "one")
         assert connections() > before
         async with asyncio.timeout(20):
             while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
                 await asyncio.sleep(0.05)
         # The next request that waits connects again.
         poor.limit_budget(0.0)
-        assert await poor.admit(ask("other"), 1.0, Wait(asyncio.get_running_loop().time()))
-        running.cancel()
-        await asyncio.wait((running,))
+        assert await start(poor, "other")
 
 
 async def test_without_peers_requests_wait_for_the_own_budget() -> None:
-    now_s = asyncio.get_running_loop().time()
     gate = LocalGate(Metrics(), 0.0, 10.0, rules())
-    running = asyncio.create_task(BudgetTransfer(gate, GrpcPeers("p", KEYS), list).run())
-    task = asyncio.create_task(gate.admit(ask(), 1.0, Wait(now_s)))
-    await until(lambda: gate.waiting == 1)
-    gate.release(1.0)
-    assert await task
-    running.cancel()
-    await asyncio.wait((running,))
+    async with borrowing(gate):
+        (task,) = await waiting(gate, "r")
+        gate.release(1.0)
+        assert await task

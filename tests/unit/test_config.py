@@ -170,6 +170,9 @@ WRONG: dict[str, list[Any]] = {
         "/v1/classify", "PUT /v1/x", "POST v1/x", "POST /", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7,
     ],
     "extproc.trusted_headers.0": ["x-gateway-destination-endpoint", "x-request-id", "", 7],
+    "tracing.endpoint": ["collector:4317"],
+    "tracing.sample": [2, -0.1],
+    "tracing.enabled": ["perhaps"],
     "pool": ["a b", "a\n"],
     "redis": [None],
 }  # fmt: skip

@@ -23,19 +23,25 @@ Response = discovery_pb2.DiscoveryResponse
 
 @asynccontextmanager
 async def serving(cell: SnapshotCell) -> AsyncIterator[grpc.aio.Channel]:
-    async with (
-        serving_on(eds.handlers(cell)) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with serving_on(eds.handlers(cell)) as address, grpc.aio.insecure_channel(address) as channel:
         yield channel
 
 
-def subscribe(channel: grpc.aio.Channel) -> Any:
-    return channel.stream_stream(
+async def subscribe(channel: grpc.aio.Channel, *names: str) -> Any:
+    """A stream of Envoy's that has asked for `names`."""
+    call = channel.stream_stream(
         f"/{eds.SERVICE}/StreamEndpoints",
         request_serializer=Request.SerializeToString,
         response_deserializer=Response.FromString,
     )(timeout=20)
+    await call.write(asking(*names))
+    return call
+
+
+@asynccontextmanager
+async def subscribed(cell: SnapshotCell, *names: str) -> AsyncIterator[Any]:
+    async with serving(cell) as channel:
+        yield await subscribe(channel, *names)
 
 
 def asking(*names: str, after: Response | None = None, error: str = "") -> Request:
@@ -74,9 +80,7 @@ def filled(version: str, *addresses: str) -> SnapshotCell:
 
 
 async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
-    async with serving(filled("v1", "10.0.0.1:8000", "[fd00::1]:8001")) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(filled("v1", "10.0.0.1:8000", "[fd00::1]:8001"), "pool") as call:
         response = await call.read()
     assert response.version_info == "v1"
     assert response.type_url == eds.TYPE_URL
@@ -86,9 +90,7 @@ async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
 
 async def test_a_change_of_the_pool_is_pushed() -> None:
     cell = filled("v1", "10.0.0.1:8000")
-    async with serving(cell) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(cell, "pool") as call:
         first = await call.read()
         await call.write(asking("pool", after=first))
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000", draining="10.0.0.1:8000"))
@@ -102,9 +104,7 @@ async def test_a_change_of_the_pool_is_pushed() -> None:
 
 async def test_nothing_is_sent_before_the_first_snapshot() -> None:
     cell = SnapshotCell()
-    async with serving(cell) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(cell, "pool") as call:
         await call.write(asking("pool", "other"))
         cell.publish(snapshot("v1", "10.0.0.1:8000"))
         response = await call.read()
@@ -113,18 +113,13 @@ async def test_nothing_is_sent_before_the_first_snapshot() -> None:
 
 
 async def test_an_unknown_cluster_has_an_empty_assignment() -> None:
-    async with serving(filled("v1", "10.0.0.1:8000")) as channel:
-        call = subscribe(channel)
-        await call.write(asking("elsewhere"))
-        response = await call.read()
-    assert read(response) == {"elsewhere": {}}
+    async with subscribed(filled("v1", "10.0.0.1:8000"), "elsewhere") as call:
+        assert read(await call.read()) == {"elsewhere": {}}
 
 
 async def test_a_rejected_version_is_not_sent_again() -> None:
     cell = filled("v1", "10.0.0.1:8000")
-    async with serving(cell) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(cell, "pool") as call:
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
@@ -139,9 +134,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
 
 async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
     cell = filled("v1", "10.0.0.1:8000")
-    async with serving(cell) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(cell, "pool") as call:
         first = await call.read()
         cell.publish(snapshot("v2", "10.0.0.2:8000"))
         second = await call.read()
@@ -154,18 +147,15 @@ async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
 async def test_every_envoy_receives_a_change() -> None:
     cell = filled("v1", "10.0.0.1:8000")
     async with serving(cell) as channel:
-        calls = [subscribe(channel), subscribe(channel)]
-        for call in calls:
-            await call.write(asking("pool"))
-            await call.read()
+        one, other = await subscribe(channel, "pool"), await subscribe(channel, "pool")
+        assert read(await one.read()) == read(await other.read())
         cell.publish(snapshot("v2"))
-        responses = [await call.read() for call in calls]
-    assert [read(response) for response in responses] == [{"pool": {}}, {"pool": {}}]
+        assert [read(await call.read()) for call in (one, other)] == [{"pool": {}}, {"pool": {}}]
 
 
 async def test_another_resource_type_is_refused_by_name() -> None:
-    async with serving(filled("v1")) as channel:
-        call = subscribe(channel)
+    async with subscribed(filled("v1"), "pool") as call:
+        await call.read()
         await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -174,9 +164,7 @@ async def test_another_resource_type_is_refused_by_name() -> None:
 
 
 async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
-    async with serving(filled("v1")) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(filled("v1"), "pool") as call:
         await call.read()
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
@@ -184,9 +172,7 @@ async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
 
 
 async def test_an_open_eds_stream_ends_when_the_server_stops() -> None:
-    async with serving(filled("v1")) as channel:
-        call = subscribe(channel)
-        await call.write(asking("pool"))
+    async with subscribed(filled("v1"), "pool") as call:
         await call.read()
     assert await call.code() is not grpc.StatusCode.OK
 

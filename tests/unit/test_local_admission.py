@@ -6,11 +6,10 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from local_requests import ask, rules
+from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 from scripted_store import until
 
-from picker_fleet.admission.gate import Wait
 from picker_fleet.config import EffectiveConfig, parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
@@ -43,11 +42,8 @@ def test_the_parts_of_all_replicas_add_up_to_what_is_free(places: int, fraction:
 
 
 def test_nothing_free_gives_no_replica_a_part() -> None:
-    assert (
-        part_of(-3.0, live=3, rank=0, counts_requests=True)
-        == part_of(0.0, live=3, rank=0, counts_requests=False)
-        == 0.0
-    )
+    for requests in (True, False):
+        assert part_of(-3.0, live=3, rank=0, counts_requests=requests) == 0.0
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["place", "end", "transfer", "lose"]), *[st.integers(0, 99)] * 2))
@@ -84,8 +80,7 @@ def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
 def test_an_end_releases_the_cost_of_its_request_once() -> None:
     journal = OutageJournal(lambda: 0.0)
     token = accounting_token.write(ask(cost=7.0), E1)
-    assert journal.ended(ended("before"), token) == 7.0
-    assert journal.ended(ended("before"), token) is None
+    assert [journal.ended(ended("before"), token) for _ in range(2)] == [7.0, None]
     # one that was placed here needs no accounting token
     journal.placed("here", LocalPlacement(3, token, E2, 5.0, 0.0))
     assert journal.endpoint_of("here") == E2
@@ -96,18 +91,17 @@ def test_an_end_releases_the_cost_of_its_request_once() -> None:
     journal.placed("back", LocalPlacement(4, token, E2, 5.0, 0.0))
     assert journal.withdrawn("back") == 5.0
     assert journal.ended(ended("back"), token) is None
-
-
-def test_a_withdrawn_request_that_another_replica_places_is_recorded_as_usual() -> None:
-    journal = OutageJournal(lambda: 9.0)
-    token = accounting_token.write(ask(), E1)
+    assert journal.in_flight(0.0) == []
+    # one that another replica places after that is recorded as usual
     journal.placed("redriven", LocalPlacement(1, token, E1, 1.0, 9.0))
     journal.withdrawn("redriven")
-    assert (journal.in_flight(0.0), journal.ends()) == ([], [])
+    before = [each.id for each in journal.ends()]
+    assert (journal.in_flight(0.0), "redriven" in before) == ([], False)
     journal.alive(Alive("redriven", E2, token))
     assert [each.id for each in journal.in_flight(0.0)] == ["redriven"]
     journal.ended(ended("redriven"), token)
-    assert (journal.in_flight(0.0), [each.id for each in journal.ends()]) == ([], ["redriven"])
+    assert journal.in_flight(0.0) == []
+    assert [each.id for each in journal.ends()] == [*before, "redriven"]
 
 
 def test_the_journal_has_all_that_runs_and_all_that_ended() -> None:
@@ -168,11 +162,10 @@ def test_an_endpoint_below_its_limit_is_picked_first() -> None:
 
 async def test_a_request_waits_until_budget_is_released() -> None:
     gate = gate_of(1.0)
-    assert await gate.admit(ask("a"), 1.0, Wait(asyncio.get_running_loop().time()))
-    waiting = asyncio.create_task(gate.admit(ask("b"), 1.0, Wait(asyncio.get_running_loop().time())))
-    await until(lambda: gate.waiting == 1)
+    assert await start(gate, "a")
+    (task,) = await waiting(gate, "b")
     gate.release(1.0)
-    assert await waiting
+    assert await task
     assert (gate.free, gate.waiting) == (0.0, 0)
 
 
@@ -190,9 +183,7 @@ async def test_no_budget_above_the_bound_is_kept() -> None:
 
 async def test_a_waiting_request_whose_client_leaves_releases_its_budget() -> None:
     gate = gate_of(0.0)
-    now_s = asyncio.get_running_loop().time()
-    task = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
-    await until(lambda: gate.waiting == 1)
+    (task,) = await waiting(gate, "a")
     # The budget and the cancellation come in the same turn of the loop.
     gate.release(1.0)
     task.cancel()
@@ -204,40 +195,33 @@ async def test_a_waiting_request_whose_client_leaves_releases_its_budget() -> No
 async def test_a_request_past_its_time_is_refused() -> None:
     metrics = Metrics()
     gate = LocalGate(metrics, 0.0, 100.0, rules())
-    now_s = asyncio.get_running_loop().time()
-    with pytest.raises(ExpiredTtl):
-        await gate.admit(ask("old"), 1.0, Wait(now_s - 31))
-    with pytest.raises(ExpiredTtl) as caught:
-        await gate.admit(ask("short", ttl_s=0.01), 1.0, Wait(now_s))
-    assert caught.value.retry_after_s == 1
-    # a client's own deadline is told apart
-    for ask_s, arrived_s in ((30.0, now_s - 31), (0.01, now_s)):
+    for ttl_s, since_s in ((30.0, 31.0), (0.01, 0.0)):
+        with pytest.raises(ExpiredTtl) as caught:
+            await start(gate, "any", since_s, ttl_s=ttl_s)
+        # a client's own deadline is told apart
         with pytest.raises(DeadlineExceeded):
-            await gate.admit(ask("own", ttl_s=ask_s, by_client=True), 1.0, Wait(arrived_s))
+            await start(gate, "own", since_s, ttl_s=ttl_s, by_client=True)
+    assert caught.value.retry_after_s == 1
     assert gate.waiting == 0
     assert samples(metrics)["epp_requests_expired_total", "model=m", "target_model=m"] == 2
 
 
 async def test_a_request_preempted_by_a_higher_band_is_answered() -> None:
     gate = gate_of(0.0, total_capacity=1, flow_capacity=1)
-    now_s = asyncio.get_running_loop().time()
-    low = asyncio.create_task(gate.admit(ask("low", band=Band.SHEDDABLE), 1.0, Wait(now_s)))
-    await until(lambda: gate.waiting == 1)
-    high = asyncio.create_task(gate.admit(ask("high", band=Band.CRITICAL), 1.0, Wait(now_s)))
+    (low,) = await waiting(gate, "low", band=Band.SHEDDABLE)
+    high = start(gate, "high", band=Band.CRITICAL)
     with pytest.raises(Preempted):
         await low
     with pytest.raises(TotalCapacity):
-        await gate.admit(ask("more", flow="other"), 1.0, Wait(now_s))
+        await start(gate, "more", flow="other")
     gate.release(1.0)
     assert await high
 
 
 async def test_a_newer_stream_ends_the_older_one() -> None:
     gate = gate_of(0.0)
-    now_s = asyncio.get_running_loop().time()
-    old = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
-    await until(lambda: gate.waiting == 1)
-    new = asyncio.create_task(gate.admit(ask("a"), 1.0, Wait(now_s)))
+    (old,) = await waiting(gate, "a")
+    new = start(gate, "a")
     with pytest.raises(ClientGone):
         await old
     gate.release(1.0)
@@ -247,9 +231,7 @@ async def test_a_newer_stream_ends_the_older_one() -> None:
 
 async def test_waiting_requests_are_handed_over_to_the_shared_gate() -> None:
     gate = gate_of(0.0)
-    now_s = asyncio.get_running_loop().time()
-    tasks = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
-    await until(lambda: gate.waiting == 3)
+    tasks = await waiting(gate, "a", "b", "c")
     gate.hand_over_waiting()
     assert await asyncio.gather(*tasks) == [False, False, False]
     assert gate.waiting == 0
@@ -257,15 +239,11 @@ async def test_waiting_requests_are_handed_over_to_the_shared_gate() -> None:
 
 async def test_released_budget_goes_by_turns_to_peers_and_the_own_queue() -> None:
     gate = gate_of(3.0)
-    assert await gate.transfer_budget(1.0, 2.0, 0.5) == 2.0
-    assert gate.free == 1.0
-    assert await gate.transfer_budget(2.0, 5.0, 0.0) == 0.0
-    assert gate.free == 1.0
+    for least, most, given_, left in ((1.0, 2.0, 2.0, 1.0), (2.0, 5.0, 0.0, 1.0), (1.0, 1.0, 1.0, 0.0)):
+        assert await gate.transfer_budget(least, most, 0.0) == given_
+        assert gate.free == left
     # Two others ask for more than there is, while own requests wait.
-    assert await gate.transfer_budget(1.0, 1.0, 0.5) == 1.0
-    now_s = asyncio.get_running_loop().time()
-    own = [asyncio.create_task(gate.admit(ask(str(n)), 1.0, Wait(now_s))) for n in range(3)]
-    await until(lambda: gate.waiting == 3)
+    own = await waiting(gate, "a", "b", "c")
     lent = [asyncio.create_task(gate.transfer_budget(1.0, 9.0, 30.0)) for _ in range(2)]
     await asyncio.sleep(0)
     for _ in range(3):

@@ -31,7 +31,7 @@ def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
 
 
 def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
-    # Given requests that were queued elsewhere before, some longer than others
+    # They were queued elsewhere before, some longer than others.
     queue = LocalQueue(rules())
     for name, arrived_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
         queue.offer(ask(name), 1.0, arrived_s)
@@ -65,19 +65,19 @@ def test_weighted_bands_are_served_by_their_weights() -> None:
 def test_the_gap_between_backlogged_flows_stays_within_the_bound_of_g2(
     arrivals: list[tuple[str, int]], weights: tuple[int, int, int]
 ) -> None:
-    # Given flows of different weights and requests of different costs
+
     weight = dict(zip("abc", map(float, weights), strict=True))
     queue = LocalQueue(rules(flow_capacity=1000, **NO_GUARD))
     left = {name: [cost for flow, cost in arrivals if flow == name] for name in "abc"}
     largest = {name: max(costs, default=0) for name, costs in left.items()}
     for n, (flow, cost) in enumerate(arrivals):
         queue.offer(ask(str(n), flow=flow, weight=weight[flow]), float(cost), float(n))
-    # When served one by one
+
     work = dict.fromkeys("abc", 0.0)
     while (waiting := serve(queue)) is not None:
         work[waiting.request.flow] += waiting.cost
         left[waiting.request.flow].pop(0)
-        # Then any two that wait have had the same for their weight, within one request of each
+        # Any two that wait have had the same for their weight, within one request of each.
         backlogged = [flow for flow in "abc" if left[flow]]
         for f, g in pairwise(backlogged):
             gap = abs(work[f] / weight[f] - work[g] / weight[g])
@@ -101,7 +101,7 @@ def test_workload_aware_serves_by_wait_and_criticality() -> None:
 
 
 def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
-    # Given a sheddable request that has waited past half its TTL beside many critical ones
+    # Sheddable requests have waited past half their TTL beside many critical ones.
     queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))
     for n in range(30):
         queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
@@ -123,30 +123,25 @@ def test_a_higher_band_preempts_the_newest_request_of_the_lowest_band_in_a_full_
 
 
 def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
-    queue = LocalQueue(rules(total_capacity=2, flow_capacity=1))
-    queue.offer(ask("a", flow="a"), 1.0, 0.0)
-    with pytest.raises(InsufficientFlowCapacity):
-        queue.offer(ask("a2", flow="a"), 1.0, 0.0)
-    queue.offer(ask("b", flow="b"), 1.0, 0.0)
+    full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
+    full.offer(ask("a", flow="a"), 1.0, 0.0)
     with pytest.raises(TotalCapacity) as caught:
-        queue.offer(ask("c", flow="c"), 1.0, 0.0)
+        full.offer(ask("c", flow="c"), 1.0, 0.0)
     assert caught.value.retry_after_s == 1
+    tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
+    first, _ = tight.offer(ask("a", flow="a"), 1.0, 0.0)
+    with pytest.raises(InsufficientFlowCapacity):
+        tight.offer(ask("a2", flow="a"), 1.0, 0.0)
+    with pytest.raises(TooManyFlows):
+        tight.offer(ask("b", flow="b"), 1.0, 0.0)
+    urgent, _ = tight.offer(ask("c", flow="c", band=Band.CRITICAL), 1.0, 0.0)
+    for waiting in (first, urgent):
+        tight.remove(waiting)
+    tight.offer(ask("b", flow="b"), 1.0, 0.0)
     picky = LocalQueue(rules(overload="reject-noncritical"))
     with pytest.raises(Saturated):
         picky.offer(ask("d"), 1.0, 0.0)
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
-
-
-def test_a_new_flow_beyond_max_flows_is_refused() -> None:
-    queue = LocalQueue(rules(total_capacity=9, flow_capacity=9, max_flows=1))
-    first, _ = queue.offer(ask("a", flow="a"), 1.0, 0.0)
-    second, _ = queue.offer(ask("a2", flow="a"), 1.0, 0.0)
-    with pytest.raises(TooManyFlows):
-        queue.offer(ask("b", flow="b"), 1.0, 0.0)
-    urgent, _ = queue.offer(ask("c", flow="c", band=Band.CRITICAL), 1.0, 0.0)
-    for waiting in (first, second, urgent):
-        queue.remove(waiting)
-    queue.offer(ask("b", flow="b"), 1.0, 0.0)
 
 
 def test_each_replica_has_its_part_of_the_capacities() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from local_requests import ask as any_ask
 from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
@@ -22,7 +23,7 @@ from picker_fleet.errors import (
     Saturated,
     TotalCapacity,
 )
-from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -31,15 +32,13 @@ E1 = "10.0.0.1:8000"
 QUEUED = Decision("queued", "30000")
 GONE = Decision("gone", "")
 PLACED = Decision("placed", E1)
-ANYONE = Workload("auto-r", 3, registered=False)
 
 
-def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
-    fields: dict[str, Any] = {
-        "id": request_id, "model": "m", "target_model": "m-v2", "stream": False, "flow": "f",
-        "band": Band.SHEDDABLE, "weight": 1.0, "workload": ANYONE, "cost": 1.0, "ttl_s": 30.0, "subset": None,
-    }  # fmt: skip
-    return InferenceRequest(**{**fields, **changes})
+WAITING = ("epp_queue_length", "model=m", "target_model=m-v2")
+
+
+def ask(**changes: Any) -> InferenceRequest:
+    return any_ask(**{"target_model": "m-v2", "band": Band.SHEDDABLE, **changes})
 
 
 class Bench:
@@ -65,7 +64,18 @@ class Bench:
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
         task = asyncio.create_task(self.gate.admit(ask(), stream_owned=False))
-        await until(lambda: self.count("epp_queue_length", "model=m", "target_model=m-v2"))
+        await until(lambda: self.count(*WAITING))
+        return task
+
+    def grant(self) -> None:
+        assert self.gate.on_notification("granted", "r")
+
+    async def being_placed(self, *placing: Decision) -> asyncio.Task[Placement]:
+        """A request that is granted; the reply to `place` is awaited."""
+        task = await self.queued(*placing)
+        self.store.placement.clear()
+        self.grant()
+        await self.store.placed.wait()
         return task
 
 
@@ -97,29 +107,31 @@ async def test_a_refusal_has_its_own_retry_after(
 
 
 @pytest.mark.parametrize(
-    ("notification", "error", "counter"),
-    [("preempted", Preempted, "epp_preemptions_total"), ("evicted", Evicted, "epp_evictions_total")],
+    ("notification", "error", "reason", "counter"),
+    [
+        ("preempted", Preempted, "evicted-queue-pressure", "epp_preemptions_total"),
+        ("evicted", Evicted, "evicted-queue-pressure", "epp_evictions_total"),
+        ("expired", ExpiredTtl, "rejected-ttl-expired", "epp_requests_expired_total"),
+    ],
 )
 async def test_a_queued_request_that_is_removed_is_answered_at_once(
-    notification: str, error: type[Dropped], counter: str
+    notification: str, error: type[Dropped], reason: str, counter: str
 ) -> None:
     # The queue takes 9 s to drain.
     bench = Bench()
     bench.gate.retry_after_s = 9
     task = await bench.queued()
-
     bench.gate.on_notification(notification, "r")
-
     with pytest.raises(error) as caught:
         await task
-    assert (caught.value.status, caught.value.reason) == (503, "evicted-queue-pressure")
-    assert (caught.value.code, caught.value.retry_after_s) == (notification, 9)
-    counts = {key: n for key, n in samples(bench.metrics).items() if key[1:] == ("band=Sheddable",)}
-    assert counts == {
-        (name, "band=Sheddable"): float(name == counter)
-        for name in ("epp_preemptions_total", "epp_evictions_total")
+    assert (caught.value.status, caught.value.reason) == (503, reason)
+    assert caught.value.retry_after_s == 9
+    counts = {
+        name: bench.count(name, "band=Sheddable") for name in ("epp_preemptions_total", "epp_evictions_total")
     }
-    assert bench.count("epp_queue_length", "model=m", "target_model=m-v2") == 0
+    counts["epp_requests_expired_total"] = bench.count("epp_requests_expired_total", *WAITING[1:])
+    assert counts == {name: float(name == counter) for name in counts}
+    assert bench.count(*WAITING) == 0
     assert bench.store.cancelled == []
 
 
@@ -127,19 +139,8 @@ async def test_an_unknown_notification_of_another_version_is_ignored() -> None:
     bench = Bench()
     task = await bench.queued(PLACED)
     assert not bench.gate.on_notification("a word that nobody knows", "r")
-    assert bench.gate.on_notification("granted", "r")
+    bench.grant()
     assert (await task).endpoints == (E1,)
-
-
-async def test_an_expired_request_has_a_retry_after() -> None:
-    bench = Bench()
-    bench.gate.retry_after_s = 4
-    task = await bench.queued()
-    bench.gate.on_notification("expired", "r")
-    with pytest.raises(ExpiredTtl) as caught:
-        await task
-    assert caught.value.retry_after_s == 4
-    assert bench.count("epp_requests_expired_total", "model=m", "target_model=m-v2") == 1
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
@@ -162,35 +163,29 @@ async def test_a_clients_own_deadline_is_answered_504(when: str) -> None:
 async def test_a_request_that_is_queued_again_waits_for_the_next_grant() -> None:
     bench = Bench()
     task = await bench.queued(QUEUED, PLACED)
-    bench.gate.on_notification("granted", "r")
+    bench.grant()
     await until(lambda: bench.store.placing == [PLACED])
 
     # It is granted again and placed; it was admitted once.
-    bench.gate.on_notification("granted", "r")
+    bench.grant()
     assert (await task).endpoints == (E1,)
     assert len(bench.store.admitted) == 1
 
 
 async def test_a_grant_before_the_reply_that_queues_again_is_not_lost() -> None:
     bench = Bench()
-    task = await bench.queued(QUEUED, PLACED)
-    bench.store.placement.clear()
-    bench.gate.on_notification("granted", "r")
-    await bench.store.placed.wait()
+    task = await bench.being_placed(QUEUED, PLACED)
 
     # The next grant comes together with the reply that queues it again.
     bench.store.placement.set()
-    bench.gate.on_notification("granted", "r")
+    bench.grant()
 
     assert (await task).endpoints == (E1,)
 
 
 async def test_a_request_that_is_being_placed_is_not_registered_again() -> None:
     bench = Bench()
-    task = await bench.queued(PLACED)
-    bench.store.placement.clear()
-    bench.gate.on_notification("granted", "r")
-    await bench.store.placed.wait()
+    task = await bench.being_placed(PLACED)
     assert await bench.gate.register_again()
     assert len(bench.store.admitted) == 1
     bench.store.placement.set()
@@ -202,7 +197,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again() -> None:
     bench = Bench()
     task = await bench.queued(GONE)
     bench.gate.pause_detector.mark_resumed()
-    bench.gate.on_notification("granted", "r")
+    bench.grant()
     await bench.store.placed.wait()
     # Envoy has given the stream up.
     await asyncio.sleep(0)
@@ -237,10 +232,7 @@ async def test_after_a_pause_old_signs_of_life_restore_nothing() -> None:
 
 async def test_the_older_stream_ends_when_its_placement_is_refused() -> None:
     bench = Bench()
-    older = await bench.queued(QUEUED, PLACED)
-    bench.store.placement.clear()
-    bench.gate.on_notification("granted", "r")
-    await bench.store.placed.wait()
+    older = await bench.being_placed(QUEUED, PLACED)
 
     # Envoy sends the request again on a newer stream; the older one is queued again.
     newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
@@ -249,7 +241,7 @@ async def test_the_older_stream_ends_when_its_placement_is_refused() -> None:
     with pytest.raises(ClientGone):
         await older
 
-    bench.gate.on_notification("granted", "r")
+    bench.grant()
     assert (await newer).endpoints == (E1,)
 
 

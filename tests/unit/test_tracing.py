@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from extproc_client import PLACEMENT, ScriptedGate
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from picker_fleet.admission.traced import TracedGate
 from picker_fleet.config import parse
-from picker_fleet.errors import ConfigError, TotalCapacity
+from picker_fleet.errors import TotalCapacity
 from picker_fleet.intake import HEADERS, Intake, read_body
 from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.state import accounting_token
@@ -29,45 +30,14 @@ REQUEST = InferenceRequest(
 OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
 
 
-class RecordingGate:
-    """A gate that places every request, or raises `fault`, and records its calls."""
-
-    def __init__(self) -> None:
-        self.fault: Exception | None = None
-        self.calls: list[Any] = []
-
-    async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        if self.fault is not None:
-            raise self.fault
-        return Placement(("10.0.0.1:8000",), OWN, 1)
-
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        raise AssertionError("not asked for")
-
-    async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        self.calls.append((request_id, placement, age_s))
-        return True
-
-    def withdraw(self, request_id: str, placement: Placement) -> None:
-        self.calls.append(request_id)
-
-    def settle(self, completion: Completion) -> None:
-        self.calls.append(completion)
-
-    def renew(self, alive: Alive) -> None:
-        self.calls.append(alive)
-
-    def suspect(self, request_id: str) -> None:
-        self.calls.append(request_id)
-
-
 class Tracing:
     """Traces into memory, and a gate around `inner`."""
 
     def __init__(self, sample: float) -> None:
         self.memory = InMemorySpanExporter()
         self.traces = Traces(SimpleSpanProcessor(self.memory), sample=sample, replica="r", pool="p")
-        self.inner = RecordingGate()
+        self.inner = ScriptedGate()
+        self.inner.placement = PLACEMENT._replace(accounting_token=OWN)
         self.gate = TracedGate(self.inner, self.traces)
 
     def spans(self) -> dict[str, Any]:
@@ -90,6 +60,14 @@ def tracing() -> Iterator[Callable[..., Tracing]]:
 def ended(**changes: Any) -> Completion:
     completion = Completion("r-1", Outcome.COMPLETED, 200, None, 3, 8, 0.1, 0.05)
     return completion._replace(**changes)
+
+
+async def settled(traced: Tracing) -> None:
+    """Redis answers that request `r-1` has been settled."""
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    answer.set_result("settled llama")
+    traced.traces.settled("r-1", answer)
+    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
 
 
 async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callable[..., Tracing]) -> None:
@@ -120,9 +98,8 @@ async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settle
     decide = placing.spans()["decide"]
     settling.gate.renew(Alive("r-1", None, placement.accounting_token))
     settling.gate.settle(ended(accounting_token=placement.accounting_token))
-    settling.traces.settled("r-1", done("settled llama"))
-    assert [each.accounting_token for each in settling.inner.calls] == [OWN, OWN]
-    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
+    await settled(settling)
+    assert [each.accounting_token for each in settling.inner.reported] == [OWN, OWN]
     span = settling.spans()["settle"]
     assert span.context.trace_id == decide.context.trace_id
     assert span.parent.span_id == decide.context.span_id
@@ -134,8 +111,7 @@ async def test_an_owned_stream_needs_no_accounting_token(tracing: Callable[..., 
     traced = tracing()
     await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
-    traced.traces.settled("r-1", done("settled llama"))
-    await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
+    await settled(traced)
     spans = traced.spans()
     assert spans["settle"].parent.span_id == spans["decide"].context.span_id
     assert not traced.gate._traceparents
@@ -144,7 +120,7 @@ async def test_an_owned_stream_needs_no_accounting_token(tracing: Callable[..., 
 
 async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tracing]) -> None:
     traced = tracing()
-    traced.inner.fault = TotalCapacity("full")
+    traced.inner.error = TotalCapacity("full")
     with pytest.raises(TotalCapacity):
         await traced.gate.admit(REQUEST, stream_owned=False)
     span = traced.spans()["decide"]
@@ -174,23 +150,13 @@ def test_an_accounting_token_without_a_trace_is_unchanged() -> None:
 
 
 def test_the_traceparent_is_read_only_with_tracing() -> None:
-    intakes = [
+    off, on = (
         Intake(parse({"tracing": {"enabled": on}}), new_id=lambda: "id", choose=lambda: 0.5)
         for on in (False, True)
-    ]
-    assert intakes[0].headers == HEADERS
-    assert intakes[1].headers == HEADERS | {"traceparent"}
+    )
+    assert (off.headers, on.headers) == (HEADERS, HEADERS | {"traceparent"})
     ask = read_body(b'{"model": "llama"}')
-    request = intakes[1].request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False)
-    assert request.trace == PARENT
-
-
-@pytest.mark.parametrize(
-    "section", [{"endpoint": "collector:4317"}, {"sample": 2}, {"sample": -0.1}, {"enabled": "perhaps"}]
-)
-def test_an_invalid_section_is_a_configuration_error(section: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=f"tracing.{next(iter(section))}"):
-        parse({"tracing": section})
+    assert on.request(ask, {"traceparent": PARENT.encode()}, subset=None, trusted=False).trace == PARENT
 
 
 def test_tracing_is_not_imported_while_it_is_off() -> None:
@@ -205,24 +171,9 @@ def test_tracing_is_not_imported_while_it_is_off() -> None:
     assert not [name for name in modules if name.startswith(unwanted)]
 
 
-def done(answer: str) -> Any:
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(answer)
-    return future
-
-
 def test_envoy_passes_the_traceparent_on_only_with_tracing() -> None:
-    hosts = [("127.0.0.1", 9002)]
-    texts = [
-        to_yaml(
-            build_bootstrap(
-                parse({"tracing": {"enabled": on}}),
-                mode="lean",
-                listen=("127.0.0.1", 0),
-                admin=("127.0.0.1", 0),
-                pickers=hosts,
-            )
-        )
-        for on in (False, True)
-    ]
-    assert ["exact: traceparent" in text for text in texts] == [False, True]
+    local = ("127.0.0.1", 0)
+    for on in (False, True):
+        settings = parse({"tracing": {"enabled": on}})
+        bootstrap = build_bootstrap(settings, mode="lean", listen=local, admin=local, pickers=[local])
+        assert ("exact: traceparent" in to_yaml(bootstrap)) is on
