@@ -5,34 +5,8 @@ import pickle
 import random
 from collections.abc import Callable, Iterable
 
+import faulty_queues as faulty
 import pytest
-from faulty_queues import (
-    AdvancesTagsByHalf,
-    BypassesTheQueue,
-    DispatchesPastTheDeadline,
-    EndsTwice,
-    FillsPastTheLowerBound,
-    ForgetsEndpointLimits,
-    ForgetsFlowLimits,
-    GuardsTheNewest,
-    GuardsTheShortestOverdue,
-    GuardsWithoutCredit,
-    IgnoresWeights,
-    KeepsRoundingError,
-    LeavesVirtualTimeBehind,
-    LetsNewFlowsGoFirst,
-    LosesARunningRequest,
-    LosesGuardCredit,
-    NeverGuards,
-    NeverServesFlowB,
-    OverAdmits,
-    ReturnsToAnotherEndpoint,
-    ReturnsTooMuch,
-    ServesLowBandsFirst,
-    ServesTheGreatestTag,
-    ServesTheNewest,
-    TakesWhilePaused,
-)
 from queue_simulator import QueueSimulator
 
 from picker_fleet.cli import main
@@ -350,34 +324,34 @@ def late_answer(queue: QueueSimulator) -> None:
 
 
 FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, str]] = [
-    (OverAdmits, mixed_load, "G1", "over-admission"),
-    (FillsPastTheLowerBound, mixed_load, "G1", "not below the lower bound"),
-    (TakesWhilePaused, paused, "G1", "while the pool is paused"),
-    (ForgetsFlowLimits, limited, "G1", "flow limit passed"),
-    (ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
+    (faulty.OverAdmits, mixed_load, "G1", "over-admission"),
+    (faulty.FillsPastTheLowerBound, mixed_load, "G1", "not below the lower bound"),
+    (faulty.TakesWhilePaused, paused, "G1", "while the pool is paused"),
+    (faulty.ForgetsFlowLimits, limited, "G1", "flow limit passed"),
+    (faulty.ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
     (QueueSimulator, ignored_endpoint_limit, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
-    (ServesTheGreatestTag, mixed_load, "G2", "waits at"),
-    (NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
-    (AdvancesTagsByHalf, mixed_load, "G2", "tag of flow"),
-    (IgnoresWeights, mixed_load, "G2", "where its share is"),
-    (LetsNewFlowsGoFirst, flood, "G2", "tag of flow"),
-    (LeavesVirtualTimeBehind, mixed_load, "G2", "virtual time of band"),
-    (GuardsWithoutCredit, mixed_load, "G3", "more than its share"),
-    (NeverGuards, mixed_load, "G3", "less than its share"),
-    (NeverGuards, mixed_load, "G3", "not served within the dispatches it takes"),
-    (LosesGuardCredit, mixed_load, "G3", "less than its share"),
-    (GuardsTheShortestOverdue, mixed_load, "G3", "was overdue for longer"),
-    (GuardsTheNewest, mixed_load, "G3", "which is not overdue"),
-    (ServesTheNewest, mixed_load, "G4", "which comes first in its flow"),
-    (ServesLowBandsFirst, mixed_load, "G4", "served while band"),
-    (BypassesTheQueue, blocked_head, "G4", "bypassed a queue"),
-    (DispatchesPastTheDeadline, mixed_load, "G5", "past its deadline"),
+    (faulty.ServesTheGreatestTag, mixed_load, "G2", "waits at"),
+    (faulty.NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
+    (faulty.AdvancesTagsByHalf, mixed_load, "G2", "tag of flow"),
+    (faulty.IgnoresWeights, mixed_load, "G2", "where its share is"),
+    (faulty.LetsNewFlowsGoFirst, flood, "G2", "tag of flow"),
+    (faulty.LeavesVirtualTimeBehind, mixed_load, "G2", "virtual time of band"),
+    (faulty.GuardsWithoutCredit, mixed_load, "G3", "more than its share"),
+    (faulty.NeverGuards, mixed_load, "G3", "less than its share"),
+    (faulty.NeverGuards, mixed_load, "G3", "not served within the dispatches it takes"),
+    (faulty.LosesGuardCredit, mixed_load, "G3", "less than its share"),
+    (faulty.GuardsTheShortestOverdue, mixed_load, "G3", "was overdue for longer"),
+    (faulty.GuardsTheNewest, mixed_load, "G3", "which is not overdue"),
+    (faulty.ServesTheNewest, mixed_load, "G4", "which comes first in its flow"),
+    (faulty.ServesLowBandsFirst, mixed_load, "G4", "served while band"),
+    (faulty.BypassesTheQueue, blocked_head, "G4", "bypassed a queue"),
+    (faulty.DispatchesPastTheDeadline, mixed_load, "G5", "past its deadline"),
     (QueueSimulator, late_answer, "G5", "is still queued"),
-    (EndsTwice, mixed_load, "G6", "ends without having begun, or twice"),
-    (LosesARunningRequest, mixed_load, "G6", "request r1 was placed and is lost"),
-    (ReturnsTooMuch, mixed_load, "G6", "stock is"),
-    (KeepsRoundingError, mixed_load, "G6", "nothing runs, and the stock is"),
-    (ReturnsToAnotherEndpoint, mixed_load, "G6", "is returned to"),
+    (faulty.EndsTwice, mixed_load, "G6", "ends without having begun, or twice"),
+    (faulty.LosesARunningRequest, mixed_load, "G6", "request r1 was placed and is lost"),
+    (faulty.ReturnsTooMuch, mixed_load, "G6", "stock is"),
+    (faulty.KeepsRoundingError, mixed_load, "G6", "nothing runs, and the stock is"),
+    (faulty.ReturnsToAnotherEndpoint, mixed_load, "G6", "is returned to"),
 ]
 
 
@@ -389,9 +363,9 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
 def test_a_broken_rule_is_found_and_named_with_evidence(
     queue: type[QueueSimulator], load: Callable[[QueueSimulator], None], promise: str, words: str
 ) -> None:
-    faulty = queue()
-    load(faulty)
-    report = audit(faulty.log)
+    broken = queue()
+    load(broken)
+    report = audit(broken.log)
     found = [violation for violation in report.of(promise).violations if words in violation.what]
     assert found, report.as_json()["promises"]
     assert all(violation.evidence for violation in found)

@@ -137,8 +137,6 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
 
 
 def test_a_match_is_the_common_beginning() -> None:
-    """Chats that share a system message: when the next turn comes, each endpoint has what it
-    served of it."""
     index = PrefixIndex()
     first = block_hashes("m", prompt_of(chat(SYSTEM, user("one " * 200))))
     other = block_hashes("m", prompt_of(chat(SYSTEM, user("two " * 200))))
@@ -162,8 +160,6 @@ def test_a_match_is_the_common_beginning() -> None:
 def test_memory_is_the_latest_and_never_a_chain_without_its_head(
     served: list[tuple[str, list[int]]],
 ) -> None:
-    """Any routes into a small index, then no bound is passed and a match by halves is the match
-    counted one by one."""
     index = PrefixIndex(per_endpoint=12, in_total=24)
     chains = []
     for address, path in served:
@@ -192,7 +188,6 @@ def test_the_least_recently_served_goes_first() -> None:
 
 
 def test_endpoints_share_the_whole() -> None:
-    """Given room for 100 in all: when a fourth endpoint comes, nobody keeps more than 25."""
     index = PrefixIndex(per_endpoint=60, in_total=100)
     for address in ("a", "b", "c", "d"):
         index.add(address, chain(address, 60))
@@ -212,7 +207,6 @@ def test_endpoints_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
 def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
-    """A full index: when twice as much has been routed, a block takes at most what is stated."""
     numbers = count()
     gc.collect()
     tracemalloc.start()
@@ -247,8 +241,6 @@ def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -
 
 
 def test_a_small_spread_on_long_times_is_not_lost() -> None:
-    """Times near an hour that differ by a millisecond: when the window has moved on a
-    hundred thousand times, the spread is still theirs."""
     times_window = LatencyWindow()
 
     for n in range(100_050):
@@ -269,7 +261,6 @@ def test_what_is_no_time_is_left_out() -> None:
 
 
 def test_the_book_forgets_who_has_been_silent_longest() -> None:
-    """Room for two: when a third comes, the one silent longest is gone."""
     tracker = LatencyTracker(max_endpoints=2)
 
     for address in ("a", "b", "a", "c"):

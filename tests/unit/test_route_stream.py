@@ -43,16 +43,6 @@ class Replica:
             url, stream=stream, replica=name, index=self.index, latencies=self.latencies
         )
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator["Replica"]:
-        task = asyncio.create_task(self.routes.run())
-        try:
-            yield self
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
     def completions(self, address: str) -> int:
         stats = self.latencies.stats(address)
         return stats.count if stats else 0
@@ -64,7 +54,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def caught_up(*replicas: Replica) -> None:
+@contextlib.asynccontextmanager
+async def running(*replicas: Replica, caught_up: bool = True) -> AsyncIterator[None]:
+    """The replicas follow the stream, from when they have caught up with it."""
+    tasks = [asyncio.create_task(replica.routes.run()) for replica in replicas]
+    try:
+        if caught_up:
+            await wait_caught_up(*replicas)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def wait_caught_up(*replicas: Replica) -> None:
     async with asyncio.timeout(20):
         for replica in replicas:
             await replica.routes.caught_up()
@@ -108,10 +112,8 @@ def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
 
 
 async def test_three_followers_agree(url: str, stream: str) -> None:
-    """Three replicas that each route and complete: when all is read, all know the same."""
     replicas = [Replica(url, stream, f"r{n}") for n in range(3)]
-    async with replicas[0].running(), replicas[1].running(), replicas[2].running():
-        await caught_up(*replicas)
+    async with running(*replicas):
         for n, replica in enumerate(replicas):
             for turn in range(50):
                 replica.routes.add_route((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
@@ -132,21 +134,12 @@ async def test_three_followers_agree(url: str, stream: str) -> None:
     assert len({one.latencies.stats(A) for one in replicas}) == 1
 
 
-async def test_a_replica_knows_its_own_route_at_once(url: str, stream: str) -> None:
-    replica = Replica(url, stream, "r")
-
-    replica.routes.add_route(A, prompt("m"))
-
-    assert replica.index.match(prompt("m")) == {A: 4}
-
-
 async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
-    """A fleet with a past: when a replica starts, it knows what it and the others routed."""
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
-    async with other.running():
-        async with one.running():
-            await caught_up(one, other)
+    async with running(other):
+        async with running(one):
             one.routes.add_route(A, prompt("by one"))
+            assert one.index.match(prompt("by one")) == {A: 4}  # its own at once
             one.routes.add_completion(A, 1.5)
             await until(lambda: other.completions(A) == 1 and len(other.index) == 4)
         other.routes.add_route(B, prompt("by other"))
@@ -154,37 +147,35 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
         await until(lambda: other.completions(A) == 2)
 
         again = Replica(url, stream, "one, second life")
-        async with again.running():
-            await caught_up(again)
+        async with running(again):
+            pass
 
     assert again.index.match(prompt("by one")) == {A: 4}
     assert again.index.match(prompt("by other")) == {B: 4}
     assert again.latencies.stats(A) == other.latencies.stats(A)
 
 
-async def test_only_a_bounded_while_back_is_read(url: str, stream: str, client: Redis) -> None:
-    """An entry of an hour ago and one of now: when a replica starts, it reads the younger."""
+async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_passed_over(
+    url: str, stream: str, client: Redis
+) -> None:
+    # An entry of an hour ago and one of now, with rubbish between them.
     now_s, _ = await client.time()
-    for age_s, address in ((3600, A), (0, B)):
-        entry = {"by": "r", "body": pack(RouteRecord(address, prompt("m")))}
-        await client.xadd(stream, entry, id=f"{(now_s - age_s) * 1000}-0")
-
+    old, new = ({"by": "r", "body": pack(RouteRecord(address, prompt("m")))} for address in (A, B))
+    await client.xadd(stream, old, id=f"{(now_s - 3600) * 1000}-0")
+    await client.xadd(stream, {"by": "x", "body": b"Rubbish"})
+    await client.xadd(stream, {"something": "else"})
+    await client.xadd(stream, new)
     late = Replica(url, stream, "late")
-    async with late.running():
-        await caught_up(late)
-
-    assert late.index.match(prompt("m")) == {B: 4}
+    async with running(late):
+        assert late.index.match(prompt("m")) == {B: 4}
 
 
 async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     url: str, stream: str, client: Redis
 ) -> None:
-    """A replica that was away: when it follows again, it has what is still in the stream,
-    nothing twice, and only that."""
     writer, slow = Replica(url, stream, "writer"), Replica(url, stream, "slow")
-    async with writer.running():
-        async with slow.running():
-            await caught_up(slow)
+    async with running(writer):
+        async with running(slow):
             writer.routes.add_completion(A, 1.0)
             await until(lambda: slow.completions(A) == 1)
         for count, address in enumerate((B, C), start=1):
@@ -192,18 +183,15 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
             await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
         await client.xtrim(stream, maxlen=1, approximate=False)
 
-        async with slow.running():
+        async with running(slow, caught_up=False):
             await until(lambda: slow.completions(C) == 1)
 
     assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
 
 
 async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: Redis) -> None:
-    """Two replicas: when their connections are cut again and again, each still learns all that
-    the other tells."""
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
-    async with one.running(), other.running():
-        await caught_up(one, other)
+    async with running(one, other):
         for n in range(5):
             address = f"10.0.0.{n}:80"
             one.routes.add_completion(address, 1.0)
@@ -217,49 +205,33 @@ async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: 
 
 
 async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, client: Redis) -> None:
-    """A replica that had read up to a later id: when the stream's clock is behind it, the new
-    entries are read after the next connection."""
     now_s, _ = await client.time()
     replica = Replica(url, stream, "r")
     await client.xadd(
         stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0"
     )
-    async with replica.running():
+    async with running(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 1)
     await client.delete(stream)
     await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(B, 1.0))})
 
-    async with replica.running():
+    async with running(replica, caught_up=False):
         await until(lambda: replica.completions(B) == 1)
-
-
-async def test_an_entry_that_cannot_be_read_is_passed_over(url: str, stream: str, client: Redis) -> None:
-    await client.xadd(stream, {"by": "x", "body": b"Rubbish"})
-    await client.xadd(stream, {"something": "else"})
-    await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))})
-
-    replica = Replica(url, stream, "r")
-    async with replica.running():
-        await caught_up(replica)
-
-    assert replica.completions(A) == 1
 
 
 async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
     tmp_path_factory: pytest.TempPathFactory, stream: str
 ) -> None:
-    """No Redis: when requests complete, their replica has them; when Redis comes, then the others
-    have the next ones."""
     port = free_port()
     one, other = Replica(url_of(port), stream, "one"), Replica(url_of(port), stream, "other")
-    async with one.running(), other.running():
+    async with running(one, other, caught_up=False):
         one.routes.add_route(A, prompt("m"))
         one.routes.add_completion(A, 1.0)
         await until(lambda: one.completions(A) == 1)
         assert other.completions(A) == 0
 
         with valkey(tmp_path_factory.mktemp("late"), port):
-            await caught_up(one, other)
+            await wait_caught_up(one, other)
             one.routes.add_completion(B, 1.0)
             await until(lambda: other.completions(B) >= 1)
             one.routes.add_route(B, prompt("n"))
@@ -269,15 +241,12 @@ async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
 async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
     url: str, stream: str, client: Redis
 ) -> None:
-    """A burst of long prompts, then they go out packed, each entry within its size; and a stream that
-    is full is trimmed by the next write."""
     async with client.pipeline(transaction=False) as pipeline:
         for _ in range(2 * MAX_ENTRIES):
             pipeline.xadd(stream, {"by": "x", "body": b""})
         await pipeline.execute()
     replica = Replica(url, stream, "r")
-    async with replica.running():
-        await caught_up(replica)
+    async with running(replica):
         last = (await client.xrevrange(stream, count=1))[0][0]
         for n in range(100):
             replica.routes.add_route(A, prompt(str(n), 100))
@@ -292,14 +261,12 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
 
 
 async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
-    """Given no Redis: when far more routes are told than may wait, the replica knows its own all the
-    same, and the completions in their order."""
     replica = Replica(url_of(free_port()), stream, "r")
     for n in range(5000):
         replica.routes.add_route(A, prompt(str(n), 1))
         replica.routes.add_completion(A, float(n))
 
-    async with replica.running():
+    async with running(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 100)
 
     stats = replica.latencies.stats(A)

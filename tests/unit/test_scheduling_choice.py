@@ -9,7 +9,7 @@ import pytest
 
 from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
-from picker_fleet.scheduling.explain import LeastLoadedPick
+from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, LatencyWeights, PickRequest
 
@@ -28,12 +28,7 @@ def test_nobody_gets_no_scores(scorer: str) -> None:
     [("queue-depth", "waiting"), ("running-requests", "running"), ("in-flight", "in_flight")],
 )
 @pytest.mark.parametrize(
-    ("figures", "expected"),
-    [
-        ((0, 5, 10), [1.0, 0.5, 0.0]),
-        ((7, 7), [1.0, 1.0]),
-        ((3,), [1.0]),
-    ],
+    ("figures", "expected"), [((0, 5, 10), [1.0, 0.5, 0.0]), ((7, 7), [1.0, 1.0]), ((3,), [1.0])]
 )
 def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], expected: list[float]) -> None:
     assert SCORERS[scorer](PickRequest(), row(signal, *figures)) == expected
@@ -61,45 +56,19 @@ def test_kv_cache_scores_what_is_free() -> None:
 
 
 def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
-    stale = EndpointState(
-        "10.0.0.9:80",
-        waiting=0,
-        running=0,
-        kv_utilisation=0.0,
-        max_adapters=9,
-        active_adapters=frozenset("a"),
-        stale=True,
-    )
-    fresh = EndpointState("10.0.0.1:80", waiting=9, running=9, kv_utilisation=0.9)
-
+    stale, fresh = at(A, active="a", slots=9, running=0, stale=True), at(B, 9, 0.9, running=9)
     for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
         assert SCORERS[scorer](PickRequest(adapter="a"), [stale, fresh])[0] == 0.0
 
 
 def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
-    def lora(most: int | None, active: str, waiting: str = "") -> EndpointState:
-        return EndpointState(
-            f"{most}{active}{waiting}",
-            max_adapters=most,
-            active_adapters=frozenset(active.split()),
-            waiting_adapters=frozenset(waiting.split()),
-        )
-
-    endpoints = [
-        lora(2, "a b"),
-        lora(2, "b"),
-        lora(2, "b c", "a"),
-        lora(2, "b c"),
-        lora(2, "b", "c"),
-        lora(None, ""),
-    ]
-
+    slots = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
+    endpoints = [at(A, slots=most, active=active, queued=queued) for most, active, queued in slots]
     assert SCORERS["lora-affinity"](PickRequest(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
     assert SCORERS["lora-affinity"](PickRequest(), endpoints) == [1.0] * 6
 
 
 def test_latency_weighs_mean_load_and_spread() -> None:
-    """Spec 004's cost with every weight: the least cost scores 1, the most 0, others between."""
     pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
     endpoints = [
         EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
@@ -132,11 +101,7 @@ def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:
 
 def test_a_session_stays_where_it_was_served() -> None:
     pick = PickRequest(session_endpoint="10.0.0.2:80")
-
     assert SCORERS["session-affinity"](pick, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
-
-
-def test_a_request_without_a_session_has_no_home() -> None:
     assert SCORERS["session-affinity"](PickRequest(), row("waiting", 0, 0)) == [0.0, 0.0]
 
 
@@ -271,8 +236,6 @@ def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], exp
 
 @pytest.mark.parametrize(("lora", "expected"), [(1.0, A), (6.0, B)])
 def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: str) -> None:
-    """A free slot with an empty cache and the adapter with a full one: when either weighs more, then
-    it wins."""
     slot, adapter = at(A, 0, 0.1, active="foo"), at(B, 0, 0.7, active="sum")
 
     chosen = first({"queue-depth": 1.0, "kv-cache": 1.0, "lora-affinity": lora}, SUMMARISE, slot, adapter)
@@ -314,24 +277,17 @@ def test_hard_filters_leave_nobody_and_say_why(
 
 
 def test_a_soft_filter_that_leaves_nobody_is_waived() -> None:
-    """No endpoint with room for the adapter, when one is picked, all are candidates."""
+    # No endpoint has room for the adapter.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="x y"), at(B, active="x z"))
-
     assert {one.address for one in ranking.best} == {A, B}
-    assert ranking.waived == ("adapter",)
-    assert ranking.excluded == {}
-
-
-def test_a_soft_filter_never_brings_back_what_a_hard_one_took() -> None:
-    """A draining endpoint with the adapter and a full one without: the full one is picked."""
+    assert (ranking.waived, ranking.excluded) == (("adapter",), {})
+    # What a hard filter took is never brought back.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
-
     assert [one.address for one in ranking.best] == [B]
     assert ranking.excluded == {A: "draining"}
 
 
 def test_all_stale_are_equal_and_pickable() -> None:
-    """Only stale figures: when many requests are ranked, each endpoint comes first at times."""
     endpoints = [at(A, 1, 0.1, stale=True), at(B, 50, 0.9, stale=True), at(C, 0, 0.0, stale=True)]
     pick = PickRequest(random=random.Random(1).random)
 
@@ -342,16 +298,12 @@ def test_all_stale_are_equal_and_pickable() -> None:
 
 
 def test_ties_are_broken_by_chance_alone() -> None:
-    """Equal endpoints: when the chances are known, the highest chance comes first."""
     chances = iter([0.2, 0.9, 0.5])
-
     ranking = rank(DEFAULT, PickRequest(random=lambda: next(chances)), at(A), at(B), at(C))
-
     assert [one.address for one in ranking.best] == [B, C, A]
 
 
 def test_only_the_most_wanted_are_listed_best_first() -> None:
-    """200 endpoints of different queues: when three are asked for, the three shortest come."""
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
 
     ranking = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
@@ -360,7 +312,6 @@ def test_only_the_most_wanted_are_listed_best_first() -> None:
 
 
 def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
-    """All scorers with odd weights and odd figures: totals and bases are in [0, 1]."""
     chance = random.Random(7)
     weights = {name: chance.uniform(0.1, 50) for name in SCORERS}
     figures = [None, 0.0, 1.0, 7.5, 1e12, -3.0, float("nan"), float("inf")]
@@ -390,7 +341,6 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
 
 
 def test_the_part_of_the_load_in_flight_can_be_taken_out() -> None:
-    """Given a script that adds live load: when a candidate's base is used, that part is not in it."""
     scheduler = Scheduler({"in-flight": 1.0, "kv-cache": 3.0})
 
     best = scheduler.rank(PLAIN, [at(A, kv=0.5, in_flight=0), at(B, kv=0.5, in_flight=4)]).best
@@ -404,15 +354,16 @@ def test_without_scorers_all_are_equal() -> None:
     assert [one.score for one in rank({"kv-cache": 0.0}, PLAIN, at(A, 3), at(B)).best] == [0.0, 0.0]
 
 
-def test_an_unknown_scorer_is_refused_with_the_valid_names() -> None:
-    with pytest.raises(ValueError, match=r"no scorer is named 'kv-cash'; valid: queue-depth, .*random"):
-        Scheduler({"kv-cash": 1.0})
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_an_impossible_weight_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="the weight of scorer kv-cache"):
-        Scheduler({"kv-cache": weight})
+@pytest.mark.parametrize(
+    ("name", "weight", "says"),
+    [
+        ("kv-cash", 1.0, r"no scorer is named 'kv-cash'; valid: queue-depth, .*random"),
+        *(("kv-cache", bad, "the weight of scorer kv-cache") for bad in (-1.0, float("nan"), float("inf"))),
+    ],
+)
+def test_an_unknown_scorer_or_an_impossible_weight_is_refused(name: str, weight: float, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Scheduler({name: weight})
 
 
 def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
@@ -438,42 +389,38 @@ def ranking() -> Ranking:
     )
 
 
-def test_every_candidate_is_explained_even_those_not_listed() -> None:
-    """A pick of the best two of three: when it is explained, all scores and reasons are there."""
+def explained(seen: Ranking | LeastLoadedPick, chosen: tuple[str, ...] = (), loads: str = "") -> Explanation:
     cache = ExplanationCache()
-
-    cache.add("r1", ranking(), ("b", "a"), "1,")
-
+    cache.add("r1", seen, chosen, loads)
     found = cache.get("r1")
     assert found is not None
-    assert orjson.loads(orjson.dumps(found.to_dict())) == {
+    assert orjson.dumps(found.to_dict())
+    return found
+
+
+def shown(
+    address: str, score: float, queue: float, kv: float, in_flight: float, live: float | None
+) -> object:
+    """A candidate as it is shown; without a part for the live load the final score is the score."""
+    return {
+        "address": address,
+        "score": score,
+        "parts": {"queue-depth": queue, "kv-cache": kv},
+        "in_flight": in_flight,
+        "live": live,
+        "final": score if live is not None else None,
+    }
+
+
+def test_every_candidate_is_explained_even_those_not_listed() -> None:
+    found = explained(ranking(), ("b", "a"), "1,")
+    assert found.to_dict() == {
         "request_id": "r1",
         "chosen": ["b", "a"],
         "candidates": [
-            {
-                "address": "b",
-                "score": 0.85,
-                "parts": {"queue-depth": 1.0, "kv-cache": 0.8},
-                "in_flight": 0.0,
-                "live": 1.0,
-                "final": 0.85,
-            },
-            {
-                "address": "a",
-                "score": 0.375,
-                "parts": {"queue-depth": 0.0, "kv-cache": 0.5},
-                "in_flight": 2,
-                "live": None,
-                "final": None,
-            },
-            {
-                "address": "d",
-                "score": 0.125,
-                "parts": {"queue-depth": 0.5, "kv-cache": 0.0},
-                "in_flight": 0.0,
-                "live": None,
-                "final": None,
-            },
+            shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
+            shown("a", 0.375, queue=0.0, kv=0.5, in_flight=2, live=None),
+            shown("d", 0.125, queue=0.5, kv=0.0, in_flight=0.0, live=None),
         ],
         "excluded": {"c": "draining"},
         "waived": [],
@@ -484,62 +431,40 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
     assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
 
 
-def test_the_ring_keeps_the_last_ones() -> None:
-    """Room for three: when five come and one comes again, the last three are known."""
-    cache = ExplanationCache(max_choices=3)
-
-    for request_id in ("1", "2", "3", "4", "2", "5"):
+@pytest.mark.parametrize(
+    ("limits", "asked", "kept"),
+    [
+        ({"max_choices": 3}, "123425", "245"),  # one comes again
+        ({"max_values": 30}, "123", "23"),  # a ranking has 15 figures
+        ({"max_values": 1}, "1", "1"),  # one too large alone
+    ],
+)
+def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
+    cache = ExplanationCache(**limits)
+    for request_id in asked:
         cache.add(request_id, ranking(), ("b",))
+    assert len(cache) == len(kept)
+    assert [request_id for request_id in "12345" if cache.get(request_id) is not None] == list(kept)
 
-    assert len(cache) == 3
-    assert [cache.get(request_id) is not None for request_id in "12345"] == [False, True, False, True, True]
 
-
-def test_large_rankings_leave_room_for_fewer() -> None:
-    """Room for 30 figures: when rankings of 15 come, two are kept; and one too large alone."""
-    cache = ExplanationCache(max_values=30)
-
-    for request_id in ("1", "2", "3"):
-        cache.add(request_id, ranking(), ("b",))
-
-    assert [cache.get(request_id) is not None for request_id in "123"] == [False, True, True]
-
-    small = ExplanationCache(max_values=1)
-    small.add("1", ranking(), ("b",))
-    assert len(small) == 1
+def drawn(weights: Mapping[str, float], limit: int) -> Ranking:
+    """Three candidates of equal scores, drawn in the order b, c, a."""
+    chances = iter([0.1, 0.9, 0.5])
+    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
+    return Scheduler(weights).rank(PickRequest(random=lambda: next(chances)), equal, limit=limit)
 
 
 def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
-    """Three equal candidates: when lots put them b, c, a, the explanation has that order."""
-    chances = iter([0.1, 0.9, 0.5])
-    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
-    cache = ExplanationCache()
-
-    drawn = Scheduler({"kv-cache": 1.0}).rank(PickRequest(random=lambda: next(chances)), equal, limit=2)
-    cache.add("r1", drawn, ("b", "c"))
-
-    found = cache.get("r1")
-    assert found is not None
+    found = explained(drawn({"kv-cache": 1.0}, 2), ("b", "c"))
     assert [one.address for one in found.candidates] == ["b", "c", "a"]
 
 
-def test_the_live_load_decides_among_equal_scores() -> None:
-    """Equals by all that a replica knows: when the script saw other loads, those decide."""
-    equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
-    order = iter([0.9, 0.5, 0.1])
-    cache = ExplanationCache()
-
-    drawn = Scheduler({"kv-cache": 1.0, "in-flight": 1.0}).rank(
-        PickRequest(random=lambda: next(order)), equal
-    )
-    cache.add("r1", drawn, ("b", "c"), "4,0,2")
-
-    found = cache.get("r1")
-    assert found is not None
+def test_the_live_load_that_the_script_saw_decides_among_equal_scores() -> None:
+    found = explained(drawn({"kv-cache": 1.0, "in-flight": 1.0}, 3), ("b", "c"), "4,0,2")
     assert {one.address: (one.live, one.final) for one in found.candidates} == {
-        "a": (4.0, 0.25),
-        "b": (0.0, 0.75),
-        "c": (2.0, 0.5),
+        "b": (4.0, 0.25),
+        "c": (0.0, 0.75),
+        "a": (2.0, 0.5),
     }
 
 
@@ -549,15 +474,9 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
 
 
 def test_without_scorers_the_explanation_says_so() -> None:
-    """The fewest in flight as the only rule: when it is explained, with the loads that were seen,
-    with what was last known of the others, and with who was out."""
-    cache = ExplanationCache()
+    # With the loads that were seen, what was last known of the others, and who was out.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
-
-    cache.add("r1", pool(*four), ("b", "a"), "0,2")
-
-    found = cache.get("r1")
-    assert found is not None
+    found = explained(pool(*four), ("b", "a"), "0,2")
     assert [(one.address, one.score, one.live, one.in_flight) for one in found.candidates] == [
         ("b", None, 0.0, 0.0),
         ("a", None, 2.0, 3.0),
@@ -566,38 +485,19 @@ def test_without_scorers_the_explanation_says_so() -> None:
     assert found.excluded == {"c": "unhealthy"}
     assert found.rule.startswith("no scorers: the fewest in flight")
     assert found.weights == {}
-    assert orjson.dumps(found.to_dict())
 
 
 def test_named_candidates_have_the_loads_of_the_named() -> None:
-    """A subset with one name twice and one that takes nothing new: when it is explained, each load
-    is that of its name."""
-    cache = ExplanationCache()
-    seen = pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b")
-
-    cache.add("r1", seen, ("b",), "5,,1")
-
-    found = cache.get("r1")
-    assert found is not None
+    # A subset has one name twice.
+    found = explained(
+        pool(*map(Endpoint, "abc"), subset=("c", "a", "c", "b"), candidates="c,a,c,b"), ("b",), "5,,1"
+    )
     assert {one.address: one.live for one in found.candidates} == {"b": 1.0, "c": 5.0, "a": None}
 
 
 def test_a_refusal_says_who_was_out_and_why() -> None:
-    """Nobody who may take a request: when it is refused, each endpoint has its reason."""
-    cache = ExplanationCache()
-    seen = pool(
-        Endpoint("a", drained=True),
-        Endpoint("b", labels={"gpu": "a10"}),
-        Endpoint("c"),
-        subset=("a", "b"),
-        selector={"gpu": "h100"},
-        candidates="",
-    )
-
-    cache.add("r1", seen, ())
-
-    found = cache.get("r1")
-    assert found is not None
+    labelled = (Endpoint("a", drained=True), Endpoint("b", labels={"gpu": "a10"}), Endpoint("c"))
+    found = explained(pool(*labelled, subset=("a", "b"), selector={"gpu": "h100"}, candidates=""))
     assert (found.chosen, found.candidates) == ((), ())
     assert found.excluded == {
         "a": "draining",

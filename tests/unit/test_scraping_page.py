@@ -246,7 +246,6 @@ def test_utilisation_is_the_highest_share(text: str, share: float | None) -> Non
 
 
 def test_a_line_that_names_a_series_without_end_is_read_once() -> None:
-    """In a time that grows with the page: two megabytes would else take minutes, past any test's limit."""
     comment = "# " + "queue " * 350_000
     assert read(f"{comment}\nqueue 3\n").waiting == 3
 
