@@ -2,7 +2,11 @@
 reports.
 """
 
-from queue_simulator import FlowQueue, QueueSimulator, Request
+from queue_simulator import QueueSimulator, Request
+
+from picker_fleet.failover.fair_queue import BandQueue, FairQueue
+
+Turn = tuple[Request, bool] | None
 
 
 class OverAdmits(QueueSimulator):
@@ -18,10 +22,9 @@ class FillsPastTheLowerBound(QueueSimulator):
     def dispatch(self) -> None:
         self.settings["lower_per"], before = 2, self.stock
         super().dispatch()
-        for flow_queue in self.flow_queues.values():
-            if before < self.lower <= self.stock and flow_queue.waiting and self.stock + 0.25 <= self.upper:
-                self.grant(self.head(flow_queue), flow_queue, "turn")
-                return
+        turn = self.next_turn()
+        if turn is not None and before < self.lower <= self.stock and self.stock + 0.25 <= self.upper:
+            self.grant(*turn)
 
 
 class TakesWhilePaused(QueueSimulator):
@@ -42,57 +45,76 @@ class ForgetsEndpointLimits(QueueSimulator):
         return True
 
 
-class ServesTheGreatestTag(QueueSimulator):
-    def flow_in_turn(self, band: int) -> str:
-        able = [
-            (flow_queue.tag, f)
-            for (b, f), flow_queue in self.flow_queues.items()
-            if b == band and flow_queue.waiting
-        ]
-        return max(able)[1]
+class ChoosesByKey(QueueSimulator):
+    """Serves the flow of the least `key`, without the guard."""
+
+    def key(self, name: str, tag: float) -> tuple[float, ...]:
+        raise NotImplementedError
+
+    def next_turn(self) -> Turn:
+        for band in self.queue.bands:
+            if band.turns:
+                name = min(band.turns, key=lambda name, band=band: self.key(name, band.turns.score(name)))
+                return next(iter(band.queues[name].requests)), False
+        return None
 
 
-class NeverServesFlowB(QueueSimulator):
-    def flow_in_turn(self, band: int) -> str:
-        able = [
-            (flow_queue.tag, f)
-            for (b, f), flow_queue in self.flow_queues.items()
-            if b == band and flow_queue.waiting
-        ]
-        return min(able, key=lambda each: (each[1] == "b", each))[1]
+class ServesTheGreatestTag(ChoosesByKey):
+    def key(self, name: str, tag: float) -> tuple[float, ...]:
+        return (-tag,)
+
+
+class NeverServesFlowB(ChoosesByKey):
+    def key(self, name: str, tag: float) -> tuple[float, ...]:
+        return (name == "b", tag)
 
 
 class AdvancesTagsByHalf(QueueSimulator):
-    def next_tag(self, tag: float, share: float) -> float:
-        return tag + share / 2
+    class fair_queue(FairQueue[Request]):
+        def charge(self, band: BandQueue[Request], name: str, share: float) -> None:
+            super().charge(band, name, share / 2)
 
 
 class IgnoresWeights(QueueSimulator):
-    def share(self, r: Request) -> float:
-        return r.cost
+    class fair_queue(FairQueue[Request]):
+        def share(self, r: Request) -> float:
+            return r.cost
+
+
+class LetsNewFlowsGoFirst(QueueSimulator):
+    class fair_queue(FairQueue[Request]):
+        def insert(self, r: Request) -> None:
+            band, new = self.bands[r.band], self.length(r) == 0
+            super().insert(r)
+            if new:
+                self.activate(band, r.flow_queue, max(band.v, band.finish.get(r.flow_queue, 0.0)))
 
 
 class LeavesVirtualTimeBehind(QueueSimulator):
-    def grant(self, r: Request, flow_queue: FlowQueue, by: str) -> None:
-        v = list(self.v)
-        super().grant(r, flow_queue, by)
-        self.log[-1]["v"] = f"{v[r.band]:.17g}"
-        self.v = v
+    def grant(self, r: Request, by_guard: bool) -> None:
+        band = self.queue.bands[r.band]
+        v = band.v
+        super().grant(r, by_guard)
+        band.v = v
+        self.log[-1]["v"] = f"{v:.17g}"
 
 
 class ServesLowBandsFirst(QueueSimulator):
-    def band_in_turn(self) -> int | None:
-        return max((b for (b, _), flow_queue in self.flow_queues.items() if flow_queue.waiting), default=None)
+    class fair_queue(FairQueue[Request]):
+        def bands_in_order(self) -> list[BandQueue[Request]]:
+            return self.bands[::-1]
 
 
 class GuardsWithoutCredit(QueueSimulator):
-    def guard_may(self) -> bool:
-        return True
+    def next_turn(self) -> Turn:
+        self.queue.credit = 1.0
+        return super().next_turn()
 
 
 class NeverGuards(QueueSimulator):
-    def guard_may(self) -> bool:
-        return False
+    def next_turn(self) -> Turn:
+        self.queue.credit = 0.0
+        return super().next_turn()
 
 
 class LosesGuardCredit(QueueSimulator):
@@ -101,23 +123,29 @@ class LosesGuardCredit(QueueSimulator):
     def __init__(self) -> None:
         super().__init__(guard_share=0.4)
 
-    def most_credit(self) -> float:
-        return 1.0
+    def grant(self, r: Request, by_guard: bool) -> None:
+        super().grant(r, by_guard)
+        self.queue.credit = min(self.queue.credit, 1.0)
 
 
 class GuardsTheShortestOverdue(QueueSimulator):
-    def guards_choice(self) -> Request:
-        return self.overdue()[-1]
+    def next_turn(self) -> Turn:
+        turn = super().next_turn()
+        return (self.queue.overdue.last(), True) if turn is not None and turn[1] else turn
 
 
 class GuardsTheNewest(QueueSimulator):
-    def overdue(self) -> list[Request]:
-        return [r for flow_queue in self.flow_queues.values() for r in flow_queue.waiting.values()][-1:]
+    def next_turn(self) -> Turn:
+        waiting = list(self.queue.requests())
+        return (waiting[-1], True) if waiting and self.queue.credit >= 1 else super().next_turn()
 
 
 class ServesTheNewest(QueueSimulator):
-    def head(self, flow_queue: FlowQueue) -> Request:
-        return max(flow_queue.waiting.values(), key=lambda r: r.arrived)
+    def next_turn(self) -> Turn:
+        turn = super().next_turn()
+        if turn is None or turn[1]:
+            return turn
+        return self.queue.bands[turn[0].band].queues[turn[0].flow_queue].newest(), False
 
 
 class BypassesTheQueue(QueueSimulator):
@@ -127,7 +155,7 @@ class BypassesTheQueue(QueueSimulator):
 
     def write(self, *fields: object, **more: object) -> None:
         super().write(*fields, **more)  # type: ignore[arg-type]
-        self.log[-1]["queued"] = str(sum(len(flow_queue.waiting) for flow_queue in self.flow_queues.values()))
+        self.log[-1]["queued"] = str(len(self.queue))
 
 
 class DispatchesPastTheDeadline(QueueSimulator):
@@ -139,11 +167,6 @@ class EndsTwice(QueueSimulator):
     def end(self, r: Request, event: str) -> None:
         super().end(r, event)
         self.write(event, r)
-
-
-class LetsNewFlowsGoFirst(QueueSimulator):
-    def start(self, r: Request, finish: float) -> float:
-        return max(self.v[r.band], finish)
 
 
 class LosesARunningRequest(QueueSimulator):

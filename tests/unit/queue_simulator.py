@@ -1,17 +1,26 @@
-"""A small simulated queue that writes a correct decision log: strict bands, weighted fair flows, first come
-first served, guard, throttling, preemption, corrections, adoption. Each rule is a method of its own, so that
+"""A simulated shared queue that writes its decision log: the fair queue of an outage (which the model proves
+equal to the scripts') behind a stock, endpoints and limits. Each rule is a method of its own, so that
 `faulty_queues` breaks one rule and nothing else.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+
+from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy, QueueFull
 
 START_US = 1_700_000_000_000_000
+POLICY: dict[str, Any] = {
+    "total_capacity": 100, "flow_capacity": 10**6, "max_flows": 10**6, "fairness": "weighted-fair",
+    "ordering": "fcfs", "overload": "preempt", "band_policy": "strict", "band_weights": [70, 20, 10],
+    "guard_share": 0.1, "starvation_ms": 1000, "weights": {}, "wait_signal": "request", "wait_weight": 0,
+    "criticality_weight": 0, "rate_weight": 0, "wait_cap_ms": 1, "rate_cap": 1,
+}  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     id: str
     flow: str = ""
@@ -22,11 +31,14 @@ class Request:
     arrived: int = 0
     deadline_ms: int = 0
     owner: str = "a"
-    due_ms: int = 0
+    due_ms: float = 0
     state: str = "new"
     endpoint: str = ""
     taken: float = 0.0
     tag: float = -1.0
+    workload: str = ""
+    criticality: int = 3
+    flow_queue: str = ""
 
 
 NOBODY = Request("", band=0, cost=0, owner="")
@@ -36,49 +48,33 @@ def raw_entry(
     event: str, r: Request, numbers: Mapping[str, float], fields: Mapping[str, str]
 ) -> dict[str, str]:
     """`numbers` are the pool's after the event; `fields` are tag, by and note."""
-    numbers = {
-        **numbers, "band": r.band, "cost": r.cost, "weight": r.weight, "arrived": r.arrived,
-        "deadline_ms": r.deadline_ms, "limit": r.limit,
-    }  # fmt: skip
+    own = ("band", "cost", "weight", "arrived", "deadline_ms", "limit")
+    numbers = {**numbers, **{name: getattr(r, name) for name in own}}
     return {
         **{name: f"{number:.17g}" for name, number in numbers.items()},
         **fields,
         "event": event,
         "request": r.id,
-        "flow": r.flow,
-        "workload": "",
-        "owner": r.owner,
-        "endpoint": r.endpoint,
-        "due_ms": str(r.due_ms) if r.due_ms else "",
+        "due_ms": f"{r.due_ms:.17g}" if r.due_ms else "",
+        **{name: getattr(r, name) for name in ("flow", "workload", "owner", "endpoint")},
     }
-
-
-@dataclass
-class FlowQueue:
-    tag: float = 0.0
-    waiting: dict[str, Request] = field(default_factory=dict)
-    throttled: bool = False
 
 
 class QueueSimulator:
     """`log` has the entries as the stream holds them. Only `advance_ms` moves the clock."""
 
+    fair_queue: type[FairQueue[Request]] = FairQueue
+
     def __init__(self, endpoints: int = 2, **settings: Any) -> None:
-        self.settings = {
-            "upper_per": 2, "lower_per": 2, "total_capacity": 100, "fairness": "weighted-fair",
-            "ordering": "fcfs", "band_policy": "strict", "guard_share": 0.1, "starvation_ms": 1000,
-            "weights": {}, "paused": 0, "log_max": 1000, **settings,
-        }  # fmt: skip
+        self.settings = {**POLICY, "upper_per": 2, "lower_per": 2, "paused": 0, "log_max": 1000, **settings}
         self.endpoints = [f"10.0.0.{i + 1}:8000" for i in range(endpoints)]
         self.log: list[dict[str, str]] = []
         self.requests: dict[str, Request] = {}
-        self.flow_queues: dict[tuple[int, str], FlowQueue] = {}
-        self.v = [0.0, 0.0, 0.0]
-        self.new_flows = [0.0, 0.0, 0.0]
         self.now_us = START_US
         self.stock = 0.0
-        self.credit = 1.0
         self._arrival = 0
+        self._context = Context(self.policy, lambda: self.now_us, cast(Any, None))
+        self.queue = self.fair_queue(self._context, 3, itertools.count(1).__next__)
         self.write("tuned", note=json.dumps(self.settings))
 
     # Calls from outside.
@@ -100,10 +96,8 @@ class QueueSimulator:
         if self.queued == 0 and self.has_room(r) and not self.flow_full(r) and self.place(r):
             self.take(r)
             self.write("bypassed", r)
-        elif self.queued < self.settings["total_capacity"] or self.preempt(r):
-            self.write("queued", r, tag=self.enter(r))
         else:
-            self.write("refused", r, note="total-capacity")
+            self.wait(r)
         self.dispatch()
 
     def place_granted(self) -> None:
@@ -114,13 +108,14 @@ class QueueSimulator:
     def settle(self, name: str, actual: float | None = None) -> None:
         r = self.requests[name]
         if actual is not None and r.tag >= 0:
-            change = (actual - r.cost) * self.share(r) / r.cost
-            charged = min(
-                r.tag + self.share(r), self.v[r.band]
-            )  # a flow queue without a tag had none above v
-            flow_queue = self.flow_queues.setdefault((r.band, r.flow), FlowQueue(charged))
-            flow_queue.tag += change
-            self.write("corrected", r, tag=flow_queue.tag, note=f"{change:.17g}")
+            share = self.queue.share(r)
+            change, band = (actual - r.cost) * share / r.cost, self.queue.bands[r.band]
+            if r.flow_queue in band.queues:
+                self.queue.charge(band, r.flow_queue, change)
+            else:  # a flow queue without a tag had none above v
+                charged = band.finish.get(r.flow_queue, min(r.tag + share, band.v))
+                band.finish[r.flow_queue] = charged + change
+            self.write("corrected", r, tag=self.tag_of(band, r.flow_queue), note=f"{change:.17g}")
         self.end(r, "completed")
         self.dispatch()
 
@@ -131,7 +126,7 @@ class QueueSimulator:
     def orphan(self, name: str) -> None:
         """The request's replica is silent."""
         r = self.requests[name]
-        self.leave(r)
+        self.queue.remove(r)
         r.state = "held"
         self.write("held", r)
 
@@ -139,17 +134,11 @@ class QueueSimulator:
         for r in [r for r in self.requests.values() if r.state in ("queued", "held")]:
             if self.is_late(r):
                 self.end(r, "expired" if r.state == "queued" else "abandoned")
-        for (band, _), flow_queue in self.flow_queues.items():
-            if self.stock == 0 and self.queued == 0:
-                self.v[band] = max(self.v[band], flow_queue.tag)
-        self.flow_queues = {
-            (b, f): flow_queue
-            for (b, f), flow_queue in self.flow_queues.items()
-            if flow_queue.waiting or flow_queue.tag > self.v[b]
-        }
+        self.queue.forget_finish_tags(at_rest=self.stock == 0 and self.queued == 0)
 
     def change_settings(self, **changes: Any) -> None:
         self.settings |= changes
+        self._context.policy = self.policy
         self.write("tuned", note=json.dumps(self.settings))
         self.dispatch()
 
@@ -163,8 +152,12 @@ class QueueSimulator:
     # The rules.
 
     @property
+    def policy(self) -> Policy:
+        return Policy(**{name: self.settings[name] for name in POLICY})
+
+    @property
     def queued(self) -> int:
-        return sum(len(flow_queue.waiting) for flow_queue in self.flow_queues.values())
+        return len(self.queue)
 
     @property
     def upper(self) -> float:
@@ -196,89 +189,55 @@ class QueueSimulator:
             r.endpoint, r.state = min(free, key=lambda each: load[each]), "placed"
         return bool(free)
 
-    def band_in_turn(self) -> int | None:
-        return min(
-            (
-                b
-                for (b, _), flow_queue in self.flow_queues.items()
-                if flow_queue.waiting and not flow_queue.throttled
-            ),
-            default=None,
-        )
-
-    def flow_in_turn(self, band: int) -> str:
-        able = [
-            (b, name)
-            for (b, name), flow_queue in self.flow_queues.items()
-            if flow_queue.waiting and not flow_queue.throttled
-        ]
-        return min((self.flow_queues[band, name].tag, name) for b, name in able if b == band)[1]
-
-    def head(self, flow_queue: FlowQueue) -> Request:
-        return min(flow_queue.waiting.values(), key=lambda r: r.arrived)
-
-    def guard_may(self) -> bool:
-        return self.credit >= 1 - 1e-9 and self.settings["guard_share"] > 0
-
-    def most_credit(self) -> float:
-        """Credit beyond a whole dispatch is kept for the next one."""
-        return 1 + float(self.settings["guard_share"])
-
-    def overdue(self) -> list[Request]:
-        """The requests the guard may serve, longest overdue first."""
-        waiting = [
-            r
-            for flow_queue in self.flow_queues.values()
-            if not flow_queue.throttled
-            for r in flow_queue.waiting.values()
-        ]
-        late = [r for r in waiting if r.due_ms * 1000 <= self.now_us]
-        return sorted(late, key=lambda r: (r.due_ms, r.arrived % 1000, r.id))
-
-    def guards_choice(self) -> Request:
-        return self.overdue()[0]
-
-    def share(self, r: Request) -> float:
-        return r.cost / self.settings["weights"].get(r.flow, r.weight)
-
-    def next_tag(self, tag: float, share: float) -> float:
-        return tag + share
+    def next_turn(self) -> tuple[Request, bool] | None:
+        """The request to serve next, and whether the guard says so."""
+        return self.queue.next_turn()
 
     def is_late(self, r: Request) -> bool:
         return r.deadline_ms * 1000 <= self.now_us
 
     # What the rules are applied to.
 
+    def tag_of(self, band: BandQueue[Request], name: str) -> float:
+        return band.queues[name].tag if name in band.queues else band.finish[name]
+
+    def wait(self, r: Request) -> None:
+        try:
+            preempted = self.queue.make_room(r)
+        except QueueFull as full:
+            self.write("refused", r, note=full.reason)
+            return
+        if preempted is not None:
+            self.end(preempted, "preempted")
+        self.write("queued", r, tag=self.enter(r))
+
+    def enter(self, r: Request) -> float | None:
+        self.queue.insert(r)
+        r.state = "queued"
+        self.requests[r.id] = r
+        return self.tag_of(self.queue.bands[r.band], r.flow_queue) if self.queue.length(r) == 1 else None
+
     def dispatch(self) -> None:
-        while self.stock < self.lower and (band := self.band_in_turn()) is not None:
-            by = "guard" if self.overdue() and self.guard_may() else "turn"
-            r = (
-                self.guards_choice()
-                if by == "guard"
-                else self.head(self.flow_queues[band, self.flow_in_turn(band)])
-            )
-            flow_queue = self.flow_queue(r)
+        for r in self.queue.requests():
+            if r.due_ms * 1000 <= self.now_us and r not in self.queue.overdue:
+                self.queue.mark_overdue(r)
+        while self.stock < self.lower and (turn := self.next_turn()) is not None:
+            r, by_guard = turn
+            band = self.queue.bands[r.band]
             if self.is_late(r):
                 self.end(r, "expired")
             elif self.flow_full(r):
-                flow_queue.throttled = True
-                self.write_throttling("parked", r.band, r.flow, flow_queue.tag)
+                band.turns.remove(r.flow_queue)
+                self.write_throttling("parked", r.band, r.flow_queue, self.tag_of(band, r.flow_queue))
             elif not self.has_room(r):
                 return
             else:
-                self.grant(r, flow_queue, by)
+                self.grant(r, by_guard)
 
-    def grant(self, r: Request, flow_queue: FlowQueue, by: str) -> None:
-        share, r.tag = self.share(r), flow_queue.tag
-        del flow_queue.waiting[r.id]
-        if by == "turn":
-            self.v[r.band] = max(self.v[r.band], flow_queue.tag)
-        flow_queue.tag = self.next_tag(flow_queue.tag, share)
-        r.state = "granted"
+    def grant(self, r: Request, by_guard: bool) -> None:
+        share, r.tag, r.state = self.queue.share(r), self.queue.serve(r, by_guard), "granted"
         self.take(r)
-        self.credit += self.settings["guard_share"] - (by == "guard")
-        self.credit = min(self.credit, self.most_credit())
-        self.write("granted", r, tag=r.tag, by=by, note=f"{share:.17g}")
+        self.write("granted", r, tag=r.tag, by="guard" if by_guard else "turn", note=f"{share:.17g}")
 
     def take(self, r: Request) -> None:
         r.taken = min(r.cost, self.upper)
@@ -288,58 +247,18 @@ class QueueSimulator:
     def give_back(self, r: Request) -> None:
         self.stock = max(0.0, self.stock - r.taken)
 
-    def preempt(self, r: Request) -> bool:
-        lower = [
-            o
-            for flow_queue in self.flow_queues.values()
-            for o in flow_queue.waiting.values()
-            if o.band > r.band
-        ]
-        if lower:
-            self.end(max(lower, key=lambda o: (o.band, o.arrived)), "preempted")
-        return bool(lower)
-
-    def flow_queue(self, r: Request) -> FlowQueue:
-        return self.flow_queues.setdefault((r.band, r.flow), FlowQueue())
-
-    def enter(self, r: Request) -> float | None:
-        flow_queue = self.flow_queue(r)
-        patience_ms = self.settings["starvation_ms"] or (r.deadline_ms - r.arrived // 1000) // 2
-        r.due_ms = min(r.arrived // 1000 + patience_ms, r.deadline_ms)
-        r.state = "queued"
-        self.requests[r.id] = flow_queue.waiting[r.id] = r
-        if len(flow_queue.waiting) > 1:
-            return None
-        flow_queue.tag = self.start(r, flow_queue.tag)
-        return flow_queue.tag
-
-    def start(self, r: Request, finish: float) -> float:
-        v, share = self.v[r.band], self.share(r)
-        if finish > v:
-            return finish
-        start = max(self.new_flows[r.band], v)
-        if start - v >= 100 * share:
-            return v + share
-        self.new_flows[r.band] = start + share
-        return v
-
-    def leave(self, r: Request) -> None:
-        flow_queue = self.flow_queue(r)
-        del flow_queue.waiting[r.id]
-        flow_queue.throttled = flow_queue.throttled and bool(flow_queue.waiting)
-
     def end(self, r: Request, event: str) -> None:
         ran = r.state in ("granted", "placed")
         if r.state == "queued":
-            self.leave(r)
+            self.queue.remove(r)
         elif ran:
             self.give_back(r)
         del self.requests[r.id]
         self.write(event, r)
-        for (band, name), flow_queue in self.flow_queues.items():
-            if ran and r.limit and name == r.flow and flow_queue.throttled:
-                flow_queue.throttled, flow_queue.tag = False, max(self.v[band], flow_queue.tag)
-                self.write_throttling("unparked", band, name, flow_queue.tag)
+        for number, band in enumerate(self.queue.bands):
+            if ran and r.limit and r.flow in band.queues and r.flow not in band.turns:
+                self.queue.activate(band, r.flow, max(band.v, band.queues[r.flow].tag))
+                self.write_throttling("unparked", number, r.flow, band.queues[r.flow].tag)
 
     def write_throttling(self, event: str, band: int, name: str, tag: float) -> None:
         self.write(event, Request("", name, band), tag=tag)
@@ -349,7 +268,7 @@ class QueueSimulator:
     ) -> None:
         fields = {"tag": "" if tag is None else f"{tag:.17g}", "by": by, "note": note}
         numbers = {
-            "seq": len(self.log) + 1, "time_us": self.now_us, "v": self.v[r.band], "stock": self.stock,
-            "queued": self.queued, "upper": self.upper, "lower": self.lower,
+            "seq": len(self.log) + 1, "time_us": self.now_us, "v": self.queue.bands[r.band].v,
+            "stock": self.stock, "queued": self.queued, "upper": self.upper, "lower": self.lower,
         }  # fmt: skip
         self.log.append(raw_entry(event, r, numbers, fields))
