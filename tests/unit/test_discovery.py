@@ -83,23 +83,21 @@ def log() -> Iterator[Lines]:
 # --- static
 
 
-async def test_a_static_list_is_reported_once() -> None:
+async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_one() -> None:
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
     async with watching(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         assert reports.none_waiting
-
-
-async def test_without_discovery_the_pool_is_empty() -> None:
     async with watching(source_of(parse({}).discovery)) as reports:
         assert await reports.next() == []
 
 
-def test_the_configuration_chooses_the_source(tmp_path: Path) -> None:
-    by_file = parse({"discovery": {"file": str(tmp_path / "e.yaml")}})
-    by_dns = parse({"discovery": {"dns": {"name": "models", "port": 8000}}})
-    assert isinstance(source_of(by_file.discovery), FileSource)
-    assert isinstance(source_of(by_dns.discovery), DnsSource)
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [({"file": "e.yaml"}, FileSource), ({"dns": {"name": "models", "port": 8000}}, DnsSource)],
+)
+def test_the_configuration_chooses_the_source(source: dict[str, object], kind: type[Source]) -> None:
+    assert isinstance(source_of(parse({"discovery": source}).discovery), kind)
 
 
 # --- file
@@ -168,20 +166,16 @@ async def test_a_file_that_breaks_keeps_its_last_good_list_and_is_logged(tmp_pat
         assert await reports.next() == ["10.0.0.2:8000"]
 
 
-@pytest.mark.parametrize("content", [None, "", "- 7", "{"])
-async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "endpoints.yaml"
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("e.yaml", None), ("e.yaml", ""), ("e.yaml", "- 7"), ("e.yaml", "{"), ("absent/e.yaml", None)],
+)
+async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str, content: str | None) -> None:
     if content is not None:
-        path.write_text(content)
-    with pytest.raises(StartupError, match=r"endpoints\.yaml: "):
-        await FileSource(path).watch(Reports())
-
-
-async def test_a_missing_folder_at_the_start_is_named_by_its_file(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(StartupError, match=r"endpoints\.yaml: cannot be read"):
-        await FileSource(tmp_path / "absent" / "endpoints.yaml").watch(Reports())
+        (tmp_path / file).write_text(content)
+    with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
+        await FileSource(tmp_path / file).watch(Reports())
+    assert content is not None or "cannot be read" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -256,51 +250,38 @@ async def test_records_of_both_families_are_followed(zone: Zone) -> None:
         assert await reports.next() == []
 
 
-async def test_a_name_server_that_fails_keeps_the_last_good_list(zone: Zone, log: Lines) -> None:
-    zone.records = {"A": ["10.0.0.1"]}
-    async with watching(by_dns(zone)) as reports:
-        assert await reports.next() == ["10.0.0.1:8000"]
-        zone.records = {"A": None, "AAAA": None}
-        await log.saying("models.test. A failed")
-        assert reports.none_waiting
-        zone.records = {"A": ["10.0.0.9"]}
-        assert await reports.next() == ["10.0.0.9:8000"]
+Records = dict[str, list[str] | None]
+ONE: Records = {"A": ["10.0.0.1"], "AAAA": []}
 
 
-async def test_a_family_counts_although_the_other_fails(zone: Zone) -> None:
-    zone.records = {"A": ["10.0.0.1"], "AAAA": None}
-    async with watching(by_dns(zone)) as reports:
-        assert await reports.next() == ["10.0.0.1:8000"]
-
-
-async def test_an_empty_family_reports_nothing_while_the_other_fails_at_the_start(
-    zone: Zone, log: Lines
+@pytest.mark.parametrize(
+    ("steps"),
+    [
+        # A server that fails keeps the last good list.
+        [
+            (ONE, ["10.0.0.1:8000"]),
+            ({"A": None, "AAAA": None}, None),
+            ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"]),
+        ],
+        # A family counts although the other fails, and also when it is emptied.
+        [({"A": ["10.0.0.1"], "AAAA": None}, ["10.0.0.1:8000"]), ({"A": [], "AAAA": None}, [])],
+        # Nothing is reported at the start until one family has endpoints or both have answered.
+        [({"A": None, "AAAA": []}, None), (ONE, ["10.0.0.1:8000"])],
+        [({"A": None, "AAAA": None}, None), (ONE, ["10.0.0.1:8000"])],
+    ],
+)
+async def test_what_a_failing_name_server_does_not_say_is_as_before(
+    zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
-    zone.records = {"A": None, "AAAA": []}
+    zone.records = steps[0][0]
     async with watching(by_dns(zone)) as reports:
-        await log.saying("models.test. A failed")
-        assert reports.none_waiting
-        zone.records = {"A": ["10.0.0.1"], "AAAA": []}
-        assert await reports.next() == ["10.0.0.1:8000"]
-
-
-async def test_an_emptied_family_is_reported_although_the_other_fails(
-    zone: Zone,
-) -> None:
-    zone.records = {"A": ["10.0.0.1"], "AAAA": None}
-    async with watching(by_dns(zone)) as reports:
-        assert await reports.next() == ["10.0.0.1:8000"]
-        zone.records = {"A": [], "AAAA": None}
-        assert await reports.next() == []
-
-
-async def test_the_first_list_is_reported_once_a_failing_server_recovers(zone: Zone, log: Lines) -> None:
-    zone.records = {"A": None, "AAAA": None}
-    async with watching(by_dns(zone)) as reports:
-        await log.saying("models.test. A failed")
-        assert reports.none_waiting
-        zone.records = {"A": ["10.0.0.1"], "AAAA": []}
-        assert await reports.next() == ["10.0.0.1:8000"]
+        for records, expected in steps:
+            zone.records = records
+            if expected is None:
+                await log.saying("models.test. A failed")
+                assert reports.none_waiting
+            else:
+                assert await reports.next() == expected
 
 
 @pytest.mark.parametrize(("name", "address"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
