@@ -38,6 +38,16 @@ class PageServer:
         """An `act` that answers nothing until `release`."""
         await self._released.wait()
 
+    def cut(self, part: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+        """An `act` that sends `part` and ends the connection."""
+
+        async def act(writer: asyncio.StreamWriter) -> None:
+            writer.write(part)
+            await writer.drain()
+            writer.close()
+
+        return act
+
     def release(self) -> None:
         self.act = None
         self._released.set()

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,43 +37,32 @@ async def fetch(connection: Connection) -> bytes:
         return await connection.fetch()
 
 
-async def test_pages_come_over_one_connection(server: PageServer, connection: Connection) -> None:
-    pages = [await fetch(connection) for _ in range(3)]
-    assert pages == [PAGE] * 3
-    assert server.connections == 1
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
+INTERIM = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "page", "connections"),
+    [
+        (answered(PAGE), PAGE, 1),
+        (CHUNKED, b"abcde", 1),
+        (INTERIM + answered(b"abc"), b"abc", 1),
+        (answered(PAGE, "Connection: close"), PAGE, 2),
+    ],
+)
+async def test_pages_come_over_one_connection_unless_the_server_closes_it(
+    server: PageServer, connection: Connection, answer: bytes, page: bytes, connections: int
+) -> None:
+    server.answer = answer
+    assert [await fetch(connection) for _ in range(2)] == [page] * 2
+    assert server.connections == connections
     assert server.requests[0].startswith(f"GET /metrics HTTP/1.1\r\nHost: {server.address}\r\n")
 
 
-async def test_a_chunked_page_is_put_together(server: PageServer, connection: Connection) -> None:
-    server.answer = (
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
-    )
-    assert [await fetch(connection) for _ in range(2)] == [b"abcde"] * 2
-    assert server.connections == 1
-
-
 async def test_a_page_may_end_with_its_connection(server: PageServer, connection: Connection) -> None:
-    async def act(writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\nabc")
-        await writer.drain()
-        writer.close()
-
-    server.act = act
+    server.act = server.cut(b"HTTP/1.0 200 OK\r\n\r\nabc")
     assert [await fetch(connection) for _ in range(2)] == [b"abc"] * 2
     assert server.connections == 2
-
-
-async def test_a_server_that_closes_after_each_answer_is_no_fault(
-    server: PageServer, connection: Connection
-) -> None:
-    server.answer = answered(PAGE, "Connection: close")
-    assert [await fetch(connection) for _ in range(2)] == [PAGE] * 2
-    assert server.connections == 2
-
-
-async def test_an_interim_answer_is_passed_over(server: PageServer, connection: Connection) -> None:
-    server.answer = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + answered(b"abc")
-    assert await fetch(connection) == b"abc"
 
 
 async def test_a_connection_closed_while_idle_costs_nothing(
@@ -112,24 +102,16 @@ async def test_a_wrong_answer_is_a_fault_and_ends_its_connection(
     assert server.connections == 2
 
 
-@pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", answered(PAGE)[:-1]])
-async def test_an_answer_cut_short_is_a_fault(
-    server: PageServer, connection: Connection, part: bytes
+@pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", answered(PAGE)[:-1], None])
+async def test_an_answer_cut_short_or_a_missing_server_is_a_fault(
+    server: PageServer, connection: Connection, part: bytes | None
 ) -> None:
-    async def act(writer: asyncio.StreamWriter) -> None:
-        writer.write(part)
-        await writer.drain()
-        writer.close()
-
-    server.act = act
-    with pytest.raises(FetchError, match="closed before the page was complete") as raised:
-        await fetch(connection)
-    assert raised.value.kind == "connection"
-
-
-async def test_nobody_there_is_a_fault(server: PageServer, connection: Connection) -> None:
-    server.stop()
-    with pytest.raises(FetchError, match="no connection") as raised:
+    if part is None:
+        server.stop()
+    else:
+        server.act = server.cut(part)
+    said = "no connection" if part is None else "closed before the page was complete"
+    with pytest.raises(FetchError, match=said) as raised:
         await fetch(connection)
     assert raised.value.kind == "connection"
 
@@ -157,47 +139,36 @@ def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
 
 
 @pytest.mark.parametrize(
-    ("file", "engine", "expected"),
+    ("file", "engine", "waiting", "running", "kv_utilisation", "adapters"),
     [
         (
             "vllm.prom",
             VLLM,
-            EndpointMetrics(
-                scraped_ms=5,
-                waiting=7.0,
-                running=23.0,
-                kv_utilisation=0.6171875,
-                max_adapters=4,
-                active_adapters=frozenset({"sql-lora", "chat-lora"}),
-                waiting_adapters=frozenset({"code-lora"}),
-            ),
+            7.0,
+            23.0,
+            0.6171875,
+            (4, frozenset({"sql-lora", "chat-lora"}), frozenset({"code-lora"})),
         ),
-        (
-            "vllm-older.prom",
-            VLLM,
-            EndpointMetrics(scraped_ms=5, waiting=2.0, running=8.0, kv_utilisation=0.31254),
-        ),
-        (
-            "sglang.prom",
-            SGLANG,
-            EndpointMetrics(scraped_ms=5, waiting=2826.0, running=162.0, kv_utilisation=0.28),
-        ),
-        (
-            "tensorrt-llm.prom",
-            TENSORRT_LLM,
-            EndpointMetrics(scraped_ms=5, waiting=1.0, running=6.0, kv_utilisation=0.1953125),
-        ),
+        ("vllm-older.prom", VLLM, 2.0, 8.0, 0.31254, ()),
+        ("sglang.prom", SGLANG, 2826.0, 162.0, 0.28, ()),
+        ("tensorrt-llm.prom", TENSORRT_LLM, 1.0, 6.0, 0.1953125, ()),
     ],
 )
 def test_the_page_of_an_engine_says_what_it_means(
-    file: str, engine: Engine, expected: EndpointMetrics
+    file: str,
+    engine: Engine,
+    waiting: float,
+    running: float,
+    kv_utilisation: float,
+    adapters: tuple[Any, ...],
 ) -> None:
-    assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
+    found = metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5)
+    assert found == EndpointMetrics(5, waiting, running, kv_utilisation, *adapters)
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in DATA.glob("*.prom")))
-def test_the_pages_are_legal_for_a_full_parser(file: str) -> None:
-    assert list(text_string_to_metric_families((DATA / file).read_text()))
+def test_the_pages_are_legal_for_a_full_parser() -> None:
+    for path in DATA.glob("*.prom"):
+        assert list(text_string_to_metric_families(path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -357,23 +328,14 @@ def test_a_page_cut_anywhere_says_no_more_than_its_whole_lines(page_lines: list[
         assert said == [repr(sample) for sample in metrics_page.samples(whole, name)]
 
 
-def test_known_engines_are_chosen_by_name() -> None:
-    assert engine_of("sglang") is not None
+def test_an_engine_is_known_by_name_or_a_matter_of_configuration() -> None:
     assert {engine_of(name).waiting for name in ENGINES} == {engine.waiting for engine in ENGINES.values()}
-
-
-def test_another_engine_is_a_matter_of_configuration() -> None:
-    names = {"waiting": "my_queue", "kv_utilisation": "my:kv", "path": "/stats"}
-    engine = engine_of("mine", names)
+    engine = engine_of("mine", {"waiting": "my_queue", "kv_utilisation": "my:kv", "path": "/stats"})
     assert engine.path == "/stats"
     assert read("my_queue 4\nmy:kv 0.25\n", engine) == EndpointMetrics(5, waiting=4.0, kv_utilisation=0.25)
-
-
-def test_names_replace_those_of_a_known_engine_one_by_one() -> None:
+    # Names replace those of a known engine one by one.
     engine = engine_of("vllm", {"waiting": "vllm:other"})
-    assert engine.waiting == ("vllm:other",)
-    assert engine.running == VLLM.running
-    assert engine.path == VLLM.path
+    assert (engine.waiting, engine.running, engine.path) == (("vllm:other",), VLLM.running, VLLM.path)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,13 @@ def test_a_frame_fills_the_terminal_in_every_view(
     assert drawn[-1].startswith("q quit")
 
 
-def test_a_frame_shows_stock_queue_endpoints_and_shares() -> None:
+def test_a_frame_shows_stock_queue_endpoints_and_shares_or_an_error() -> None:
     text = "\n".join(lines(FleetStatus(snapshot(), 0.2, ""), ViewState()))
-    for expected in (
-        "8 of 8.8 requests",
-        "12: Default 12",
-        "oldest 4.0 s",
-        "2 overdue",
-        "21.2/s",
-        "1 of 2 ready",
-    ):
+    figures = ("8 of 8.8 requests", "12: Default 12", "oldest 4.0 s", "2 overdue", "21.2/s", "1 of 2 ready")
+    for expected in (*figures, "50% of 25%", "flows (3 of 1 000)"):
         assert expected in text
-    assert "50% of 25%" in text
-    assert "flows (3 of 1 000)" in text
+    error = FleetStatus(None, 1.0, "http://r: Connection refused")
+    assert "Connection refused" in "\n".join(lines(error, ViewState()))
 
 
 def test_escape_sequences_in_names_do_not_reach_the_terminal() -> None:
@@ -65,70 +59,64 @@ def test_the_first_line_shows_a_pause_an_outage_and_stale_figures(
     assert drawn[-1].startswith(silence[1])
 
 
-def test_without_a_snapshot_the_error_is_shown() -> None:
-    assert "Connection refused" in "\n".join(
-        lines(FleetStatus(None, 1.0, "http://r: Connection refused"), ViewState())
-    )
-
-
 def test_the_selected_row_stays_visible_when_there_are_more_rows_than_lines() -> None:
-    controls = Controls(lambda path: None)
-    seen = snapshot(flows=50)
-    for _ in range(40):
-        controls.press("down", FleetStatus(seen, 0.2, ""))
-    text = "\n".join(lines(FleetStatus(seen, 0.2, ""), controls.state))
+    terminal = Terminal(FleetStatus(snapshot(flows=50), 0.2, ""))
+    terminal.press(*["down"] * 40)
+    text = "\n".join(terminal.lines())
     assert "flow-40" in text
     assert "flow-0 " not in text
 
 
+class Terminal:
+    """Controls, the changes that they have made, and what is shown."""
+
+    def __init__(self, shown: FleetStatus | None = None) -> None:
+        self.made: list[str] = []
+        self.shown = shown or FleetStatus(snapshot(), 0.2, "")
+        self.controls = Controls(self.made.append)
+
+    def press(self, *keys: str, on: FleetStatus | None = None) -> ViewState:
+        for key in keys:
+            self.controls.press(key, on or self.shown)
+        return self.controls.state
+
+    def lines(self, on: FleetStatus | None = None) -> list[str]:
+        return lines(on or self.shown, self.controls.state)
+
+
 def test_an_endpoint_is_drained_only_after_y() -> None:
-    made: list[str] = []
-    controls = Controls(made.append)
-    for key in ("3", "down", "d"):
-        controls.press(key, FleetStatus(snapshot(), 0.2, ""))
-    assert controls.state.question == "Give 10.0.0.2:8000 requests again?"
+    terminal = Terminal()
+    assert terminal.press("3", "down", "d").question == "Give 10.0.0.2:8000 requests again?"
     # Any key but y cancels, and q does not leave.
-    controls.press("q", FleetStatus(snapshot(), 0.2, ""))
-    assert (made, controls.leaving, controls.state.question) == ([], False, "")
-    controls.press("d", FleetStatus(snapshot(), 0.2, ""))
-    controls.press("y", FleetStatus(snapshot(), 0.2, ""))
-    assert made == ["endpoints/10.0.0.2%3A8000/undrain"]
-    assert controls.state.message == "10.0.0.2:8000 takes requests"
+    assert terminal.press("q").question == ""
+    assert (terminal.made, terminal.controls.leaving) == ([], False)
+    assert terminal.press("d", "y").message == "10.0.0.2:8000 takes requests"
+    assert terminal.made == ["endpoints/10.0.0.2%3A8000/undrain"]
 
 
 @pytest.mark.parametrize(("paused", "path"), [(False, "pause"), (True, "resume")])
 def test_p_and_y_pause_a_running_fleet_and_resume_a_paused_one(paused: bool, path: str) -> None:
-    made: list[str] = []
-    controls = Controls(made.append)
-    controls.press("p", FleetStatus(snapshot(paused=paused), 0.2, ""))
-    controls.press("y", FleetStatus(snapshot(paused=paused), 0.2, ""))
-    assert made == [path]
+    terminal = Terminal(FleetStatus(snapshot(paused=paused), 0.2, ""))
+    terminal.press("p", "y")
+    assert terminal.made == [path]
 
 
 def test_a_refused_change_shows_the_api_s_message() -> None:
     def refuse(path: str) -> None:
         raise AdminError("http://r: 401, the bearer token of this fleet is needed")
 
-    controls = Controls(refuse)
-    controls.press("p", FleetStatus(snapshot(), 0.2, ""))
-    controls.press("y", FleetStatus(snapshot(), 0.2, ""))
-    assert (
-        "the bearer token of this fleet is needed"
-        in lines(FleetStatus(snapshot(), 0.2, ""), controls.state)[-1]
-    )
+    terminal = Terminal()
+    terminal.controls = Controls(refuse)
+    terminal.press("p", "y")
+    assert "the bearer token of this fleet is needed" in terminal.lines()[-1]
 
 
 def test_tab_and_back_tab_cycle_through_the_views() -> None:
-    controls = Controls(lambda path: None)
-    seen = []
-    for _ in VIEWS:
-        controls.press("tab", NO_SNAPSHOT)
-        seen.append(controls.state.view)
-    assert seen == [1, 2, 3, 4, 5, 6, 0]
-    controls.press("back-tab", NO_SNAPSHOT)
-    assert controls.state.view == 6
-    controls.press("q", NO_SNAPSHOT)
-    assert controls.leaving
+    terminal = Terminal(NO_SNAPSHOT)
+    assert [terminal.press("tab").view for _ in VIEWS] == [1, 2, 3, 4, 5, 6, 0]
+    assert terminal.press("back-tab").view == 6
+    terminal.press("q")
+    assert terminal.controls.leaving
 
 
 @pytest.mark.parametrize(
@@ -183,52 +171,42 @@ def test_the_queue_view_shows_its_first_requests_in_order() -> None:
 
 
 def test_pages_of_the_queue_follow_the_api_s_cursors_forwards_and_back() -> None:
-    controls = Controls(lambda path: None)
-    controls.press("5", status())
-    controls.press("down", status())
-    controls.press("page-down", status(page=page(next_cursor="second")))
-    assert (controls.state.cursor, controls.state.row) == ("second", 0)
-    controls.press("page-down", status(page=page(next_cursor=None)))
-    assert controls.state.cursor == "second"
-    controls.press("page-up", status(page=page()))
-    controls.press("page-up", status(page=page()))
-    assert controls.state.cursor == ""
+    terminal = Terminal(status())
+    terminal.press("5", "down")
+    state = terminal.press("page-down", on=status(page=page(next_cursor="second")))
+    assert (state.cursor, state.row) == ("second", 0)
+    assert terminal.press("page-down", on=status(page=page(next_cursor=None))).cursor == "second"
+    assert terminal.press("page-up", "page-up", on=status(page=page())).cursor == ""
 
 
 def test_a_request_is_evicted_only_after_y() -> None:
-    made: list[str] = []
-    controls = Controls(made.append)
-    for key in ("5", "down", "e"):
-        controls.press(key, status())
-    assert controls.state.question == "Evict 4f1d9c00-0000-4000-8000-000000000001 of flow-1?"
-    controls.press("n", status())
-    assert (made, controls.state.message) == ([], "nothing was changed")
-    controls.press("e", status())
-    controls.press("y", status())
-    assert made == ["requests/4f1d9c00-0000-4000-8000-000000000001/evict"]
-    assert "has left the queue" in lines(status(), controls.state)[-1]
+    terminal = Terminal(status())
+    question = terminal.press("5", "down", "e").question
+    assert question == "Evict 4f1d9c00-0000-4000-8000-000000000001 of flow-1?"
+    assert terminal.press("n").message == "nothing was changed"
+    assert terminal.made == []
+    terminal.press("e", "y")
+    assert terminal.made == ["requests/4f1d9c00-0000-4000-8000-000000000001/evict"]
+    assert "has left the queue" in terminal.lines()[-1]
     # With nothing to evict, and in another view, e does nothing.
     for nowhere in (status(page=None), status(page=page(0, 0))):
-        controls.press("e", nowhere)
-        assert controls.state.question == ""
-    controls.press("1", status())
-    controls.press("e", status())
-    assert controls.state.question == ""
+        assert terminal.press("e", on=nowhere).question == ""
+    assert terminal.press("1", "e").question == ""
 
 
 def test_the_log_shows_the_newest_decision_first_until_it_is_frozen() -> None:
-    controls = Controls(lambda path: None)
-    controls.press("6", status())
-    drawn = lines(status(), controls.state)
+    terminal = Terminal(status())
+    terminal.press("6")
+    drawn = terminal.lines()
     assert "flow-39" in drawn[6]
     assert "expired" in drawn[6]
     assert "request-39" in "".join(drawn[-3:])
-    controls.press(" ", status())
+    terminal.press(" ")
     newer = status(decisions=(entry(40), *(status().decisions or ())))
-    assert "flow-39" in lines(newer, controls.state)[6]
-    assert "frozen" in lines(newer, controls.state)[4]
-    controls.press(" ", newer)
-    assert "flow-40" in lines(newer, controls.state)[6]
+    assert "flow-39" in terminal.lines(newer)[6]
+    assert "frozen" in terminal.lines(newer)[4]
+    terminal.press(" ", on=newer)
+    assert "flow-40" in terminal.lines(newer)[6]
 
 
 def test_without_a_decision_log_the_view_says_how_to_enable_it() -> None:
@@ -267,15 +245,13 @@ def test_the_chart_is_blank_where_no_snapshot_came() -> None:
 def test_a_narrow_terminal_shows_an_endpoint_s_adapters_below_the_table() -> None:
     seen = snapshot()
     seen["endpoints"][1]["adapters"] = ["poet", HOSTILE]
-    fleet = FleetStatus(seen, 0.2, "")
-    controls = Controls(lambda path: None)
-    for key in ("3", "down"):
-        controls.press(key, fleet)
-    text = "".join(lines(fleet, controls.state)[-3:])
+    terminal = Terminal(FleetStatus(seen, 0.2, ""))
+    terminal.press("3", "down")
+    text = "".join(terminal.lines()[-3:])
     assert "10.0.0.2:8000 · Adapters poet, " in text
     assert not {"\x1b", "\x07"} & set(text)
     # A wide terminal has a column for them.
-    assert "poet" in "\n".join(lines(fleet, ViewState(2), width=160)[:-3])
+    assert "poet" in "\n".join(lines(terminal.shown, ViewState(2), width=160)[:-3])
 
 
 def test_without_a_terminal_the_frame_is_high_enough_for_every_row() -> None:
