@@ -1,6 +1,7 @@
 """What a replica proposes to the script: candidates by score, from what it knows of the endpoints."""
 
 from collections.abc import Mapping
+from unittest.mock import Mock
 
 import pytest
 from local_requests import ask
@@ -138,19 +139,14 @@ def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
 
 
 def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
-    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1)
-    known.scraped(A, max_adapters=2)
+    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("prose",))
+    known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
     known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
     assert next(iter(known.choose(target_model="poet"))) == B
     assert len(set(known.choose(target_model="llama").values())) == 1
-
-
-def test_a_free_slot_counts_for_a_configured_adapter() -> None:
-    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("poet",))
-    known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
-    known.scraped(B, max_adapters=2, active_adapters=frozenset({"other"}))
-    assert list(known.choose(target_model="poet")) == [B]
-    assert set(known.choose(target_model="prose")) == {A, B}
+    # A free slot counts for a configured adapter.
+    assert list(known.choose(target_model="prose")) == [B]
+    assert set(known.choose(target_model="rhyme")) == {A, B}
 
 
 async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None:
@@ -184,19 +180,13 @@ async def test_with_a_limit_per_endpoint_every_endpoint_is_a_candidate() -> None
     assert len(known.choose(limit=1)) == 20
 
 
-async def test_only_successful_completions_are_shared_with_the_fleet() -> None:
+async def test_only_successful_completions_are_shared_without_their_wait_in_the_queue() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     for outcome, status, served in (
         (Outcome.COMPLETED, 200, A), (Outcome.UPSTREAM_FAILED, 200, A), (Outcome.COMPLETED, 200, None),
         (Outcome.COMPLETED, 404, A), (Outcome.COMPLETED, 0, A),
     ):  # fmt: skip
-        known.chooser.ended(Completion("r", outcome, status, served, 1, 1, 0.5, 0.1))
-    assert len(known.routes.unwritten_completions) == 1
-
-
-async def test_a_shared_completion_time_leaves_out_the_wait_in_the_queue() -> None:
-    known = Knowledge(Endpoint(A), latency=1)
-    known.chooser.ended(Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5))
+        known.chooser.ended(Completion("r", outcome, status, served, 1, 1, 20.0, 19.6, service_s=0.5))
     assert [done.seconds for done in known.routes.unwritten_completions] == [0.5]
 
 
@@ -209,33 +199,8 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
     assert known.index.match([b"12345678"]) == {}
 
 
-class Meter:
-    """Records the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def scraped(self, address: str, seconds: float) -> None:
-        self.calls.append("scraped")
-
-    def probed(self, address: str) -> None:
-        pass
-
-    def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        self.calls.append(kind)
-
-    def scrape_published(self, readings: int, seconds: float) -> None:
-        self.calls.append("published")
-
-    def scrape_unpublished(self, readings: int) -> None:
-        self.calls.append("unpublished")
-
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
-        self.calls.append("ages")
-
-
 async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
-    store, cell, meter = ScriptedStore(), SnapshotCell(), Meter()
+    store, cell, meter = ScriptedStore(), SnapshotCell(), Mock()
     probes = Probes(store, cell, meter, dict)  # type: ignore[arg-type]
     cell.publish(Snapshot("1", (Endpoint(A),)))
     # One that answers badly or late is not down; one that cannot be connected to is
@@ -255,17 +220,19 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probe
     assert store.marks == [(A, "down", True)]
     probes.scraped(A, 0.1)
     assert store.marks[-1] == (A, "down", False)
+    # All is passed on to the meter.
     probes.scrape_published(1, 0.1)
     probes.scrape_unpublished(1)
     probes.scrape_ages(1, {})
-    assert meter.calls.count("scraped") == 6
-    assert meter.calls[-3:] == ["published", "unpublished", "ages"]
+    assert meter.scraped.call_count == 6
+    passed = [call[0] for call in meter.method_calls[-3:]]
+    assert passed == ["scrape_published", "scrape_unpublished", "scrape_ages"]
 
 
 async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> None:
     store, cell = ScriptedStore(), SnapshotCell()
     readings: dict[str, Reading] = {}
-    probes = Probes(store, cell, Meter(), lambda: readings)  # type: ignore[arg-type]
+    probes = Probes(store, cell, Mock(), lambda: readings)  # type: ignore[arg-type]
     cell.publish(Snapshot("1", tuple(map(Endpoint, (A, B, C)))))
     silent, well = EndpointMetrics(0, fault="no page within 1 s", failures=3), EndpointMetrics(0)
     bad = EndpointMetrics(0, fault="answered 404", failures=9)
@@ -296,29 +263,23 @@ def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:
 
 
 def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
-    bench = Knowledge(*(Endpoint(f"10.0.0.{number}:80") for number in range(1, 5)), session_affinity=4)
-    sessions = bench.chooser._sessions
-    tokens = {
-        f"10.0.0.{number}:80": bench.chooser.session_token(f"10.0.0.{number}:80") for number in range(1, 5)
-    }
-    assert {address: bench.asked_by(token) for address, token in tokens.items()} == {
-        name: name for name in tokens
-    }
+    addresses = [f"10.0.0.{number}:80" for number in range(1, 5)]
+    bench = Knowledge(*map(Endpoint, addresses), session_affinity=4)
+    tokens = {address: bench.chooser.session_token(address) for address in addresses}
+    assert [bench.asked_by(tokens[address]) for address in addresses] == addresses
     assert not any("10.0" in token for token in tokens.values())
-    sessions._keys.take(" ".join(["0b" * 16, "0a" * 16, sessions._keys.offer()]))
-    assert bench.asked_by(tokens["10.0.0.3:80"]) == "10.0.0.3:80"
+    keys = bench.chooser._sessions._keys
+    keys.take(" ".join(["0b" * 16, "0a" * 16, keys.offer()]))
+    assert bench.asked_by(tokens[addresses[2]]) == addresses[2]
     # But one of another fleet, a changed one and a made-up one are nobody's
-    foreign = SessionTokens(Keyring(), bench.cell).token_of("10.0.0.2:80")
-    for token in (foreign, tokens["10.0.0.2:80"][:-1] + "g", "10.0.0.2:80", "alice"):
+    foreign = SessionTokens(Keyring(), bench.cell).token_of(addresses[1])
+    for token in (foreign, tokens[addresses[1]][:-1] + "g", addresses[1], "alice"):
         assert bench.asked_by(token) == ""
-    bench.cell.publish(Snapshot("2", (Endpoint("10.0.0.1:80"), Endpoint("10.0.0.2:80"))))
+    bench.cell.publish(Snapshot("2", tuple(map(Endpoint, addresses[:2]))))
     bench.tick()
-    assert bench.asked_by(tokens["10.0.0.3:80"]) == ""
-
-
-def test_clients_are_told_no_session_where_no_scorer_asks_for_it() -> None:
-    bench = Knowledge(Endpoint("10.0.0.1:80"), queue_depth=1)
-    assert bench.chooser.session_token("10.0.0.1:80") == ""
+    assert bench.asked_by(tokens[addresses[2]]) == ""
+    # Where no scorer asks for it clients are told no session.
+    assert Knowledge(Endpoint(A), queue_depth=1).chooser.session_token(A) == ""
 
 
 STEADY, QUICK = "10.0.0.1:8000", "10.0.0.2:8000"
