@@ -84,7 +84,7 @@ async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
                 return False
         try:
             return await _healthy(fleet) >= len(replicas)
-        except (httpx.TransportError, KeyError):
+        except (httpx.TransportError, ValueError):
             return False  # Envoy is starting
 
     await fleet.eventually(look, within_s=30, what="ready replicas")
@@ -101,9 +101,15 @@ def replica_process(fleet: Fleet, index: int) -> psutil.Process:
     return psutil.Process(int(fleet.state["replicas"][index]["pid"]))
 
 
+def cluster_of(mode: str) -> str:
+    """The name of Envoy's cluster of pickers that is asked about requests."""
+    return "picker-http" if mode == "http" else "picker"
+
+
 async def _healthy(fleet: Fleet) -> int:
-    [count] = await envoy_stats(fleet, "cluster.picker.membership_healthy")
-    return count
+    """How many replicas Envoy holds for healthy, at each of their ports that it uses."""
+    lines = (await fleet.envoy_admin("/stats?filter=cluster.picker.*membership_healthy")).text.splitlines()
+    return min(int(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 async def _busy(client: httpx.AsyncClient, address: str) -> int:

@@ -31,10 +31,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each case runs in mode `lean`; in `http`, too, in `make faults` and where it is marked `both_modes`."""
+    if "mode" in metafunc.fixturenames:
+        marked = metafunc.definition.get_closest_marker
+        both = marked("both_modes") or ("FAULT_SUITE" in os.environ and not marked("ext_proc_only"))
+        metafunc.parametrize("mode", ["lean", "http"] if both else ["lean"])
+
+
 @pytest.fixture
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
     """The row of this test."""
-    made = Case(request.node.name.removeprefix("test_"))
+    made = Case(request.node.name.removeprefix("test_"), mode)
     yield made
     if "FAULT_SUITE" in os.environ:
         made.record(request.node.stash.get(_OUTCOME, False) and made.ended_well)
@@ -42,7 +50,8 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet of the test's own.
+    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet of the test's own
+    in the case's mode.
 
     It ends before the row is written: a fleet that does not end well is a case that failed.
     """
@@ -50,7 +59,7 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
     def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
         folder = tmp_path_factory.mktemp("fleet")
-        running.append(started(folder, ("--debug-headers", *options), config, **more))
+        running.append(started(folder, ("--debug-headers", "--mode", case.mode, *options), config, **more))
         return running[-1]
 
     yield start

@@ -28,7 +28,7 @@ async def counted(
     service_s: float,
     **sections: dict[str, Any],
 ) -> AsyncIterator[tuple[Fleet, CountingServers]]:
-    """Three replicas in `lean` on the Redis at `redis_url`; `servers` model servers that take `service_s`.
+    """Three replicas on the Redis at `redis_url`; `servers` model servers that take `service_s`.
 
     The bound is `each` requests a server; everything else is as it is by default, but for `sections`. The
     fleet ends with the block, while its Redis is still there.
@@ -43,7 +43,7 @@ async def counted(
             "decision_log": {"enabled": True, "max_entries": 3_000_000},
             **sections,
         }
-        options = ("--mode", "lean", "--endpoints", "0", "--redis", redis_url, "--no-restart")
+        options = ("--endpoints", "0", "--redis", redis_url, "--no-restart")
         here = await asyncio.to_thread(lambda: faulty(*options, config=config))
         yield here, counting
         await asyncio.to_thread(here.stop)

@@ -19,14 +19,15 @@ RESULTS = Path(__file__).parents[3] / "bench" / "results"
 class Case:
     """One row of the table: `fault`, and the figures that `report` adds."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, mode: str) -> None:
+        self.mode = mode  # of Envoy's
+        self.name = name.replace("[lean]", "").replace("lean-", "").replace("-lean", "")
         self.fault = name
         self.figures: list[str] = []
         self.ended_well = True
 
     def describe(self, fault: str) -> None:
-        self.fault = fault
+        self.fault = fault if self.mode == "lean" else f"{fault}, mode `{self.mode}`"
 
     def report(self, figure: str) -> None:
         self.figures.append(figure)

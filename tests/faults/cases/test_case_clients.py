@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from case_fleet import TERMS, config, envoy_stats, log_of, ready, replica_process, rests
+import pytest
+from case_fleet import TERMS, cluster_of, config, envoy_stats, log_of, ready, replica_process, rests
 from fault_case import Case
 from fleet_load import Caller, shared
 
@@ -27,7 +28,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
     # The streams run many times as long as the lease, beside other load.
-    options = ("--mode", "lean", "--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
+    options = ("--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
     async with closed_loop(here.url, clients=10) as load:
@@ -45,15 +46,16 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     assert load.failed == []
 
 
+@pytest.mark.both_modes
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
     # What the fleet has open after it has served some requests.
-    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
+    here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
     async with closed_loop(here.url, clients=10) as before:
         await before.wait_for_served(50)
     await rests(here)
-    baseline = await _open(here)
+    baseline = await _open(here, case.mode)
     # Clients leave before they are placed, while queued, before the first byte, and during the answer.
     load, stopping = ClosedLoop(here.url, 3, _fickle), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -71,11 +73,11 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     assert load.failed == []
 
     async def closed() -> bool:
-        now = await _open(here)
+        now = await _open(here, case.mode)
         return all(now[what] <= most for what, most in baseline.items())
 
     await here.eventually(closed, what=f"the baseline {baseline}")
-    case.report(f"connections and requests open as before: {await _open(here)}, before {baseline}")
+    case.report(f"connections and requests open as before: {await _open(here, case.mode)}, before {baseline}")
     found = case.check(load.history, await log_of(here))
     assert found.faults == ()
 
@@ -84,7 +86,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
     times = case.size(1, 10)
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
     # Requests wait in a paused fleet.
-    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
+    here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
     (envoy,) = (each for each in here.children() if each.name() == "envoy")
     for _ in range(times):
         assert (await here.admin("/api/v1/pause", method="POST")).is_success
@@ -115,7 +117,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(1, 10)
     case.describe(f"SIGKILL of Envoy, {kills} times")
     # Streams fill the pool, and requests queue behind them.
-    here = faulty("--mode", "lean", "--sim-ttft", "20", "--sim-itl", "20", config=config())
+    here = faulty("--sim-ttft", "20", "--sim-itl", "20", config=config())
     longest_s = 0.0
     for _ in range(kills):
         streams = [
@@ -155,9 +157,9 @@ def _left(load: ClosedLoop) -> int:
     return sum(record.left for record in load.history)
 
 
-async def _open(here: Any) -> dict[str, int]:
+async def _open(here: Any, mode: str) -> dict[str, int]:
     """What Envoy has open with clients, pickers and model servers, and files of the replicas."""
-    names = ("http.lean.downstream_cx_active", "cluster.picker.upstream_rq_active",
+    names = (f"http.{mode}.downstream_cx_active", f"cluster.{cluster_of(mode)}.upstream_rq_active",
              "cluster.pool.upstream_rq_active")  # fmt: skip
     values = await envoy_stats(here, *names)
     files = sum(replica_process(here, index).num_fds() for index in range(3))

@@ -49,7 +49,7 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
     count = case.size(16, 60)
     case.describe("replica clocks +5 min, −5 min and right")
     # One fleet with right clocks, and one whose replicas' clocks are off.
-    options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
+    options = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "10")
     right = faulty(*options, config=config(lease_s=15, per_endpoint=1))
     wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]

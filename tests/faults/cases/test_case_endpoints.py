@@ -17,7 +17,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed before the first byte, {kills} times")
     # The first byte comes with the whole answer, so any moment is before it.
-    here = faulty("--mode", "lean", "--sim-ttft", "100", "--sim-itl", "5", config=config())
+    here = faulty("--sim-ttft", "100", "--sim-itl", "5", config=config())
     dice = random.Random(2)
     async with closed_loop(here.url, clients=30, make_request=_plain) as load:
         for _ in range(kills):
@@ -34,7 +34,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
 async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed amid its answers, {kills} times")
-    here = faulty("--mode", "lean", "--sim-ttft", "10", "--sim-itl", "20", config=config())
+    here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
     dice = random.Random(3)
     async with closed_loop(here.url, clients=30, make_request=_streamed) as load:
         for _ in range(kills):
@@ -55,7 +55,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     flaps = case.size(3, 30)
     case.describe(f"an endpoint that dies as soon as it is back, {flaps} times")
     # The state is polled under load all the while.
-    here = faulty("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
+    here = faulty("--sim-ttft", TTFT_MS, "--sim-itl", "5", config=config())
     lowest = 0.0
     done = asyncio.Event()
 

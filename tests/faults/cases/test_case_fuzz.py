@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from case_fleet import config, ready, replica_process, rests
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
@@ -26,11 +27,12 @@ MOST_GROWTH = 40 * 1024 * 1024
 TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
 
 
+@pytest.mark.ext_proc_only
 async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
     case.describe(f"{count} mutated ext_proc messages, headers, bodies and access-log entries")
     # A fleet, one replica of which is warm.
-    here = faulty("--mode", "lean", "--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
+    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     fuzz = Fuzz(SEED)
     async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
         await fuzz.run(channel, count // 5)

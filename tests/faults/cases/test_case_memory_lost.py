@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from picker_tools.load.client_history import ClientRecord, ClientRequest, closed_loop, send_request
 
-OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "10")
+OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
 
 

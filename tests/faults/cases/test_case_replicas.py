@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from case_fleet import (
     REAP_S,
     TERMS,
+    cluster_of,
     config,
     envoy_stats,
     log_of,
@@ -23,9 +25,10 @@ from fault_case import TTFT_MS, Case
 from picker_tools.load.client_history import ClientRequest, closed_loop, send_request
 
 CLIENTS = 40
-OPTIONS = ("--mode", "lean", "--sim-ttft", TTFT_MS, "--sim-itl", "5")
+OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 
 
+@pytest.mark.both_modes
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
@@ -151,7 +154,7 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     since = time.monotonic()
 
     async def has_settled() -> bool:
-        healthy = await envoy_stats(here, "cluster.picker.membership_healthy")
+        healthy = await envoy_stats(here, f"cluster.{cluster_of(case.mode)}.membership_healthy")
         return (
             healthy == [0]
             and (await send_request(here.url, ClientRequest("first ", tokens=1))).status == settled

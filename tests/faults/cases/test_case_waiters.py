@@ -28,7 +28,7 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
     }
     slow = config(per_endpoint=1)
     slow["request_queue_controller"]["expiry_cleanup_interval"] = "1m"
-    options = ("--mode", "lean", "--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
+    options = ("--endpoints", "1", "--sim-ttft", "50", "--sim-itl", "5")
     here = faulty(*options, config={**slow, **sections})
     costs = [await _calls_a_wakeup(here, few), await _calls_a_wakeup(here, many)]
     # Each wake-up costs Redis as many calls, however many wait.
