@@ -236,7 +236,7 @@ class HistoryCheck:
 
 
 _ADMITTED = ("queued", "bypassed")
-_ENDED_BY_STOPPED_REPLICA = frozenset(("abandoned", "cancelled", "withdrawn"))
+_ENDED_BY_STOPPED_REPLICA = frozenset(("abandoned", "cancelled", "withdrawn", "reclaimed"))
 _NO_END = frozenset(
     ("queued", "bypassed", "granted", "restored", "requeued", "held", "adopted", "placed", "tuned", "parked",
      "unparked", "corrected", "moved")
@@ -259,10 +259,10 @@ def check_history(
     name the same request; and the log keeps G1 to G6.
 
     `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: requests of a
-    stopped replica may be abandoned before Envoy sends them to another, and once it continues it may admit
-    and cancel again what has ended elsewhere. `except_promises`: promises (`G1`) that the fault breaks by
-    its nature. `served_without_redis`: replicas served without Redis for a while, so the log does not say how
-    requests ended.
+    stopped replica may be abandoned, or lose a grant to its lease, before Envoy sends them to another; once
+    it continues it may admit and cancel again what has ended elsewhere. `except_promises`: promises (`G1`)
+    that the fault breaks by its nature. `served_without_redis`: replicas served without Redis for a while, so
+    the log does not say how requests ended.
     """
     report = audit(log)
     faults = [
@@ -292,11 +292,10 @@ def check_history(
         seen.add(request)
         if served_without_redis or (log_lost and not ends[request]):
             continue
-        valid_ends = [event for event in ends[request] if event in may_end]
-        others = set(ends[request]) - set(valid_ends)
-        if may_resume and others and len(valid_ends) == 1 and others <= _ENDED_BY_STOPPED_REPLICA:
+        proper = [event for event in ends[request] if event not in _ENDED_BY_STOPPED_REPLICA]
+        if may_resume and len(proper) == 1 and len(ends[request]) > 1:
             resumed += 1
-            ends[request] = valid_ends
+            ends[request] = proper
         if not ends[request]:
             faults.append(f"{request} was served and the log knows no end of it")
         elif len(ends[request]) > 1 or ends[request][-1] not in may_end:

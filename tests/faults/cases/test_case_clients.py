@@ -158,9 +158,12 @@ def _left(load: ClosedLoop) -> int:
 
 
 async def _open(here: Any, mode: str) -> dict[str, int]:
-    """What Envoy has open with clients, pickers and model servers, and files of the replicas."""
-    names = (f"http.{mode}.downstream_cx_active", f"cluster.{cluster_of(mode)}.upstream_rq_active",
+    """What Envoy has open with clients, pickers and model servers, and files of the replicas but those
+    of connections that Envoy keeps to them.
+    """
+    pickers = f"cluster.{cluster_of(mode)}"
+    names = (f"http.{mode}.downstream_cx_active", f"{pickers}.upstream_rq_active",
              "cluster.pool.upstream_rq_active")  # fmt: skip
-    values = await envoy_stats(here, *names)
-    files = sum(replica_process(here, index).num_fds() for index in range(3))
+    *values, kept = await envoy_stats(here, *names, f"{pickers}.upstream_cx_active")
+    files = sum(replica_process(here, index).num_fds() for index in range(3)) - kept
     return {**dict(zip(names, values, strict=True)), "files": files}

@@ -78,7 +78,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     await rests(here, lease_s + REAP_S)
     # Its stale grants admit nothing, by the log and by the model servers' counts.
     found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_resume=True)
-    case.report(f"{found.resumed} requests lived twice: abandoned first, or cancelled after their end")
+    case.report(f"{found.resumed} requests were admitted twice: a stopped replica had ended them, too")
     case.report(f"highest stock {found.highest_stock:g} of 16, {highest} at the model servers")
     case.report(f"{len(load.failed)} client errors in {len(load.history)}")
     assert found.faults == ()
