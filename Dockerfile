@@ -1,31 +1,49 @@
-# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds the Envoy that the tests run
-# and the tools for its bootstrap, and `load`, which adds Locust.
+# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds Envoy and the tool that writes
+# its bootstrap, and `load`, which adds Locust. Everything is installed by its hash (deploy/images/*.lock).
 ARG PYTHON=3.11
 
+# The project's wheel, and the pip that installs it. The images have no pip.
 FROM python:${PYTHON}-slim AS build
 WORKDIR /src
-RUN python -m venv /opt/picker
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+ENV PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+COPY deploy/images/build.lock ./
+RUN python -m venv /opt/build && /opt/build/bin/pip install --require-hashes --requirement build.lock
+
+FROM build AS wheel
+COPY pyproject.toml README.md LICENSE ./
 COPY app app
 COPY lua lua
-# rich is what `picker top` and `picker audit` need; the other tools' packages stay out of the image.
-RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[tracing]' rich
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
 
-FROM build AS build-edge
-RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock '.[local]' \
- && /opt/picker/bin/pip uninstall --yes pip setuptools
+FROM build AS packages
+COPY deploy/images/install.sh deploy/images/sbom.py ./
+RUN python -m venv --without-pip /opt/picker
 
-FROM build AS build-load
-RUN /opt/picker/bin/pip install --no-cache-dir --constraint requirements.lock locust \
- && /opt/picker/bin/pip uninstall --yes pip setuptools
+FROM packages AS build-edge
+COPY deploy/images/edge.lock ./
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement edge.lock
+COPY --from=wheel /wheel /wheel
+RUN sh install.sh edge.lock
 
-FROM build AS build-picker
-RUN /opt/picker/bin/pip uninstall --yes pip setuptools
+FROM packages AS build-load
+COPY deploy/images/load.lock ./
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement load.lock
+COPY --from=wheel /wheel /wheel
+RUN sh install.sh load.lock
+
+FROM packages AS build-picker
+COPY deploy/images/picker.lock ./
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement picker.lock
+COPY --from=wheel /wheel /wheel
+RUN sh install.sh picker.lock
 
 # Common to all images: a user, and no tools to install anything.
 FROM python:${PYTHON}-slim AS base
-RUN groupadd --gid 10001 picker \
- && useradd --uid 10001 --gid picker --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin picker \
+RUN export SOURCE_DATE_EPOCH=0 \
+ && groupadd --gid 10001 picker \
+ && useradd --uid 10001 --gid picker --no-log-init --no-create-home --home-dir /nonexistent \
+    --shell /usr/sbin/nologin picker \
+ && python -c 'import ensurepip, shutil; shutil.rmtree(ensurepip.__path__[0])' \
  && pip uninstall --yes pip setuptools wheel
 ENV PATH=/opt/picker/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp
@@ -37,7 +55,7 @@ USER root
 RUN ln -s "$(python -c 'import glob; print(glob.glob("/opt/picker/lib/python*/site-packages/envoy/_bin/envoy")[0])')" \
     /usr/local/bin/envoy
 USER 10001:10001
-EXPOSE 8080 9901
+EXPOSE 8080 8081 9901
 
 FROM base AS load
 COPY --from=build-load /opt/picker /opt/picker

@@ -87,8 +87,9 @@ pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (A
 soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)
 
-lock: $(VENV)/.installed ## write the versions in use to requirements.lock
+lock: $(VENV)/.installed ## write the versions in use to requirements.lock, and with hashes to deploy/images/*.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock
+	deploy/images/lock.sh $(PYTHON)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -125,8 +125,8 @@ def load(
 
     `defaults` are a tree under the file, `flags` one over the environment.
 
-    A relative `discovery.file` in the file is relative to the file; one in the environment, to the
-    working directory.
+    A relative `discovery.file` or `admin.token_file` in the file is relative to the file; one in the
+    environment, to the working directory. The token in `admin.token_file` becomes `admin.token`.
 
     Raises:
         ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
@@ -146,14 +146,17 @@ def load(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections")
-    discovery = tree.get("discovery")
-    if path is not None and isinstance(discovery, dict):
-        file = discovery.get("file")
-        if isinstance(file, str) and file:
-            discovery["file"] = str(path.parent / file)
+    for section, key in (("discovery", "file"), ("admin", "token_file")):
+        keys = tree.get(section)
+        if path is not None and isinstance(keys, dict):
+            file = keys.get(key)
+            if isinstance(file, str) and file:
+                keys[key] = str(path.parent / file)
     below = overlaid(defaults or {}, tree)
     variables = _overlay(below, environ)
-    return _validated(overlaid(below, flags or {}), variables)
+    whole = overlaid(below, flags or {})
+    _read_token(whole)
+    return _validated(whole, variables)
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,6 +174,22 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 def parse(tree: Mapping[str, Any]) -> Settings:
     """Settings of an already parsed tree. Raises ConfigError as `load` does."""
     return _validated(tree, {})
+
+
+def _read_token(tree: dict[str, Any]) -> None:
+    """Put the token of `admin.token_file` into `tree`, where it has none."""
+    admin = tree.get("admin")
+    if not isinstance(admin, dict) or admin.get("token") is not None:
+        return
+    file = admin.get("token_file")
+    if not isinstance(file, str) or not file:
+        return
+    try:
+        text = Path(file).read_text(encoding="ascii", errors="replace").strip()
+    except OSError as fault:
+        raise ConfigError(f"admin.token_file: {file} cannot be read: {fault.strerror or fault}") from fault
+    if text:
+        admin["token"] = text
 
 
 def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Settings:

@@ -128,6 +128,7 @@ class Http(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
+    token_file: FilePath | None = None  # read as `token` where that is not set; an empty file is no token
     hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
     rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
 

@@ -5,7 +5,7 @@ Each runs its own command with its own environment only. What depends on contain
 - every container has an address of its own in 127.0.0.0/8: `0.0.0.0` and `127.0.0.1` become it;
 - a service's name with a port becomes the addresses of its containers, an option before it repeated for
   each; in configuration files discovery by DNS becomes the list that DNS would have given;
-- files that are mounted become copies in a folder of the test, folders are the project's own;
+- mounted files become copies in a folder of the test, folders are the project's own, a secret is `TOKEN`;
 - `picker`, `envoy`, `locust` and `python` are those of this environment, `redis-server` is Valkey's, with the
   address to bind added (in a container it binds all).
 """
@@ -27,6 +27,7 @@ from picker_tools.local_fleet.processes import packaged_binary
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
+TOKEN = "the-token-of-the-test"
 _HEALTHY_S = 120.0  # on a machine that is busy with other things
 _STOP_S = 30.0
 
@@ -63,6 +64,7 @@ class Stack:
                 folder = self.folder / f"{service}-{number}"
                 folder.mkdir()
                 self.containers.append(Container(service, f"{net}.{number}", folder))
+        (self.folder / "secret").write_text(f"{TOKEN}\n")
         self._programs()
 
     def of(self, service: str) -> list[Container]:
@@ -172,6 +174,8 @@ class Stack:
     def _translated(self, container: Container, text: str) -> str:
         service = self.services[container.service]
         folders = {path.partition(":")[0]: container.folder for path in service.get("tmpfs", [])}
+        for name in service.get("secrets", []):
+            folders[f"/run/secrets/{name}"] = self.folder / "secret"
         for mount in service.get("volumes", []):
             source, target, mode = mount.split(":")
             assert mode == "ro"
@@ -196,4 +200,4 @@ class Stack:
             return " ".join(f"{option or ''}{each.address}:{port}" for each in self.of(service))
 
         text = re.sub(r"\b(?:0\.0\.0\.0|127\.0\.0\.1)\b", container.address, text)
-        return re.sub(rf"(--[a-z]+ )?(?<![\w.-])({'|'.join(self.scale)}):(\d+)", named, text)
+        return re.sub(rf"(--[a-z-]+ )?(?<![\w.-])({'|'.join(self.scale)}):(\d+)", named, text)

@@ -377,3 +377,25 @@ def test_mode_http_sends_on_the_endpoint_alone_and_keeps_the_token_as_metadata()
 
 def test_mode_http_needs_the_address_of_its_port() -> None:
     assert cli.main(["envoy-config", "--mode", "http"]) == 2
+
+
+def test_operators_get_a_listener_of_their_own_only_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file = tmp_path / "picker.yaml"
+    config_file.write_text("admin: {listen: '0.0.0.0:8083'}")
+    command = ["envoy-config", "--config", str(config_file)]
+    assert cli.main(command) == 0
+    assert len(yaml.safe_load(capsys.readouterr().out)["staticResources"]["listeners"]) == 1
+    assert cli.main([*command, "--admin-listen", "127.0.0.1:8081"]) == 0
+    text = capsys.readouterr().out
+    tree = yaml.safe_load(text)
+    for_clients, for_operators = tree["staticResources"]["listeners"]
+    assert for_clients["name"] == "lean"
+    assert for_operators["address"]["socketAddress"]["portValue"] == 8081
+    hosts = cluster(tree, "picker-admin")["loadAssignment"]["endpoints"][0]["lbEndpoints"]
+    assert hosts[0]["endpoint"]["address"]["socketAddress"] == {"address": "127.0.0.1", "portValue": 8083}
+    file = tmp_path / "envoy.yaml"
+    file.write_text(text)
+    said = validate(file)
+    assert said.returncode == 0, said.stderr

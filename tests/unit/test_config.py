@@ -284,6 +284,24 @@ def test_variables_overlay_the_file(tmp_path: Path) -> None:
     assert settings.models[0].name == "llama"
 
 
+def test_the_token_is_read_from_a_file_such_as_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open-sesame\n")
+    (tmp_path / "empty").write_text("\n")
+    path = written(tmp_path, "admin: {token_file: token}")
+    variable = {"PICKER_ADMIN__TOKEN_FILE": str(tmp_path / "empty")}
+    assert load(path, {}).admin.token == "open-sesame"
+    assert load(path, variable).admin.token is None
+    assert load(path, {"PICKER_ADMIN__TOKEN": "another"}).admin.token == "another"
+
+
+@pytest.mark.parametrize(("text", "fault"), [(None, "cannot be read"), ("two words", "visible ASCII")])
+def test_a_token_file_without_a_token_is_named(tmp_path: Path, text: str | None, fault: str) -> None:
+    if text is not None:
+        (tmp_path / "token").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^admin\.token.*{fault}"):
+        load(written(tmp_path, "admin: {token_file: token}"), {})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

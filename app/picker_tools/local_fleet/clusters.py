@@ -23,6 +23,7 @@ from picker_tools.local_fleet.envoy_types import (
 POOL = "pool"  # also the name the fleet's endpoint discovery answers to
 PICKER = "picker"
 PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
+PICKER_ADMIN = "picker-admin"  # and at that of their admin API
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
@@ -130,6 +131,18 @@ def picker_http(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
             http_protocol_options=core_v3.Http1ProtocolOptions()
         ),
         http_health_check=core_v3.HealthCheckHttpHealthCheck(path=HEALTH_PATH.decode()),
+    )
+
+
+def picker_admin(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
+    """The replicas' admin API at `hosts`; one that is not ready, or drains, is not asked."""
+    return _replicas(
+        PICKER_ADMIN,
+        hosts,
+        upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
+            http_protocol_options=core_v3.Http1ProtocolOptions()
+        ),
+        http_health_check=core_v3.HealthCheckHttpHealthCheck(path="/readyz"),
     )
 
 

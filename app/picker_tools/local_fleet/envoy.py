@@ -7,7 +7,16 @@ from typing import Any
 import yaml
 
 from picker_fleet.config import Settings
-from picker_tools.local_fleet.clusters import PICKER, PICKER_HTTP, POOL, picker, picker_http, pool
+from picker_tools.local_fleet.admin_listener import admin_listener
+from picker_tools.local_fleet.clusters import (
+    PICKER,
+    PICKER_HTTP,
+    POOL,
+    picker,
+    picker_admin,
+    picker_http,
+    pool,
+)
 from picker_tools.local_fleet.envoy_types import (
     address,
     bootstrap_v3,
@@ -66,6 +75,8 @@ def build_bootstrap(
     admin: Host,
     pickers: Sequence[Host],
     http_pickers: Sequence[Host] = (),
+    admin_listen: Host | None = None,
+    admin_pickers: Sequence[Host] = (),
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -73,8 +84,9 @@ def build_bootstrap(
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
-    `pickers` are the replicas' gRPC addresses, `http_pickers` those of mode `http`; `trusted` the steering
-    headers that clients may set;
+    `pickers` are the replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
+    admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
+    listener); `trusted` are the steering headers that clients may set;
     `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
@@ -85,10 +97,14 @@ def build_bootstrap(
         admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=bootstrap_v3.BootstrapStaticResources(
-            listeners=[listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers)],
+            listeners=[
+                listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers),
+                *([] if admin_listen is None else [admin_listener(admin_listen)]),
+            ],
             clusters=[
                 picker(pickers),
                 *([picker_http(http_pickers)] if mode == "http" else []),
+                *([] if admin_listen is None else [picker_admin(admin_pickers)]),
                 pool(settings.extproc.metadata_namespace),
             ],
         ),

@@ -36,6 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same at the port of mode http (default: http.listen of the configuration)",
     )
     add(
+        "--admin-listen",
+        type=_host_port,
+        metavar="HOST:PORT",
+        help="for operators: the admin API and dashboard of any ready replica (default: no such listener)",
+    )
+    add(
+        "--picker-admin",
+        type=_host_port,
+        action="append",
+        metavar="HOST:PORT",
+        help="where that is at the replicas (default: admin.listen of the configuration)",
+    )
+    add(
         "--trust-headers",
         type=_headers,
         action="extend",
@@ -80,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         admin=args.envoy_admin,
         pickers=args.picker or [_here(settings.extproc.listen)],
         http_pickers=_http_pickers(args, settings) if args.mode == "http" else (),
+        admin_listen=args.admin_listen,
+        admin_pickers=args.picker_admin or [_here(settings.admin.listen)],
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
